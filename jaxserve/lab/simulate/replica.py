@@ -10,28 +10,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
-from prometheus_client import CollectorRegistry
 
 from jaxserve.api.batch import Batch
 from jaxserve.api.errors import RequestError
-from jaxserve.api.events import Event
 from jaxserve.api.request import Request
-from jaxserve.cache.block_events import BlockEvents
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.clock import VirtualClock
 from jaxserve.costs.predictor import Predictor
-from jaxserve.observe.journal import Journal
-from jaxserve.observe.metrics import READ, Metrics
-from jaxserve.observe.view import Snapshot
+from jaxserve.observe.metrics import READ
+from jaxserve.replica.core import ReplicaCore
 from jaxserve.replica.info import ReplicaInfo
 from jaxserve.replica.protocol import Sink
-from jaxserve.replica.registry import Registry
-from jaxserve.scheduling import Load, Scheduler
-from jaxserve.scheduling.events import Rejected, StepIssued, StepRead
+from jaxserve.scheduling import Scheduler
+from jaxserve.scheduling.events import StepIssued, StepRead
 from jaxserve.settings.schema import CacheConfig, MeshConfig
 
 NO_SHAPE = ModelConfig(
@@ -83,7 +78,7 @@ class Pipeline:
         return began, at
 
 
-class VirtualReplica:
+class VirtualReplica(ReplicaCore):
     """Runs requests on a scheduler in virtual time: see `Replica` and the module.
 
     Nothing happens by itself: `advance` moves the clock and runs what is due by then. All calls
@@ -93,6 +88,8 @@ class VirtualReplica:
     name, shape, platform: for `info`, the model and the kind of device that `scheduler` has the
     costs of.
     """
+
+    clock: VirtualClock
 
     def __init__(
         self,
@@ -105,38 +102,18 @@ class VirtualReplica:
         shape: ModelConfig = NO_SHAPE,
         platform: str = "virtual",
     ):
-        self.scheduler = scheduler
-        self.clock = VirtualClock()
-        self.info = _info(scheduler, cache, mesh, lookahead, name, shape, platform)
-        self.alive = True
-        self.available = True
+        info = _info(scheduler, cache, mesh, lookahead, name, shape, platform)
+        super().__init__(scheduler, info, cache, VirtualClock())
         self.listeners: list[StepListener] = []
-        config = scheduler.config
         self._depth = mesh.spp + lookahead  # batches in flight
         self._stages = mesh.spp
-        self._pipeline = Pipeline(scheduler.predictor, mesh.spp, config.max_seqs)
+        self._pipeline = Pipeline(scheduler.predictor, mesh.spp, info.max_seqs)
         self._flights: deque[tuple[float, Batch]] = deque()  # when each leaves the last stage
         # clock seconds at which the scheduler was last asked for batches and could have had news
         self._asked_at = self.clock.now()
-        self._started = self._draining = self._closed = False
-        self._journal = Journal(mesh.spp, self.clock.now())
-        self._metrics = Metrics(config.max_seqs, config.class_names, self._readings)
-        self._metrics.configured(
-            block_size=self.info.block_size,
-            num_gpu_blocks=scheduler.cache.total,
-            cache_dtype=self.info.kv_dtype,
-            enable_prefix_caching=cache.prefix_caching,
-            placement=cache.placement,
-        )
-        self.bus = scheduler.bus
-        self._journal.listen(self.bus)
-        self._metrics.listen(self.bus, cache.prefix_caching)
-        self._registry = Registry()
+        self._started = self._closed = False
 
     # --- time
-
-    def now(self) -> float:
-        return self.clock.now()
 
     def next_event(self) -> float:
         """Clock second at which something happens next; infinity where nothing will."""
@@ -157,14 +134,14 @@ class VirtualReplica:
             self._run_events(at)
         if to < NEVER:
             self.clock.advance(to)
-            self._send(self.scheduler.expire(to))
+            self._notify(self.scheduler.expire(to))
 
     def _run_events(self, now: float) -> None:
         """Reads the oldest batch if it has left the stages, and issues what can be issued."""
         self.clock.advance(now)
         if self._flights and self._flights[0][0] <= now:
             self._read(now)
-        self._send(self.scheduler.expire(now))
+        self._notify(self.scheduler.expire(now))
         self._issue()
 
     @property
@@ -195,7 +172,7 @@ class VirtualReplica:
         for listener in self.listeners:
             listener.step_read(batch, now)
         self.bus.publish(StepRead(batch, now, batch.seconds, comparable=True))
-        self._send(self.scheduler.finish(batch, np.zeros(len(batch.slot), np.int32), now))
+        self._notify(self.scheduler.finish(batch, np.zeros(len(batch.slot), np.int32), now))
 
     # --- requests
 
@@ -209,100 +186,40 @@ class VirtualReplica:
     def submit_prefilled(self, request: Request, sink: Sink, received: int) -> None:
         """Takes a request as `submit` does, with the KV of its first `received` tokens, not all of
         its prompt: these are not computed here."""
-        if self._draining or self._closed:
+        if self.draining or self._closed:
             raise RequestError("", "the replica takes no requests", "UNAVAILABLE")
         try:
-            events = self.scheduler.add(request, self.clock.now(), received)
-            self._registry.add(request, sink, seed=0)
-            self._send([(request.id, event) for event in events])
+            self._enter(request, sink, 0, received)
         finally:
             self._issue()
 
-    def cancel(self, request_id: str, reason: str = "cancelled") -> bool:
-        return self._end(request_id, reason, None)
-
-    def stop(self, request_id: str, index: int) -> bool:
-        return self._end(request_id, "stop", index)
-
     def _end(self, request_id: str, reason: str, index: int | None) -> bool:
-        if request_id not in self._registry:
+        if request_id not in self.registry:
             return False
-        events = self.scheduler.cancel(request_id, self.clock.now(), reason, index)
-        self._send(events)
+        ended = super()._end(request_id, reason, index)
         self._asked_at = -NEVER  # others may have room now
-        return bool(events)
-
-    def _send(self, events: list[tuple[str, Event]]) -> None:
-        if not events:
-            return
-        for request_id in self._registry.notify(events):
-            self._end(request_id, "cancelled", None)
+        return ended
 
     def post(self, command: Callable[[], object]) -> None:
         """Runs a command at once: no step is in progress while the clock stands still."""
         command()
 
-    # --- questions
-
-    def load(self) -> Load:
-        return self.scheduler.load()
-
     def overdue(self) -> float | None:
+        """Returns None: no step hangs."""
         return None
 
-    def view(self, since: int = 0) -> dict[str, Any]:
-        snapshot = Snapshot.take(self._journal, self.scheduler, self.clock.now(), since)
-        return {
-            "model": self.info.model,
-            "mesh": str(self.info.mesh),
-            "alive": self.alive,
-            **snapshot.shown(),
-        }
-
-    def count_rejected(self, reason: str) -> None:
-        self.bus.publish(Rejected(reason))
-
-    @property
-    def metrics_registry(self) -> CollectorRegistry:
-        return self._metrics.registry
-
-    def _readings(self) -> Mapping[str, float]:
-        """The values of metrics.READ; nothing is compiled here."""
-        load = self.load()
-        in_use = load.pages_total - load.pages_free - load.pages_cached
-        return {
-            **dict.fromkeys(READ, 0.0),
-            "num_requests_running": load.running,
-            "num_requests_waiting": load.waiting,
-            "kv_cache_usage_perc": in_use / load.pages_total,
-            "queued_prefill_seconds": load.queued_prefill_seconds,
-            "predictor_scale": self.scheduler.predictor.scale,
-            "num_preemptions": self.scheduler.preemptions,
-        }
-
-    @property
-    def block_events(self) -> BlockEvents:
-        return self.scheduler.cache.events
-
-    def flush_cache(self) -> int:
-        return self.scheduler.cache.flush()
-
-    # --- the end
-
-    def drain(self) -> None:
-        self._draining = True
+    def _readings(self) -> dict[str, float]:
+        """Returns the values of metrics.READ; nothing is compiled in a simulation."""
+        return {**dict.fromkeys(READ, 0.0), **super()._readings()}
 
     def close(self) -> None:
         """Ends what runs or waits with an error of status UNAVAILABLE; nothing happens after."""
         if self._closed:
             return
         self._closed = True
-        now = self.clock.now()
-        error = RequestError("", "the replica was closed", "UNAVAILABLE")
-        for request_id in self._registry.ids():
-            self._send(self.scheduler.cancel(request_id, now, "error", error=error))
+        self.fail(RequestError("", "the replica was closed", "UNAVAILABLE"))
         while self._flights:
-            self._read(now)
+            self._read(self.clock.now())
 
 
 def _info(
