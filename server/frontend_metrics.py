@@ -21,7 +21,7 @@ from prometheus_client import (
 from prometheus_client.registry import Collector
 
 import jaxserve
-from jaxserve.observe.metrics import OTHER, PREFIX
+from jaxserve.observe.metric_rows import OTHER, PREFIX
 
 # by protocol: statuses with a label of their own
 STATUSES: dict[str, tuple[str, ...]] = {

@@ -13,7 +13,8 @@ from experiments.documentation import combinations
 from experiments.markdown import code, plain, table
 from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.cli.main import COMMANDS, load
-from jaxserve.observe.metrics import OF_WORKERS, READ, Metrics
+from jaxserve.observe.metric_rows import OF_WORKERS, READ
+from jaxserve.observe.metrics import Metrics
 from jaxserve.server.admin import operators_app
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.frontend_metrics import FrontendMetrics

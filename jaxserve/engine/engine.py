@@ -92,7 +92,7 @@ def replica_info(config: EngineConfig, worker: CommandExecutor, max_model_len: i
 
 
 def _tier_readings(tiers: LowerTiers | None) -> dict[str, float]:
-    """See metrics.READ."""
+    """See metric_rows.READ."""
     counts = tiers.counts() if tiers is not None else TierCounts()
     return {
         "kv_blocks_stored": counts.stored,
@@ -290,7 +290,7 @@ class Engine:
         self.bus.publish(Rejected(reason))
 
     def _readings(self) -> dict[str, float]:
-        """See metrics.READ."""
+        """See metric_rows.READ."""
         load = self.load()
         held = load.pages_total - load.pages_free - load.pages_cached
         return {

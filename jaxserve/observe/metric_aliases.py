@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from prometheus_client.registry import RestrictedRegistry
 
-from jaxserve.observe.metrics import PREFIX
+from jaxserve.observe.metric_rows import PREFIX
 
 VLLM_PREFIX = "vllm:"
 # what both count alike; vLLM gives all of them the label model_name

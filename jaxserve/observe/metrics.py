@@ -1,9 +1,8 @@
-"""What an engine did and how it is, for Prometheus. Names are vLLM's behind our prefix, and new
-ones for what it has no name for.
+"""What an engine did and how it is, for Prometheus: the rows of `metric_rows`.
 
 A step may give a token to hundreds of sequences, and is counted in a few microseconds all the same:
 what happened to all of them alike is one number, not one each. What the engine knows anyway is read
-when somebody asks.
+at each scrape.
 """
 
 from __future__ import annotations
@@ -15,14 +14,20 @@ from typing import Any
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Histogram, Info
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
+from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from jaxserve.api.events import Finished, Summary
+from jaxserve.observe.metric_rows import (
+    COUNTERS,
+    HISTOGRAMS,
+    LABEL_VALUES,
+    LABELLED,
+    OF_WORKERS,
+    OTHER,
+    PREFIX,
+    READ,
+    TALLIES,
+)
 from jaxserve.scheduling.events import (
     Admitted,
     CompletionEnded,
@@ -34,117 +39,6 @@ from jaxserve.scheduling.events import (
     Tokens,
 )
 from jaxserve.settings.schema import DEFAULT_CLASS
-
-PREFIX = "jaxserve:"
-REASONS = ("stop", "length", "cancelled", "deadline", "error")
-EXCHANGES = ("gather", "pass_q", "pass_kv")
-REJECTIONS = (
-    "queue",
-    "ttft",
-    "tpot",
-    "deadline",
-    "requests_per_minute",
-    "concurrency",
-    "queued_tokens",
-)
-OTHER = "other"  # the label of any other reason
-
-READ: dict[str, tuple[Callable[..., Metric], str]] = {
-    "num_requests_running": (
-        GaugeMetricFamily,
-        "Sequences that have a slot (a request has n of them)",
-    ),
-    "num_requests_waiting": (GaugeMetricFamily, "Sequences that wait for a slot"),
-    "kv_cache_usage_perc": (
-        GaugeMetricFamily,
-        "Share of KV pages in use, 0 to 1; pages that are only kept for reuse do not count",
-    ),
-    "queued_prefill_seconds": (
-        GaugeMetricFamily,
-        "Predicted seconds of prefill in the queue and left of running prompts",
-    ),
-    "predictor_scale": (
-        GaugeMetricFamily,
-        "What the profile's times are multiplied by after what steps really took; 1: as measured",
-    ),
-    "num_preemptions": (
-        CounterMetricFamily,
-        "Sequences that lost their slot to others and had to wait again",
-    ),
-    "kv_blocks_stored": (
-        CounterMetricFamily,
-        "KV blocks that left the devices and were kept in host memory",
-    ),
-    "kv_blocks_from_host": (CounterMetricFamily, "KV blocks read from host memory"),
-    "kv_blocks_from_disk": (CounterMetricFamily, "KV blocks read from disk"),
-    "kv_blocks_from_peers": (CounterMetricFamily, "KV blocks read from other replicas"),
-    "kv_blocks_from_store": (CounterMetricFamily, "KV blocks read from the shared store"),
-    "kv_blocks_to_store": (CounterMetricFamily, "KV blocks put into the shared store"),
-    "kv_blocks_not_put": (
-        CounterMetricFamily,
-        "KV blocks that the shared store was too slow, or had no room, to take",
-    ),
-    "kv_blocks_prefetched": (
-        CounterMetricFamily,
-        "KV blocks brought from disk to host memory for prompts that waited",
-    ),
-    "kv_blocks_wrong": (
-        CounterMetricFamily,
-        "KV blocks in host memory whose checksum was wrong; they were computed again",
-    ),
-    "kv_blocks_in_host": (GaugeMetricFamily, "KV blocks in host memory"),
-    "kv_blocks_on_disk": (GaugeMetricFamily, "KV blocks on disk"),
-    "xla_compiles": (
-        CounterMetricFamily,
-        "XLA programs compiled, or read from the folder of compiled ones",
-    ),
-    "xla_recompiles": (
-        CounterMetricFamily,
-        "XLA programs compiled after warm-up, which a request had to wait for; 0 is right",
-    ),
-}
-
-
-def _decades(first: int, last: int, steps: Sequence[float]) -> list[float]:
-    """Bounds: `steps` times 10^first and so on to 10^last, which ends them."""
-    return [float(f"{step}e{power}") for power in range(first, last) for step in steps] + [
-        float(f"1e{last}")
-    ]
-
-
-WAITS = _decades(-3, 4, (1, 2, 3, 5))
-STEPS = _decades(-3, 1, (1, 1.5, 2, 3, 4, 5, 6, 8))
-LATE = _decades(-2, 4, (1, 2, 5))
-SLACKS = [-seconds for seconds in reversed(LATE)] + [0.0] + LATE
-RATIOS = [
-    0.1,
-    0.25,
-    0.5,
-    0.6,
-    0.7,
-    0.8,
-    0.9,
-    0.95,
-    1.0,
-    1.05,
-    1.1,
-    1.2,
-    1.35,
-    1.5,
-    1.75,
-    2.0,
-    3.0,
-    5.0,
-    10.0,
-]
-SIZES = [float(2**power) for power in range(17)]
-LENGTHS = [float(2**power) for power in range(25)]
-LANES = [1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0, 96.0, 128.0]
-OF_WORKERS = {
-    "alive": "Whether the process is there that has these devices, 0 or 1",
-    "lag": "Steps that were issued and that the process has not finished",
-    "device_bytes": "Bytes in use on the process's devices",
-}
 
 
 class Tally:
@@ -175,13 +69,72 @@ class Tally:
         )
 
 
+class TokenGaps:
+    """Counts tokens and the seconds between them, for all sequences of a step at once.
+
+    generated: all tokens; gaps: seconds between a sequence's tokens; slow: gaps above the
+    objective, by number of the class.
+    """
+
+    def __init__(self, slots: int, generated: Counter, gaps: Tally, slow: Sequence[Counter]):
+        self._generated = generated
+        self._gaps = gaps
+        self._slow = slow
+        # per slot: clock seconds of the last token, infinity before the first
+        self._token_at = np.zeros(slots)
+        self._tpot = np.full(slots, np.inf)  # and its objective
+        self._class_of = np.zeros(slots, np.int32)
+        # slots whose last tokens came together, and when: else `_token_at`
+        self._group = b""
+        self._group_at = 0.0
+        self._group_tpot = np.inf  # the least objective of these
+
+    def admit(self, slot: int, tpot: float, class_number: int, last: float | None) -> None:
+        """Begins to count a sequence in this slot. last: clock second of its last token, if it has
+        been running before."""
+        self._ungroup()
+        self._token_at[slot] = np.inf if last is None else last
+        self._tpot[slot] = tpot
+        self._class_of[slot] = class_number
+
+    def count(self, slots: np.ndarray, now: float) -> None:
+        """Counts a token for each of these slots [n], in any order."""
+        if not slots.size:
+            return
+        self._generated.inc(slots.size)
+        if slots.tobytes() == self._group:  # as in the step before: one gap is that of all
+            gap = now - self._group_at
+            self._gaps.add(gap, slots.size)
+            if gap > self._group_tpot:
+                self._count_slow(slots, gap)
+        else:
+            self._ungroup()
+            gaps = now - self._token_at[slots]
+            begun = np.isfinite(gaps)  # a first token has no gap
+            self._gaps.add_all(gaps[begun])
+            self._count_slow(slots[begun], gaps[begun])
+            self._group = slots.tobytes()
+            self._group_tpot = float(self._tpot[slots].min())
+        self._group_at = now
+
+    def _ungroup(self) -> None:
+        self._token_at[np.frombuffer(self._group, np.int32)] = self._group_at
+        self._group = b""
+
+    def _count_slow(self, slots: np.ndarray, gaps: np.ndarray | float) -> None:
+        slow = gaps > self._tpot[slots]
+        if slow.any():
+            for number, count in enumerate(np.bincount(self._class_of[slots[slow]]).tolist()):
+                self._slow[number].inc(count)
+
+
 class Metrics:
     """The metrics of one engine, in a `registry` of its own.
 
     slots: sequences that run at once. classes: names of classes of requests; what names none is
-    counted as of class `default`. read: the values that READ describes, asked for at each scrape,
-    from the scraper's thread. workers: the same for OF_WORKERS, of each process that has devices,
-    where they are others.
+    counted as of class `default`. read: returns the values that READ describes; it is called at
+    each scrape, from the scraper's thread. workers: returns those of OF_WORKERS for each process
+    that has devices, if these are other processes.
     """
 
     def __init__(
@@ -194,155 +147,49 @@ class Metrics:
         self.registry = CollectorRegistry(auto_describe=True)
         self._read = read
         self._workers = workers
-        labels = [DEFAULT_CLASS, *classes]
-        self._class = {label: index for index, label in enumerate(labels)}
-        # per slot: clock seconds of the last token, infinity before the first
-        self._token_at = np.zeros(slots)
-        self._tpot = np.full(slots, np.inf)  # and its objective
-        self._class_of = np.zeros(slots, np.int32)  # and its class, an index of `labels`
-        # slots whose last tokens came together, and when: else `_token_at`
-        self._group, self._group_at = b"", 0.0
-        self._group_tpot = np.inf  # the least objective of these
-
-        self._prompt = self._counter(
-            "prompt_tokens",
-            "Tokens of prompts, reused ones included, counted with a request's first token",
+        self._prefix_caching = False
+        self._classes = (DEFAULT_CLASS, *classes)
+        self._counters = {
+            name: Counter(PREFIX + name, help, registry=self.registry)
+            for name, help in COUNTERS.items()
+        }
+        self._labelled = {name: self._make_labelled(name) for name in LABELLED}
+        self._histograms = {
+            name: Histogram(PREFIX + name, row.help, registry=self.registry, buckets=row.bounds)
+            for name, row in HISTOGRAMS.items()
+        }
+        self._tallies = {
+            name: Tally(self.registry, name, row.help, row.bounds) for name, row in TALLIES.items()
+        }
+        self.gaps = TokenGaps(
+            slots,
+            self._counters["generation_tokens"],
+            self._tallies["inter_token_latency_seconds"],
+            list(self._labelled["tbt_slo_violations"].values()),
         )
-        self._generated = self._counter("generation_tokens", "Tokens generated")
-        self._queries = self._counter(
-            "prefix_cache_queries", "Tokens of prompts that were looked up in the prefix cache"
-        )
-        self.hit_tokens = 0  # what `_hits` counts
-        self._hits = self._counter("prefix_cache_hits", "Tokens of prompts whose KV was reused")
-        ended = self._counter(
-            "request_success",
-            "Sequences that ended (a request has n of them), by reason, faults included",
-            "finished_reason",
-        )
-        self._ended = {reason: ended.labels(reason) for reason in (*REASONS, OTHER)}
-        rejected = self._counter(
-            "early_rejections",
-            "Requests refused before anything of them was computed, by reason",
-            "reason",
-        )
-        self._rejected = {reason: rejected.labels(reason) for reason in (*REJECTIONS, OTHER)}
-        self._goodput = self._counter(
-            "goodput_requests",
-            "Requests that ran to their end with TTFT and TPOT within their objectives",
-        )
-        late = self._counter(
-            "ttft_slo_violations",
-            "Requests whose first token came, or that ended without one, after it was due",
-            "class",
-        )
-        self._late = [late.labels(label) for label in labels]
-        slow = self._counter(
-            "tbt_slo_violations",
-            "Tokens that came later after the one before than their request's objective says",
-            "class",
-        )
-        self._slow = [slow.labels(label) for label in labels]
-
-        exchanges = self._counter(
-            "exchange_steps",
-            "Steps with sequences on several lanes, by how their queries and blocks met",
-            "exchange",
-        )
-        self._exchanges = {name: exchanges.labels(name) for name in EXCHANGES}
-        self._moved = self._counter("moved_pages", "Pages that changed lanes")
-
-        self._ttft = self._histogram(
-            "time_to_first_token_seconds",
-            "Seconds from a request's arrival to its first token",
-            WAITS,
-        )
-        self._queue = self._histogram(
-            "request_queue_time_seconds",
-            "Seconds from a request's arrival to its first chunk, recorded with its first token",
-            WAITS,
-        )
-        self._e2e = self._histogram(
-            "e2e_request_latency_seconds",
-            "Seconds from a request's arrival to its end, where that is a stop or its length",
-            WAITS,
-        )
-        self._prefill = self._histogram(
-            "request_prefill_time_seconds",
-            "Seconds from a request's first chunk to its first token, recorded at its end",
-            WAITS,
-        )
-        self._decode = self._histogram(
-            "request_decode_time_seconds",
-            "Seconds from a request's first token to its last, recorded at its end",
-            WAITS,
-        )
-        self._pace = self._histogram(
-            "request_time_per_output_token_seconds",
-            "Mean seconds per token of a completion, recorded at its end",
-            STEPS,
-        )
-        self._prompts = self._histogram(
-            "request_prompt_tokens", "Tokens of a request's prompt, recorded at its end", LENGTHS
-        )
-        self._outputs = self._histogram(
-            "request_generation_tokens",
-            "Tokens that a request generated, recorded at its end",
-            LENGTHS,
-        )
-        self._slack = self._histogram(
-            "request_slack_seconds",
-            "Seconds left, at a request's first token, until that was due; below 0: it was late",
-            SLACKS,
-        )
-        self._predicted = self._tally(
-            "step_predicted_seconds",
-            "Predicted seconds of a step in the slowest stage"
-            " (with --profile=none: work, not seconds)",
-            STEPS,
-        )
-        self._seconds = self._tally(
-            "step_seconds",
-            "Seconds a step took since the one before it was read,"
-            " or since it was issued where that was later",
-            STEPS,
-        )
-        self._ratio = self._tally(
-            "step_error_ratio",
-            "Seconds of a step by those predicted,"
-            " without steps that compiled or that found idle stages",
-            RATIOS,
-        )
-        self._gaps = self._tally(
-            "inter_token_latency_seconds", "Seconds between a sequence's tokens", STEPS
-        )
-        self._sizes = self._tally("chunk_size_tokens", "Tokens of a prefill chunk", SIZES)
-        self._degrees = self._tally(
-            "kvp_degree", "Lanes that hold blocks of a prefill chunk's sequence", LANES
-        )
+        self.hit_tokens = 0  # what `prefix_cache_hits` counts
         self.registry.register(self)
 
+    def _make_labelled(self, name: str) -> dict[str, Counter]:
+        """Makes the counters of a row of LABELLED, by value of the label."""
+        help, label = LABELLED[name]
+        counter = Counter(PREFIX + name, help, (label,), registry=self.registry)
+        return {value: counter.labels(value) for value in LABEL_VALUES.get(label, self._classes)}
+
     def configured(self, **labels: object) -> None:
-        """What does not change, as labels of `cache_config_info`."""
+        """Adds `cache_config_info` with these labels, which do not change."""
         info = Info(
             PREFIX + "cache_config", "The KV cache: what it is made of", registry=self.registry
         )
         info.info({name: str(value) for name, value in labels.items()})
 
-    def _counter(self, name: str, help: str, *labels: str) -> Counter:
-        return Counter(PREFIX + name, help, labels, registry=self.registry)
-
-    def _histogram(self, name: str, help: str, bounds: Sequence[float]) -> Histogram:
-        return Histogram(PREFIX + name, help, registry=self.registry, buckets=bounds)
-
-    def _tally(self, name: str, help: str, bounds: Sequence[float]) -> Tally:
-        return Tally(self.registry, name, help, bounds)
-
     def describe(self) -> Iterator[Metric]:
+        """Yields what is read at each scrape, without values."""
         for name, (family, help) in READ.items():
             yield family(PREFIX + name, help)
 
     def collect(self) -> Iterator[Metric]:
-        """What is read at each scrape."""
+        """Yields what is read at each scrape."""
         values = self._read()
         for name, (family, help) in READ.items():
             yield family(PREFIX + name, help, value=values[name])
@@ -352,8 +199,6 @@ class Metrics:
             for worker in workers:
                 gauge.add_metric([str(worker["worker"])], float(worker.get(name, 0)))
             yield gauge
-
-    # --- what happens
 
     def listen(self, bus: EventBus, prefix_caching: bool) -> None:
         """Counts what happens from now on. prefix_caching: whether prompts are looked up in the
@@ -365,19 +210,51 @@ class Metrics:
         bus.subscribe(FirstToken, self._first_token)
         bus.subscribe(Tokens, self._tokens)
         bus.subscribe(CompletionEnded, self._completion_ended)
-        bus.subscribe(Rejected, lambda event: self.rejected(event.reason))
+        bus.subscribe(Rejected, lambda event: self._count("early_rejections", event.reason))
 
-    def _admitted(self, event: Admitted) -> None:
-        sequence = event.sequence
-        class_name = sequence.request.slo.class_name
-        self.admitted(event.slot, sequence.tpot, class_name, sequence.last_token_at)
+    def _count(self, name: str, value: str) -> None:
+        """Counts one in the row of LABELLED; values that it does not list are counted as `other`,
+        whatever requests say."""
+        counters = self._labelled[name]
+        counters[value if value in counters else OTHER].inc()
+
+    def _count_late(self, class_name: str | None) -> None:
+        self._labelled["ttft_slo_violations"][self._classes[self._number(class_name)]].inc()
+
+    def _number(self, class_name: str | None) -> int:
+        """Returns the number of a class: there are no more than were configured and the default,
+        whatever requests say."""
+        return self._classes.index(class_name) if class_name in self._classes else 0
+
+    # --- steps
 
     def _step_issued(self, event: StepIssued) -> None:
         if event.exchange:
-            self.exchanged(event.exchange, len(event.batch.moves))
+            self._labelled["exchange_steps"][event.exchange].inc()
+            self._counters["moved_pages"].inc(len(event.batch.moves))
 
     def _step_read(self, event: StepRead) -> None:
-        self.step(event.batch.seconds, event.seconds, event.comparable)
+        predicted = event.batch.seconds
+        self._tallies["step_predicted_seconds"].add(predicted)
+        self._tallies["step_seconds"].add(event.seconds)
+        if event.comparable and predicted > 0:
+            self._tallies["step_error_ratio"].add(event.seconds / predicted)
+
+    def _tokens(self, event: Tokens) -> None:
+        batch = event.batch
+        self.gaps.count(event.slots, event.now)
+        if batch.tokens.size:
+            chunks = ~batch.is_decode
+            degrees = np.count_nonzero(batch.blocks_per_lane[chunks], axis=1)
+            self._tallies["chunk_size_tokens"].add_all(batch.length[chunks])
+            self._tallies["kvp_degree"].add_all(degrees)
+
+    # --- requests
+
+    def _admitted(self, event: Admitted) -> None:
+        sequence = event.sequence
+        class_number = self._number(sequence.request.slo.class_name)
+        self.gaps.admit(event.slot, sequence.tpot, class_number, sequence.last_token_at)
 
     def _first_token(self, event: FirstToken) -> None:
         if not event.of_request:
@@ -385,146 +262,44 @@ class Metrics:
         sequence = event.sequence
         request = sequence.request
         started = event.now if sequence.started_at is None else sequence.started_at
-        looked_up = sequence.reads_cache and self._prefix_caching
-        self.first_token(
-            event.now - request.arrival,
-            started - request.arrival,
-            event.ttft_deadline - event.now,
-            len(request.prompt),
-            len(request.prompt) if looked_up else 0,
-            sequence.cached_tokens,
-            request.slo.class_name,
-        )
-
-    def _tokens(self, event: Tokens) -> None:
-        batch = event.batch
-        self.tokens(event.slots, event.now)
-        if batch.tokens.size:
-            chunks = ~batch.is_decode
-            degrees = np.count_nonzero(batch.blocks_per_lane[chunks], axis=1)
-            self.chunks(batch.length[chunks], degrees)
+        slack = event.ttft_deadline - event.now
+        self._observe("time_to_first_token_seconds", event.now - request.arrival)
+        self._observe("request_queue_time_seconds", started - request.arrival)
+        self._observe("request_slack_seconds", slack)
+        self._counters["prompt_tokens"].inc(len(request.prompt))
+        if sequence.reads_cache and self._prefix_caching:
+            self._counters["prefix_cache_queries"].inc(len(request.prompt))
+        self._counters["prefix_cache_hits"].inc(sequence.cached_tokens)
+        self.hit_tokens += sequence.cached_tokens
+        if slack < 0:
+            self._count_late(request.slo.class_name)
 
     def _completion_ended(self, event: CompletionEnded) -> None:
-        """Counts an end, and where it was the last of its request, that of the request."""
-        self.sequence_ended(event.event.reason)
+        """Counts an end, and with the last one of a request that of the request."""
+        self._count("request_success", event.event.reason)
         if not event.of_request:
             return
         request = event.request
-        given = event.ttft_deadline - request.arrival
         if all(end.reason in ("stop", "length") for end in event.of_request):
-            self.request_completed(list(event.of_request), given, event.tpot)
+            budget = event.ttft_deadline - request.arrival
+            self._request_completed(event.of_request, budget, event.tpot)
         late = request.arrival + event.event.timing.total > event.ttft_deadline
         if late and not event.had_token:
-            self.late(request.slo.class_name)
+            self._count_late(request.slo.class_name)
 
-    # --- a step
-
-    def exchanged(self, exchange: str, moved: int) -> None:
-        """A step with sequences on several lanes, before which so many pages changed lanes, was
-        issued."""
-        self._exchanges[exchange].inc()
-        self._moved.inc(moved)
-
-    def step(self, predicted: float, seconds: float, comparable: bool) -> None:
-        """A step took so long. comparable: with what was predicted."""
-        self._predicted.add(predicted)
-        self._seconds.add(seconds)
-        if comparable and predicted > 0:
-            self._ratio.add(seconds / predicted)
-
-    def chunks(self, sizes: np.ndarray, degrees: np.ndarray) -> None:
-        """Prefill chunks of a step: tokens of each, and lanes that hold its sequence."""
-        self._sizes.add_all(sizes)
-        self._degrees.add_all(degrees)
-
-    def admitted(self, slot: int, tpot: float, class_name: str | None, last: float | None) -> None:
-        """A sequence got this slot. last: when its last token came, where it had been running
-        before."""
-        self._part()
-        self._token_at[slot] = np.inf if last is None else last
-        self._tpot[slot], self._class_of[slot] = tpot, self._index(class_name)
-
-    def tokens(self, slots: np.ndarray, now: float) -> None:
-        """The sequences in these slots, in any order, got a token each."""
-        if not slots.size:
-            return
-        self._generated.inc(slots.size)
-        if slots.tobytes() == self._group:  # the same as in the step before: one gap is that of all
-            gap = now - self._group_at
-            self._gaps.add(gap, slots.size)
-            if gap > self._group_tpot:
-                self._count_slow(slots, gap)
-        else:
-            self._part()
-            gaps = now - self._token_at[slots]
-            begun = np.isfinite(gaps)  # a first token has no gap
-            self._gaps.add_all(gaps[begun])
-            self._count_slow(slots[begun], gaps[begun])
-            self._group, self._group_tpot = slots.tobytes(), float(self._tpot[slots].min())
-        self._group_at = now
-
-    def _part(self) -> None:
-        """The group is one no more."""
-        self._token_at[np.frombuffer(self._group, np.int32)] = self._group_at
-        self._group = b""
-
-    def _count_slow(self, slots: np.ndarray, gaps: np.ndarray | float) -> None:
-        slow = gaps > self._tpot[slots]
-        if slow.any():
-            for index, count in enumerate(np.bincount(self._class_of[slots[slow]]).tolist()):
-                self._slow[index].inc(count)
-
-    # --- a request
-
-    def first_token(
-        self,
-        seconds: float,
-        queued: float,
-        slack: float,
-        prompt: int,
-        looked_up: int,
-        cached: int,
-        class_name: str | None,
-    ) -> None:
-        """A request's first token came after `seconds`, of which it waited for its first chunk as
-        `queued` says, `slack` before it was due. The rest counts tokens of its prompt."""
-        self._ttft.observe(seconds)
-        self._queue.observe(queued)
-        self._slack.observe(slack)
-        self._prompt.inc(prompt)
-        self._queries.inc(looked_up)
-        self._hits.inc(cached)
-        self.hit_tokens += cached
-        if slack < 0:
-            self.late(class_name)
-
-    def late(self, class_name: str | None) -> None:
-        """A request's first token did not come in time."""
-        self._late[self._index(class_name)].inc()
-
-    def sequence_ended(self, reason: str) -> None:
-        self._ended[reason if reason in REASONS else OTHER].inc()
-
-    def request_completed(self, ends: Sequence[Finished], ttft: float, tpot: float) -> None:
-        """A request ran to its end, which is that of its last completion. ttft, tpot: its
-        objectives in seconds."""
+    def _request_completed(self, ends: Sequence[Finished], ttft: float, tpot: float) -> None:
+        """Counts a request that ran to its end. ttft, tpot: its objectives in seconds."""
         whole = Summary.of(ends)
-        self._e2e.observe(whole.total)
-        self._prefill.observe(whole.prefill)
-        self._decode.observe(whole.decode)
-        self._prompts.observe(ends[0].usage.prompt)
-        self._outputs.observe(whole.output)
+        self._observe("e2e_request_latency_seconds", whole.total)
+        self._observe("request_prefill_time_seconds", whole.prefill)
+        self._observe("request_decode_time_seconds", whole.decode)
+        self._observe("request_prompt_tokens", ends[0].usage.prompt)
+        self._observe("request_generation_tokens", whole.output)
         for end in ends:
             if end.tpot is not None:
-                self._pace.observe(end.tpot)
-        self._goodput.inc((whole.ttft or 0.0) <= ttft and (whole.tpot or 0.0) <= tpot)
+                self._observe("request_time_per_output_token_seconds", end.tpot)
+        good = (whole.ttft or 0.0) <= ttft and (whole.tpot or 0.0) <= tpot
+        self._counters["goodput_requests"].inc(good)
 
-    def rejected(self, reason: str) -> None:
-        """A request was refused for there was too much to do; reason: one of REJECTIONS, anything
-        else counts as other."""
-        self._rejected[reason if reason in REJECTIONS else OTHER].inc()
-
-    def _index(self, class_name: str | None) -> int:
-        """The label of a class: whatever requests say, there are no more labels than classes and
-        the default."""
-        return self._class.get(DEFAULT_CLASS if class_name is None else class_name, 0)
+    def _observe(self, name: str, value: float) -> None:
+        self._histograms[name].observe(value)

@@ -137,7 +137,7 @@ class ReplicaCore:
         return self.scheduler.cache.flush()
 
     def _readings(self) -> dict[str, float]:
-        """Returns the values of `metrics.READ` that the scheduler knows."""
+        """Returns the values of `metric_rows.READ` that the scheduler knows."""
         load = self.load()
         in_use = load.pages_total - load.pages_free - load.pages_cached
         return {

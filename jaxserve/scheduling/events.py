@@ -81,7 +81,7 @@ class CompletionEnded:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A request was refused, for this reason (see observe.metrics.REJECTIONS)."""
+    """A request was refused, for this reason (see observe.metric_rows.REJECTIONS)."""
 
     reason: str
     error: RequestError | None = None

@@ -8,7 +8,7 @@ import grpc
 
 import jaxserve
 from jaxserve.api.errors import RequestError
-from jaxserve.observe.metrics import PREFIX
+from jaxserve.observe.metric_rows import PREFIX
 from jaxserve.replica.protocol import Replica
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.auth.access import abortable_ids

@@ -12,7 +12,7 @@ import yaml
 
 import jaxserve
 from jaxserve.cli.main import load
-from jaxserve.observe.metrics import PREFIX, READ
+from jaxserve.observe.metric_rows import PREFIX, READ
 from tests.deploy import helm
 from tests.deploy.variants import VARIANTS
 

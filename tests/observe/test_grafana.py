@@ -12,7 +12,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse
 
 from jaxserve.cli import main as cli
-from jaxserve.observe.metrics import READ, Metrics
+from jaxserve.observe.metric_rows import READ
+from jaxserve.observe.metrics import Metrics
 from jaxserve.server.frontend_metrics import FrontendMetrics, exposition
 from jaxserve.settings import flags
 

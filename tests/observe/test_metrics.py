@@ -19,7 +19,8 @@ from jaxserve.clock import VirtualClock
 from jaxserve.engine.build import build
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.programs import Programs
-from jaxserve.observe.metrics import READ, REJECTIONS, Metrics
+from jaxserve.observe.metric_rows import READ, REJECTIONS
+from jaxserve.observe.metrics import Metrics
 from jaxserve.scheduling import Batch
 from jaxserve.scheduling.events import StepIssued
 from jaxserve.settings.schema import (

@@ -17,7 +17,8 @@ from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Accepted, Event, Finished, Logprobs, Progress, Timing, Token, Usage
 from jaxserve.api.request import Request
 from jaxserve.cache.block_events import BlockEvents
-from jaxserve.observe.metrics import READ, Metrics
+from jaxserve.observe.metric_rows import READ
+from jaxserve.observe.metrics import Metrics
 from jaxserve.replica.info import ReplicaInfo
 from jaxserve.replica.protocol import Sink
 from jaxserve.scheduling import Load

@@ -10,7 +10,8 @@ import time
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse
 
-from jaxserve.observe.metrics import READ, Metrics
+from jaxserve.observe.metric_rows import READ
+from jaxserve.observe.metrics import Metrics
 from jaxserve.server.frontend_metrics import CONTENT_TYPE, FrontendMetrics, exposition
 
 

@@ -21,7 +21,7 @@ from jaxserve.api.request import Request
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.clock import VirtualClock
 from jaxserve.costs.predictor import Predictor
-from jaxserve.observe.metrics import READ
+from jaxserve.observe.metric_rows import READ
 from jaxserve.replica.core import ReplicaCore
 from jaxserve.replica.info import ReplicaInfo
 from jaxserve.replica.protocol import Sink
@@ -209,7 +209,7 @@ class VirtualReplica(ReplicaCore):
         return None
 
     def _readings(self) -> dict[str, float]:
-        """Returns the values of metrics.READ; nothing is compiled in a simulation."""
+        """Returns the values of metric_rows.READ; nothing is compiled in a simulation."""
         return {**dict.fromkeys(READ, 0.0), **super()._readings()}
 
     def close(self) -> None:
