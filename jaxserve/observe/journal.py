@@ -95,10 +95,10 @@ class Journal:
         self.ends: deque[JournalEnd] = deque(maxlen=ENDS)
         # number of a sequence -> request id, completion
         self.names: dict[int, tuple[str, int]] = {}
-        self._numbers: dict[tuple[str, int], int] = {}  # and back, while it runs
+        self.running: dict[tuple[str, int], int] = {}  # and back, of those that run
         self._until = [born] * stages  # until when each stage was busy
         self._read = born
-        self._rows = 0
+        self.rows = 0  # chunks of `steps`
 
     def listen(self, bus: EventBus) -> None:
         """Writes down what happens from now on."""
@@ -116,7 +116,7 @@ class Journal:
         """A sequence got a slot."""
         name = sequence.id, sequence.index
         self.names[sequence.number] = name
-        self._numbers[name] = sequence.number
+        self.running[name] = sequence.number
         if len(self.names) > NAMES:
             del self.names[next(iter(self.names))]
 
@@ -136,7 +136,7 @@ class Journal:
                 [],
             )
         )
-        self._rows += batch.seq.size
+        self.rows += batch.seq.size
 
     def read(self, now: float) -> None:
         """The oldest step in flight has left the stages."""
@@ -149,18 +149,18 @@ class Journal:
         steps = self.steps
         steps.append(step)
         while len(steps) > 1 and (
-            len(steps) > STEPS or self._rows > ROWS or steps[0].issued < now - SECONDS
+            len(steps) > STEPS or self.rows > ROWS or steps[0].issued < now - SECONDS
         ):
-            self._rows -= steps.popleft().seq.size
+            self.rows -= steps.popleft().seq.size
 
     def lost(self) -> None:
         """No step in flight will be read."""
-        self._rows -= sum(step.seq.size for step in self.flying)
+        self.rows -= sum(step.seq.size for step in self.flying)
         self.flying.clear()
 
     def ended(self, request: Request, event: Finished, given: float, tpot: float) -> None:
         """A completion of a request ended; given, tpot: see End."""
-        number = self._numbers.pop((request.id, event.index), NO_NUMBER)
+        number = self.running.pop((request.id, event.index), NO_NUMBER)
         self.ends.append(
             JournalEnd(
                 number,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import threading
 import time
 
 import numpy as np
@@ -198,16 +199,15 @@ def test_what_cannot_be_sent_is_sent_anew(published, open_, monkeypatch, caplog)
     monkeypatch.setattr(kv_event_publisher, "RETRY_SECONDS", 0.01)
     publisher, events = published
     subscriber = joined(publisher, events, open_)
-    send = publisher._send
-    fail = [True]
+    take = events.take
 
-    def once(batch):
-        if fail.pop():
-            monkeypatch.setattr(publisher, "_send", send)
-            raise OSError("no room")
-        send(batch)
+    def taken_and_lost():
+        if not list(take()):
+            return []
+        monkeypatch.setattr(events, "take", take)
+        raise OSError("no room")
 
-    monkeypatch.setattr(publisher, "_send", once)
+    monkeypatch.setattr(events, "take", taken_and_lost)
     events.stored(stored(7))
     index = Index()
     while 7 not in index.blocks():
@@ -220,7 +220,7 @@ def test_close_ends_thread_and_sockets(open_):
     publisher = KvEventPublisher(ANY, ANY)
     publisher.start("kv@h:1@m", SIZE)
     publisher.close()
-    assert publisher._thread is not None and not publisher._thread.is_alive()
+    assert not [thread for thread in threading.enumerate() if thread.name == "kv-events"]
     again = open_(KvEventPublisher(publisher.endpoint, publisher.replay))
     assert again.endpoint == publisher.endpoint
 

@@ -14,7 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families as parse
 
 from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Token
-from jaxserve.api.request import Slo
+from jaxserve.api.request import Request, Slo
+from jaxserve.api.sampling import SamplingParams
 from jaxserve.clock import VirtualClock
 from jaxserve.engine.build import build
 from jaxserve.engine.engine import Engine
@@ -22,7 +23,8 @@ from jaxserve.engine.programs import Programs
 from jaxserve.observe.metric_rows import READ, REJECTIONS
 from jaxserve.observe.metrics import Metrics
 from jaxserve.scheduling import Batch
-from jaxserve.scheduling.events import StepIssued
+from jaxserve.scheduling.events import Admitted, CompletionEnded, FirstToken, StepIssued
+from jaxserve.scheduling.sequence import Sequence, SequenceLimits
 from jaxserve.settings.schema import (
     CacheConfig,
     EngineConfig,
@@ -448,10 +450,10 @@ class Lowered:
 # --- what is told
 
 
-def told(metrics: Metrics) -> dict:
+def told(of: Engine) -> dict:
     return {
         family.name.removeprefix("jaxserve:"): family
-        for family in parse(generate_latest(metrics.registry).decode())
+        for family in parse(generate_latest(of.metrics_registry).decode())
     }
 
 
@@ -460,9 +462,7 @@ def test_every_metric_is_told_and_explained(real):
     runner.submit(prompts(20)[0], max_tokens=5)
     runner.run()
     families = {
-        name: family
-        for name, family in told(real._metrics).items()
-        if not name.endswith("_created")
+        name: family for name, family in told(real).items() if not name.endswith("_created")
     }
     assert {name for name, family in families.items() if family.type == "counter"} == COUNTERS
     assert {name for name, family in families.items() if family.type == "gauge"} == GAUGES
@@ -473,7 +473,7 @@ def test_every_metric_is_told_and_explained(real):
 def test_buckets_of_slack_are_symmetric_about_zero(real):
     bounds = [
         float(sample.labels["le"])
-        for sample in told(real._metrics)["request_slack_seconds"].samples
+        for sample in told(real)["request_slack_seconds"].samples
         if "le" in sample.labels
     ][:-1]
     assert (
@@ -489,14 +489,19 @@ def test_labels_are_bounded_whatever_requests_say(real):
     for name in hostile:
         with pytest.raises(RequestError, match="not a class"):
             runner.submit(prompts(5)[0], f"r-{len(name)}", slo=Slo(class_name=name))
-        real._metrics.first_token(1.0, 0.0, -1.0, 5, 5, 0, name)  # beyond the door
-        real._metrics.admitted(0, 0.1, name, None)
-        real._metrics.sequence_ended(name)
-        real._metrics.rejected(name)
-    real._metrics.rejected("queue")
+        # beyond the door
+        request = Request("r", np.ones(5, np.int32), SamplingParams(), slo=Slo(class_name=name))
+        limits = SequenceLimits(1, frozenset(), 1.0, 0.1)
+        sequence = Sequence(0, 0, request, limits, real.scheduler.cache.block_hashes)
+        real.bus.publish(Admitted(sequence, 0))
+        real.bus.publish(FirstToken(sequence, 2.0, True, 1.0))
+        end = sequence.finished(name, 2.0)
+        real.bus.publish(CompletionEnded(request, end, 1.0, 0.1, (), True))
+        real.count_rejected(name)
+    real.count_rejected("queue")
     labels = {
         (key, label)
-        for family in told(real._metrics).values()
+        for family in told(real).values()
         for sample in family.samples
         for key, label in sample.labels.items()
     }
@@ -516,7 +521,7 @@ def test_labels_are_bounded_whatever_requests_say(real):
 
 
 def test_the_cache_is_described_by_labels(real):
-    (sample,) = told(real._metrics)["cache_config_info"].samples
+    (sample,) = told(real)["cache_config_info"].samples
     assert (
         sample.value == 1
         and {"block_size": "16", "num_gpu_blocks": "60", "cache_dtype": "float32"}.items()
@@ -554,10 +559,11 @@ def test_gaps_are_those_counted_one_by_one(seed):
             slots[slot] = Plain(
                 last, dice.choice((0.05, 0.1, 2.0)), dice.choice((None, "chat", "batch"))
             )
-            metrics.admitted(slot, slots[slot].tpot, slots[slot].name, last)
+            number = ("default", "chat", "batch").index(slots[slot].name or "default")
+            metrics.gaps.admit(slot, slots[slot].tpot, number, last)
         if dice.random() < 0.2 or not set(chosen) <= set(slots):
             chosen = dice.sample(sorted(slots), dice.randint(0, len(slots)))
-        metrics.tokens(np.array(chosen, np.int32), now)
+        metrics.gaps.count(np.array(chosen, np.int32), now)
         for slot in chosen:
             plain = slots[slot]
             tokens = tokens + 1

@@ -215,13 +215,13 @@ def test_what_is_kept_is_bounded(monkeypatch):
     assert (
         len(replica.journal.steps) == 50
         and len(replica.journal.names) == 8
-        and not replica.journal._numbers
+        and not replica.journal.running
     )
-    assert replica.journal._rows == sum(step.seq.size for step in replica.journal.steps)
+    assert replica.journal.rows == sum(step.seq.size for step in replica.journal.steps)
     monkeypatch.setattr(journal, "ROWS", 20)
     replica.submit("last", 8, tokens=3)
     replica.run()
-    assert replica.journal._rows <= 20
+    assert replica.journal.rows <= 20
     replica.now += 2 * journal.SECONDS
     replica.submit("later", 8, tokens=1)
     replica.run()
