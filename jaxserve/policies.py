@@ -21,7 +21,7 @@ UNKNOWN = np.empty(0)
 
 
 class PromptView(NamedTuple):
-    """What a policy sees of the prompts that wait or are partly prefilled. Arrays are [n]: first
+    """The prompts that wait or are partly prefilled, as a policy sees them. Arrays are [n]: first
     the partly prefilled prompts, then those that wait, each by age."""
 
     now: float  # clock seconds

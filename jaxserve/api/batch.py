@@ -89,7 +89,7 @@ class Batch:
 
     @property
     def nbytes(self) -> int:
-        """What the step's message weighs."""
+        """Size of the step's message, in bytes."""
         return sum(
             getattr(self, field.name).nbytes
             for field in fields(self)

@@ -1,4 +1,4 @@
-"""What the engine answers a request with.
+"""Events with which the engine answers a request.
 
 In this order: one `Accepted`, any number of `Progress`, one or more `Token` per completion, one
 `Finished` per completion. Where the prompt is embedded there are no tokens, and `Finished` has the
@@ -32,15 +32,16 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """When a completion's first chunk started, its first token came and it ended, in seconds since
-    the arrival; the end stands for what did not happen."""
+    """Seconds from a completion's arrival to its first chunk, first token and end; the end stands
+    for what did not happen."""
 
     queued: float
     first_token: float
     total: float
 
     def tpot(self, completion: int) -> float:
-        """Mean seconds per token after the first, of so many tokens; 0 where there is only one."""
+        """Returns mean seconds per token after the first of `completion` tokens; 0 for one
+        token."""
         return (self.total - self.first_token) / (completion - 1) if completion > 1 else 0.0
 
 
@@ -95,7 +96,7 @@ class Finished:
 
     @property
     def tpot(self) -> float | None:
-        """Mean seconds per token after the first; None where there is none."""
+        """Mean seconds per token after the first; None for fewer than two tokens."""
         return self.timing.tpot(self.usage.completion) if self.usage.completion > 1 else None
 
 

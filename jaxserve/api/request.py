@@ -198,7 +198,7 @@ def prompt_ids(prompt: Sequence[int] | np.ndarray, vocab: int, max_len: int) -> 
 
 
 def _check_embeds(sampling: SamplingParams, guide: Guide | None) -> None:
-    """Errors: RequestError for what asks for more than the embedding of a prompt."""
+    """Checks that nothing but the embedding of a prompt is asked for. Errors: RequestError."""
     for name, given in (
         ("n", sampling.n > 1),
         ("prompt_logprobs", sampling.prompt_logprobs is not None),

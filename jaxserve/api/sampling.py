@@ -1,4 +1,4 @@
-"""How the tokens of a completion are chosen: `SamplingParams`, checked where they are made."""
+"""`SamplingParams`, the choice of a completion's tokens, checked where they are made."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _OPTIONAL = ("seed", "logprobs", "prompt_logprobs")  # None: none is wanted
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the tokens of a completion are chosen. Defaults are those of the OpenAI protocol, except
+    """The choice of a completion's tokens. Defaults are those of the OpenAI protocol, except
     that `max_tokens` is 256.
 
     Order: logit bias and penalties, then temperature, top_k, top_p, min_p. Logprobs are those of
@@ -110,7 +110,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether each token is the argmax of the model's own logits."""
+        """True if each token is the argmax of the model's own logits."""
         plain = (
             self.repetition_penalty == 1
             and self.presence_penalty == 0
@@ -120,7 +120,8 @@ class SamplingParams:
         return self.temperature == 0 and plain and self.min_tokens == 0
 
     def prompt_entries(self, tokens: int) -> int:
-        """Number of log-probabilities for a prompt of so many tokens, in all completions."""
+        """Returns the number of log-probabilities of a prompt of `tokens` tokens, in all
+        completions."""
         return 0 if self.prompt_logprobs is None else tokens * self.n * (1 + self.prompt_logprobs)
 
 

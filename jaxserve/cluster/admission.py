@@ -19,7 +19,7 @@ MIN_RETRY_AFTER = 0.05  # seconds
 
 
 class AdmissionView(NamedTuple):
-    """What a request would get, in predicted seconds, beside its objectives.
+    """Predicted seconds of a request, with its objectives.
 
     ttft: to its first token. tbt_now: per token on the replica that would decode it, as that is
     loaded now. tbt_later: per token on the average replica at the end of the prefill. completion:
@@ -44,12 +44,12 @@ class AdmissionPolicy(NamedTuple):
     before_decode: tuple[Check, ...] = ()
 
     def check_arrival(self, view: AdmissionView) -> None:
-        """Errors: RequestError where a request that comes now is refused."""
+        """Checks a request that comes now. Errors: RequestError if it is refused."""
         for check in self.on_arrival:
             check(view)
 
     def check_decode(self, view: AdmissionView) -> None:
-        """Errors: RequestError where a request whose prefill has ended is refused."""
+        """Checks a request whose prefill has ended. Errors: RequestError if it is refused."""
         for check in self.before_decode:
             check(view)
 
@@ -96,7 +96,7 @@ ADMISSION: dict[str, AdmissionPolicy] = {
 
 
 def tbt(predictor: Predictor, sequences: float, tokens: float) -> float:
-    """Predicted seconds per token of so many decoding sequences with so many tokens of context
+    """Predicts seconds per token of decoding sequences with `tokens` tokens of context
     together."""
     lanes = predictor.mesh.kvp
     longest = tokens / sequences if sequences else 0.0
@@ -114,7 +114,7 @@ def tbt_at(
     tokens: int,
 ) -> float:
     """Predicted seconds per token on the average replica of a pool at clock second `at`, with one
-    more sequence of so many tokens: by then some of those that are prefilled now have come, and
+    more sequence of `tokens` tokens: by then some of those that are prefilled now have come, and
     those that have decoded for `completion` seconds have left (Mooncake, section 4.3.4)."""
     counts = [member.decodes_at(at, completion) for member in pool]
     size = max(len(pool), 1)

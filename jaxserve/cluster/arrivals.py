@@ -31,7 +31,8 @@ class ArrivalCheck:
         self._policy = ADMISSION[policy]
 
     def check(self, request: Request, placement: Placement, now: float) -> None:
-        """Errors: RequestError, RESOURCE_EXHAUSTED with `retry_after`, for one that is refused."""
+        """Checks a request that comes now. Errors: RequestError, RESOURCE_EXHAUSTED with
+        `retry_after`, if it is refused."""
         if not self._policy.on_arrival:
             return
         objectives = self._table.objectives.of(request.slo.class_name)

@@ -1,7 +1,7 @@
 """The conductor: a `Replica` made of replicas, so that every caller of one works through it.
 
 A `Router` chooses who serves a request and who computes its prompt, a `Dispatcher` sends it there
-and passes on what is said of it. Members come and go while the conductor serves: one that is taken
+and passes on its events. Members come and go while the conductor serves: one that is taken
 out goes on with the requests that it has until they end or it is lost. Nothing is waited for
 without a bound.
 """
@@ -82,12 +82,12 @@ class Conductor:
 
     @property
     def info(self) -> ReplicaInfo:
-        """Of all members that have joined."""
+        """The merged facts of all members that have joined."""
         return self._table.info
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """Those that there are now, also those that leave."""
+        """The members, also those that leave."""
         return self._table.all
 
     @property
@@ -102,7 +102,7 @@ class Conductor:
 
     @property
     def available(self) -> bool:
-        """Whether any member can take requests."""
+        """True while any member can take requests."""
         return any(member.usable for member in self.members)
 
     def now(self) -> float:
@@ -187,7 +187,7 @@ class Conductor:
     # --- questions
 
     def load(self) -> Load:
-        """The sum of what the members told last."""
+        """Returns the sum of the members' loads, as they were reported last."""
         loads = [member.load() for member in self.members if member.joined]
         return merged_load(load for load in loads if load is not None)
 

@@ -1,5 +1,5 @@
-"""Which blocks of KV are on which replica, and on which medium there: a shadow of what the replicas
-hold, for choosing among them.
+"""The blocks of KV on each replica, by medium: a shadow of what the replicas hold, for choosing
+among them.
 
 Each block key has a bit set of members. What a member holds is closed under prefixes, up to what it
 evicts out of order: so the members that hold a chain's block b are found among those that hold the
@@ -91,7 +91,7 @@ class Directory:
         return sum(len(members) for members in self._members.values())
 
     def prefix_blocks(self, chain: Chain, blocks: int, members: int) -> list[int]:
-        """How many of a chain's first `blocks` blocks each of `members` members holds [members]."""
+        """Returns how many of a chain's first `blocks` blocks each member holds [members]."""
         depths = [0] * members
         low = 0
         holding = (1 << members) - 1
@@ -118,7 +118,7 @@ class Directory:
             return
         middle = (low + high) // 2
         between = holding & self.holders(chain[middle - 1])
-        # whoever holds the end counts as holding the middle: chains have no gaps but by accident
+        # one that holds the end counts as holding the middle: chains have no gaps but by accident
         between |= still
         self._search(chain, low, holding, middle, between, depths)
         self._search(chain, middle, between, high, still, depths)
@@ -158,7 +158,7 @@ class DirectoryFeed:
                 self._directory.cleared(self._member, medium)
 
     def close(self) -> None:
-        """Has the directory hold nothing of the member, whatever is said of it from now on."""
+        """Drops what the member has, and ignores what it reports from now on."""
         with self._lock:
             self._closed = True
             self._directory.cleared(self._member)

@@ -57,7 +57,7 @@ class Dispatcher:
         return len(self._live)
 
     def serves_on(self, member: Member) -> bool:
-        """Whether a member has a request, or computes the prompt of one."""
+        """Returns whether a member has a request, or computes the prompt of one."""
         with self._lock:
             return any(
                 routed.member is member or (routed.job is not None and routed.job.member is member)
@@ -109,7 +109,7 @@ class Dispatcher:
         self._end_now(routed, *routed.ending)
 
     def _choose(self, routed: RoutedRequest, prefixes: Sequence[int]) -> Placement | None:
-        """Where a request goes, of the members that were not tried. Notes it as routed there, but
+        """Places a request on a member that was not tried. Notes it as routed there, but
         for one whose prompt is to be computed elsewhere first. Errors: RequestError for one that is
         refused on arrival."""
         request = routed.request
@@ -135,7 +135,7 @@ class Dispatcher:
     def _decode_placement(
         self, routed: RoutedRequest, prefixes: Sequence[int], now: float
     ) -> Placement | None:
-        """Where a request goes whose prompt is being computed elsewhere."""
+        """Places a request whose prompt is being computed elsewhere."""
         assert routed.job is not None
         member = self._router.place_decode(routed.request, prefixes, routed.tried)
         if member is None:
@@ -181,7 +181,7 @@ class Dispatcher:
             self._post(functools.partial(self._redo, routed, error))
 
     def _redo(self, routed: RoutedRequest, error: RequestError) -> None:
-        """Tries a request anew that its member has failed with `error`, or ends it."""
+        """Tries a request again that its member has failed with `error`, or ends it."""
         if routed.sent_nothing and routed.ending is None and not self._closed:
             try:
                 self._place(routed)
@@ -189,14 +189,15 @@ class Dispatcher:
             except RequestError as refusal:
                 error = refusal if refusal.status == "RESOURCE_EXHAUSTED" else error
             except Exception:
-                log.exception("request %r could not be tried anew", routed.request.id)
+                log.exception("request %r could not be tried again", routed.request.id)
         reason, wanted = routed.ending or ("error", error)
         self._end_now(routed, reason, wanted)
 
     def _failure(
         self, routed: RoutedRequest, lost: bool, events: Sequence[Event]
     ) -> RequestError | None:
-        """Why it can be tried anew: its member failed it before the caller got anything."""
+        """Returns the error for which a request is tried again: its member failed it before the
+        caller got anything."""
         if routed.ending is not None or not routed.sent_nothing or self._closed:
             return None
         for event in events:
@@ -286,7 +287,7 @@ class Dispatcher:
                     routed.delivering = False
 
     def _silence(self, routed: RoutedRequest) -> None:
-        """A sink that raised hears no more, and its request is cancelled."""
+        """Silences a sink that raised, and cancels its request."""
         with self._lock:
             routed.silent = True
             routed.ending = ("cancelled", None)
@@ -306,7 +307,7 @@ class Dispatcher:
             with self._lock:
                 if self._live.get(request_id) is not routed:
                     return False
-                if not routed.placed:  # whoever is placing it ends it
+                if not routed.placed:  # the thread that places it ends it
                     routed.ending = routed.ending or (reason, None)
                     return True
                 member = routed.member

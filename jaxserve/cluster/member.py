@@ -33,7 +33,7 @@ class Member:
 
     address: HOST:PORT at which other replicas ask it for KV; None: it cannot be asked. recent_load:
     gives its load without waiting; None: it is asked. other_requests: gives how many requests
-    others have there, without waiting; None: nobody else uses it. number: among the members that
+    others have there, without waiting; None: it has no other users. number: among the members that
     there are. joined: it has said what it is, and serves the same model as the others. assigned:
     role that it has in place of its own. leaving: it is sent no new requests. suspect: it failed a
     call, and is not asked again before it was seen alive by the next check. lost: its requests were
@@ -66,7 +66,7 @@ class Member:
 
     @property
     def moves_kv(self) -> bool:
-        """Whether it can fetch KV from others and they from it, which is by way of host memory."""
+        """True if it can fetch KV from others and they from it, which is by way of host memory."""
         if self.address is None or not self.joined:
             return False
         return bool(self.replica.info.settings.get("cache", {}).get("host_cache_gib"))
@@ -77,13 +77,13 @@ class Member:
 
     @property
     def usable(self) -> bool:
-        """Whether requests may be sent to it."""
+        """True if requests may be sent to it."""
         if self.leaving or not self.joined or not self.alive:
             return False
         return bool(self.ask(lambda replica: replica.available and replica.overdue() is None))
 
     def ask(self, question: Callable[[Replica], Answer]) -> Answer | None:
-        """What the replica answers; None where it cannot be reached."""
+        """Returns the replica's answer; None if it cannot be reached."""
         try:
             return question(self.replica)
         except Exception as error:
@@ -105,7 +105,7 @@ class Member:
         return None
 
     def load(self) -> Load | None:
-        """How busy it is, as it told last; None where it told nothing yet."""
+        """Returns its load as reported last; None before the first report."""
         if self.recent_load is not None:
             return self.recent_load()
         return self.ask(lambda replica: replica.load())
@@ -114,7 +114,7 @@ class Member:
 
     @property
     def other_work(self) -> OtherWork:
-        """What others have running there."""
+        """Work of other conductors and clients on the replica."""
         if self.other_requests is None:
             return NO_OTHER_WORK
         requests = self.other_requests()
@@ -122,21 +122,21 @@ class Member:
 
     @property
     def requests(self) -> int:
-        """Requests there that have not ended, whoever sent them."""
+        """Requests on the replica that have not ended, of all senders."""
         return self.work.requests + self.other_work.requests
 
     @property
     def decodes(self) -> int:
-        """Sequences that decode there, whoever sent them."""
+        """Sequences that decode on the replica, of all senders."""
         return self.work.decodes + self.other_work.decodes
 
     @property
     def promised(self) -> int:
-        """Tokens of KV of sequences that are expected there, whoever sent them."""
+        """Tokens of KV of sequences that are expected on the replica, of all senders."""
         return self.work.promised + round(self.other_work.queued_tokens)
 
     def queue(self, now: float) -> float:
-        """Predicted seconds until the prompts there are computed, whoever sent them."""
+        """Predicts seconds until the prompts on the replica are computed, those of all senders."""
         return self.work.queue(now) + self.rate * self.other_work.queued_tokens
 
     # --- how fast it is

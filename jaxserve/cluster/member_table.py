@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class MemberTable:
-    """Members, each with a number that no other has; those of members that left are given anew.
+    """Members, each with a number that no other has; those of members that left are used again.
 
     A member joins once it has said what it is, if it serves the same model as those that have
     joined. Calls may come from any thread; `all` never changes, there is a new one instead.
@@ -78,13 +78,13 @@ class MemberTable:
                 self._set_info(_infos(left))
 
     def _set_info(self, infos: Sequence[ReplicaInfo]) -> None:
-        """Errors: ConfigError."""
+        """Merges the facts of the members. Errors: ConfigError."""
         self.info = merged_info(infos)
         self.objectives = ClusterObjectives(self.info)
 
 
 def _infos(members: Sequence[Member]) -> list[ReplicaInfo]:
-    """The facts of those members that have told them."""
+    """Returns the facts of the members that have reported them."""
     infos = []
     for member in members:
         try:

@@ -1,4 +1,4 @@
-"""What a conductor says of itself, made of what its members say: facts, load, view, metrics."""
+"""Merges facts, load, views and metrics of members into those of their conductor."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ def merged_load(loads: Iterable[Load]) -> Load:
 
 
 def member_view(member: Member, blocks: int, view: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A row of the view's table of members. role: "" before it has said what it is. load: None
-    where it has told none. prefills, decodes: requests of this conductor that it prefills, and that
+    """A row of the view's table of members. role: "" before it has said what it is. load: None if
+    it has reported none. prefills, decodes: requests of this conductor that it prefills, and that
     decode there. prompt_tokens, cached_tokens: of prompts that it has ended, and of these those
-    that it did not compute. blocks: of KV that it has, as the conductor knows. view: its own;
-    None where it gives none. kv: what this says of its tiers, see `observe.kv_view`."""
+    that it did not compute. blocks: of KV that it has, as the conductor knows. view: its own; None
+    where it gives none. kv: what this says of its tiers, see `observe.kv_view`."""
     load = member.load() if member.alive else None
     return {
         "name": member.name,

@@ -1,9 +1,9 @@
-"""What others than this conductor have running on a replica, estimated from what the replica tells.
+"""Work of others than this conductor on a replica, estimated from what the replica reports.
 
 A conductor knows its own requests at once and one by one. Of those that other conductors, or anyone
 else, sent to the same replica it knows their number, and the load of all requests together, both as
-the replica told them last, half a second ago at most while it is well. Their part of the load is
-taken to be their part of the requests.
+the replica reported them last, half a second ago at most while it is well. Their part of the load
+is taken to be their part of the requests.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NO_OTHER_WORK = OtherWork()
 
 def other_work(requests: int, load: Load | None) -> OtherWork:
     """The work of others who have `requests` requests on a replica with this load of all requests;
-    None where it told none yet: each of theirs is taken to decode."""
+    None before its first report: each of theirs is taken to decode."""
     if requests <= 0:
         return NO_OTHER_WORK
     if load is None:

@@ -1,8 +1,8 @@
 """Prefill jobs: a prompt that one member computes for another, which fetches its KV and decodes.
 
-A job is a request of its own with one token of output, which nobody hears of. It ends with the
-request that it is for, at the latest when that has its first token: by then its KV is no longer
-waited for.
+A job is a request of its own with one token of output, which is not reported to the caller. It ends
+with the request that it is for, at the latest when that has its first token: by then its KV is no
+longer waited for.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class PrefillJob:
 
     @property
     def useful(self) -> bool:
-        """Whether its blocks can be asked for."""
+        """True if its blocks can be asked for."""
         return not self.failed and self.member.alive
 
 

@@ -1,5 +1,5 @@
-"""Has members compute the prompts of requests that others decode: begins prefill jobs, hears how
-they end, and ends those that nobody waits for."""
+"""Has members compute the prompts of requests that others decode: begins prefill jobs, follows them
+to their end, and ends those that no request waits for."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class PrefillJobs:
             member.ask(lambda replica: replica.cancel(job.request.id))
 
     def end(self, routed: RoutedRequest) -> None:
-        """Ends a request's job, as nobody waits for its KV any more."""
+        """Ends a request's job, as its KV is no longer waited for."""
         with self._lock:
             job = routed.job
             if job is None:

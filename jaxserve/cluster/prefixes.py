@@ -1,4 +1,4 @@
-"""How much of a prompt each member of a live cluster has cached, as the members tell."""
+"""Cached prefixes of prompts on each member of a live cluster, as the members report them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class CachedPrefixes:
         member.replica.post(functools.partial(events.subscribe, feed))
 
     def unfollow(self, member: Member) -> None:
-        """Listens no more, and forgets what the member had: its number may be given anew."""
+        """Stops listening, and forgets what the member had: its number may be used again."""
         feed = self._feeds.pop(member)
         feed.close()
         events = member.replica.block_events
@@ -42,7 +42,7 @@ class CachedPrefixes:
             self._directory.cleared(member.number)
 
     def blocks(self, member: Member) -> int:
-        """How many blocks a member has; 0 for one that is not followed."""
+        """Returns the number of blocks of a member; 0 for one that is not followed."""
         if member not in self._feeds:
             return 0
         with self._lock:

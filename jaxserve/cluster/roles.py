@@ -11,7 +11,7 @@ TRIMMED_SHARE = 0.1  # of the loads, left out at either end (Mooncake, 5.1)
 
 
 class Role(enum.Enum):
-    """What a replica does. MIXED replicas prefill a request and decode it themselves."""
+    """The work of a replica. MIXED replicas prefill a request and decode it themselves."""
 
     PREFILL = "prefill"
     DECODE = "decode"

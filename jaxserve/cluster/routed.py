@@ -45,7 +45,7 @@ class RoutedRequest:
     accepted: bool = False
     prefilled: dict[int, int] = dataclasses.field(default_factory=dict)
     first_token_at: float | None = None
-    silent: bool = False  # its sink raised: it hears no more
+    silent: bool = False  # its sink raised: it gets no more events
     outbox: deque[list[Event]] = dataclasses.field(default_factory=deque)
     delivering: bool = False
 
@@ -54,8 +54,8 @@ class RoutedRequest:
 
     @property
     def sent_nothing(self) -> bool:
-        """Whether the caller has neither a token nor an end of any completion, so that another
-        member can begin anew."""
+        """True if the caller has neither a token nor an end of any completion, so that another
+        member can begin again."""
         return not self.tokens and len(self.unfinished) == self.request.sampling.n
 
     def take_back(self, member: Member) -> None:
@@ -66,8 +66,8 @@ class RoutedRequest:
         self.placed = False
 
     def take(self, events: Sequence[Event], now: float) -> list[Event]:
-        """What of a member's events the caller is to hear: no second Accepted, and no progress
-        that it has heard of, where an earlier try said so."""
+        """Returns those of a member's events that the caller has not had from an earlier try: no
+        second Accepted, and no progress that was reported before."""
         heard = []
         for event in events:
             if isinstance(event, Finished):

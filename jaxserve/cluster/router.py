@@ -40,10 +40,10 @@ ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # others: one
 
 
 class Placement(NamedTuple):
-    """Where a request goes.
+    """The members that serve a request.
 
-    member: that serves it. prefill_on: that computes its prompt's KV for it; None: `member` does
-    itself. fetch: KV that whoever computes the prompt gets from another member. prefill, ttft:
+    member: that decodes it. prefill_on: that computes its prompt's KV for it; None: `member` does
+    itself. fetch: KV that the member which computes the prompt gets from another. prefill, ttft:
     predicted seconds of computing, and to the first token.
     """
 
@@ -89,7 +89,7 @@ class Router:
         tried: Collection[Member] = (),
         spared: Collection[Member] = (),
     ) -> Placement | None:
-        """Where a request goes; None where no member is left. prefixes: see `prefixes`. tried: that
+        """Places a request; None if no member is left. prefixes: see `prefixes`. tried: that
         are not to serve it. spared: that are not to compute its prompt for others."""
         serving = self._serving(tried)
         if not serving:
@@ -129,7 +129,7 @@ class Router:
         serving: Sequence[Member],
         now: float,
     ) -> Placement:
-        """Where a request goes that one member may prefill and another decode."""
+        """Places a request that one member may prefill and another decode."""
         decode = self._decode(request, prefixes, serving)
         short = self._missing(request, prefixes, decode) < self._least_tokens
         if short or not decode.moves_kv:
@@ -189,7 +189,7 @@ class Router:
         self, request: Request, prefixes: Sequence[int], members: Sequence[Member]
     ) -> Member:
         """The member that decodes a request: one that has its prompt already, if it would be in
-        time there; else by `routing.choose_decode`, where nobody has room the freest."""
+        time there; else by `routing.choose_decode`, if none has room the freest."""
         dedicated = [member for member in members if member.role is Role.DECODE]
         members = dedicated or members
         objective = self.table.objectives.of(request.slo.class_name).tpot_of(request)
@@ -250,6 +250,7 @@ def _of(prefixes: Sequence[int], member: Member) -> int:
 
 
 def _computes_all(request: Request) -> bool:
-    """Whether the prompt is computed where its request is served, whatever is cached elsewhere."""
+    """Returns whether the prompt is computed where its request is served, whatever is cached
+    elsewhere."""
     wants_logprobs = request.sampling.prompt_logprobs is not None
     return request.bypass_prefix_cache or wants_logprobs or request.embed

@@ -14,7 +14,7 @@ KV_BANDWIDTH = 1.0  # GB/s between live replicas, where nothing else was configu
 
 
 class PrefillView(NamedTuple):
-    """What routing knows of a replica that prefills.
+    """A replica that prefills, as routing sees it.
 
     prefix: tokens at the prompt's beginning whose KV it has. queue: seconds of prefill before a
     request that comes now. requests: those that were routed to it and have not ended.
@@ -27,7 +27,7 @@ class PrefillView(NamedTuple):
 
 
 class DecodeView(NamedTuple):
-    """What routing knows of a replica that decodes.
+    """A replica that decodes, as routing sees it.
 
     free: tokens for whose KV it has room. promised: tokens of requests that were routed to it and
     are not there yet. active: sequences that decode. tbt: predicted seconds per token with the
@@ -65,9 +65,9 @@ class Fetch(NamedTuple):
 
 
 class PrefillChoice(NamedTuple):
-    """Where a request is prefilled. prefix: tokens that need no computing, what is fetched among
-    them. transfer, prefill, ttft: predicted seconds of the fetch, of computing the rest, and to the
-    first token."""
+    """The replica that prefills a request. prefix: tokens that need no computing, what is fetched
+    among them. transfer, prefill, ttft: predicted seconds of the fetch, of computing the rest, and
+    to the first token."""
 
     member: int
     prefix: int

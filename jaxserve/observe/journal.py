@@ -1,8 +1,8 @@
-"""What ran lately: the steps of the last two minutes with their chunks, and the requests that ended
-in the last one.
+"""The journal of a replica: the steps of the last two minutes with their chunks, and the requests
+that ended in the last one.
 
-A step over 256 sequences is written down in a few microseconds: its arrays are kept as they came in
-the batch, by reference, and become lists only when somebody looks (`view`). All that is kept is
+A step over 256 sequences is recorded in a few microseconds: its arrays are kept as they came in
+the batch, by reference, and become lists only for a `view`. All that is kept is
 bounded. Times are clock seconds.
 
 With one stage a step ran since it was issued, or since the one before it was read. With several
@@ -85,8 +85,8 @@ class JournalEnd:
 
 
 class Journal:
-    """One replica's. born: clock seconds at which it begins, by which its readers tell it from one
-    of another start."""
+    """The journal of one replica. born: clock seconds at which it begins, by which its readers tell
+    it from one of another start."""
 
     def __init__(self, stages: int, born: float):
         self.born = born
@@ -101,7 +101,7 @@ class Journal:
         self.rows = 0  # chunks of `steps`
 
     def listen(self, bus: EventBus) -> None:
-        """Writes down what happens from now on."""
+        """Records what happens from now on."""
         bus.subscribe(Admitted, lambda event: self.admitted(event.sequence))
         bus.subscribe(StepIssued, lambda event: self.issued(event.batch, event.now))
         bus.subscribe(StepRead, lambda event: self.read(event.now))
@@ -113,7 +113,7 @@ class Journal:
         self.ended(ended.request, ended.event, given, ended.tpot)
 
     def admitted(self, sequence: Sequence) -> None:
-        """A sequence got a slot."""
+        """Records that a sequence got a slot."""
         name = sequence.id, sequence.index
         self.names[sequence.number] = name
         self.running[name] = sequence.number
@@ -139,7 +139,7 @@ class Journal:
         self.rows += batch.seq.size
 
     def read(self, now: float) -> None:
-        """The oldest step in flight has left the stages."""
+        """Records that the oldest step in flight has left the stages."""
         step = self.flying.popleft()
         step.took, step.spans, self._read = (
             now - max(step.issued, self._read),
@@ -154,12 +154,12 @@ class Journal:
             self.rows -= steps.popleft().seq.size
 
     def lost(self) -> None:
-        """No step in flight will be read."""
+        """Records that no step in flight will be read."""
         self.rows -= sum(step.seq.size for step in self.flying)
         self.flying.clear()
 
     def ended(self, request: Request, event: Finished, given: float, tpot: float) -> None:
-        """A completion of a request ended; given, tpot: see End."""
+        """Records that a completion ended; given, tpot: see JournalEnd."""
         number = self.running.pop((request.id, event.index), NO_NUMBER)
         self.ends.append(
             JournalEnd(
@@ -175,7 +175,7 @@ class Journal:
         )
 
     def since(self, number: int, most: int) -> list[JournalStep]:
-        """Steps that were read from this number on, at most so many, oldest first."""
+        """Returns at most `most` steps that were read, from this number on, oldest first."""
         first = bisect_left(self.steps, number, key=attrgetter("number"))
         return list(islice(self.steps, first, first + most))
 
@@ -186,8 +186,8 @@ class Journal:
 
 
 def _spans(step: JournalStep, until: list[float], end: float | None) -> Spans:
-    """When a step was in each stage, which were busy `until` then, and are until it left them. end:
-    None where that is to come."""
+    """Returns from when to when a step was in each stage, and advances `until`, the clock seconds
+    until which stages are busy. end: None while the step runs."""
     spans: Spans = []
     start = step.issued
     stages = len(until)

@@ -4,9 +4,9 @@ A PUB socket sends frames: topic, sequence number (8 bytes, big-endian), msgpack
 rank]. A subscriber that sees a gap asks the ROUTER socket with the first number it lacks, and gets
 what is still kept as frames: '', topic, number, payload; the last has the number -1. Frames and
 fields: vLLM's vllm/distributed/kv_events.py. A subscriber that is too slow loses messages, and
-nobody else does.
+no other does.
 
-Events carry the tokens of prompts, and ZeroMQ as it is used here asks nobody who they are: whoever
+Events carry the tokens of prompts, and ZeroMQ as it is used here authenticates no client: any that
 reaches the port can read them (SECURITY.md).
 """
 

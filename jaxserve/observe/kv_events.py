@@ -72,7 +72,7 @@ def all_blocks_cleared() -> KvEvent:
 
 
 class KnownBlock(NamedTuple):
-    """What must be told of a block. tokens: int32 as bytes."""
+    """The contents of a block's event. tokens: int32 as bytes."""
 
     parent: bytes | None
     tokens: bytes
@@ -119,7 +119,7 @@ class KvEventLog:
     # --- the cache's thread
 
     def stored(self, blocks: StoredBlocks) -> None:
-        """Blocks without tokens are told of only where their tokens were told before."""
+        """Notes blocks; those without tokens only if their tokens were reported before."""
         if blocks.tokens is None:
             for key in blocks.keys:
                 if (known := self._known.get(key)) is not None:
@@ -194,14 +194,14 @@ class KvEventLog:
 
     def _resend(self) -> Iterator[list[KvEvent]]:
         """Changes that come while the copies are made are in the log as well. That is harmless: the
-        last that is told of a block is what became of it."""
+        last event of a block is what became of it."""
         self._waiting.clear()
         self._taken = self._put
         self._overflowed = False
         known = self._known.copy()
         on = {medium: keys.copy() for medium, keys in self._on.items()}
         self.overflows += 1
-        log.warning("KV events fell behind: all %d blocks are sent anew", len(known))
+        log.warning("KV events fell behind: all %d blocks are sent again", len(known))
         yield [all_blocks_cleared()]
         for medium, keys in on.items():
             blocks = {key: known[key] for key in known if key in keys}

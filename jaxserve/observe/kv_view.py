@@ -1,4 +1,4 @@
-"""What a page shows of a replica's KV beyond its devices, as plain data for JSON."""
+"""The part of the live page about KV beyond the devices, as plain data for JSON."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from jaxserve.cache.tiers import LowerTiers
 
 
 def kv_view(tiers: LowerTiers | None, hit_tokens: int, block_tokens: int) -> dict[str, Any]:
-    """What is in the tiers, in bytes, and what came from where. hit_tokens: of prompts, whose KV
-    was reused; block_tokens: of a block.
+    """Returns what is in the tiers, in bytes, and what came from each. hit_tokens: of prompts,
+    whose KV was reused; block_tokens: of a block.
 
     host_bytes, disk_bytes: in use now. from_host, from_disk, from_store, from_peers: tokens whose
     KV was read from there. fetched: for each other replica its address, blocks, bytes, and the

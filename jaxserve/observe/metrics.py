@@ -1,4 +1,4 @@
-"""What an engine did and how it is, for Prometheus: the rows of `metric_rows`.
+"""Metrics of a replica for Prometheus: counts what happens, by the rows of `metric_rows`.
 
 A step may give a token to hundreds of sequences, and is counted in a few microseconds all the same:
 what happened to all of them alike is one number, not one each. What the engine knows anyway is read

@@ -1,5 +1,5 @@
-"""What a page shows of a replica, as plain data for JSON: steps and their chunks, who runs and
-waits, who ended, pages.
+"""The live page of a replica, as plain data for JSON: steps and their chunks, requests that run,
+wait or ended, pages.
 
 It is taken in two parts. What changes from step to step (`Snapshot.take`) needs the replica to
 stand still for a moment; steps and ends do not change any more and are turned to lists after that

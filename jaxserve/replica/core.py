@@ -1,4 +1,5 @@
-"""What live and virtual replicas share: requests and their sinks, metrics, journal, questions."""
+"""The part that live and virtual replicas share: requests and sinks, metrics, journal,
+questions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a replica is: fixed from its start to its end, and plain enough to be sent elsewhere."""
+"""The facts of a replica: fixed from its start to its end, and plain enough to be sent
+elsewhere."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ class ReplicaInfo:
         return self.pages_per_lane * self.block_size * self.mesh.kvp
 
     def summary(self) -> dict[str, Any]:
-        """What operators are shown: plain values by name."""
+        """Returns plain values by name, for operators."""
         return {
             "model": self.model,
             "mesh": str(self.mesh),

@@ -1,8 +1,8 @@
 """Border A: what everything above a replica may ask of it. Requests go in, events come out.
 
 The live engine, the virtual replica of the simulator and the fake of the tests implement it, and
-one test suite (tests/replica) runs over all of them. Whoever holds a `Replica` cannot tell which of
-these it is, and reaches through it to nothing behind it.
+one test suite (tests/replica) runs over all of them. Callers of a `Replica` cannot tell which of
+these it is, and reach through it to nothing behind it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Replica(Protocol):
 
     @property
     def info(self) -> ReplicaInfo:
-        """What it is."""
+        """The facts of the replica."""
 
     @property
     def alive(self) -> bool:
@@ -35,13 +35,13 @@ class Replica(Protocol):
 
     @property
     def available(self) -> bool:
-        """False while its devices start anew: requests are refused until then."""
+        """False while its devices are restarted: requests are refused until then."""
 
     def start(self) -> None:
         """Begins to run what was submitted."""
 
     def now(self) -> float:
-        """Seconds on the replica's clock, by which arrivals and deadlines are told."""
+        """Returns seconds on the replica's clock, on which arrivals and deadlines are given."""
 
     def submit(self, request: Request, sink: Sink) -> None:
         """Takes a request. Its events go to `sink` from the replica's own thread, those of one step
@@ -53,7 +53,7 @@ class Replica(Protocol):
         """
 
     def cancel(self, request_id: str, reason: str = "cancelled") -> bool:
-        """Ends a request; its sink hears Finished. False for an unknown id (it may just have
+        """Ends a request; its sink gets Finished. False for an unknown id (it may just have
         ended)."""
 
     def stop(self, request_id: str, index: int) -> bool:
@@ -64,14 +64,14 @@ class Replica(Protocol):
         once where that thread has ended. The command must not raise."""
 
     def load(self) -> Load:
-        """How busy it is."""
+        """Returns how busy the replica is."""
 
     def overdue(self) -> float | None:
         """Seconds by which the step in progress is overdue; None where none is. Never waits."""
 
     def view(self, since: int = 0) -> dict[str, Any]:
-        """What runs and what ran lately, steps from number `since` on, as plain data for the
-        dashboard."""
+        """Returns what runs and what ran lately, steps from number `since` on, as plain data for
+        the dashboard."""
 
     def count_rejected(self, reason: str) -> None:
         """Counts a request that was refused before it got here, by the reason."""
@@ -82,8 +82,8 @@ class Replica(Protocol):
 
     @property
     def block_events(self) -> BlockEvents:
-        """Tells which blocks of KV it stores and loses. Listeners subscribe by way of `post`, and
-        hear on the replica's thread."""
+        """The blocks of KV that it stores and loses. Listeners subscribe by way of `post`, and
+        are called on the replica's thread."""
 
     def flush_cache(self) -> int:
         """Forgets cached prefixes that no request uses; returns how many pages that frees."""

@@ -1,4 +1,4 @@
-"""The live requests of a replica: one object for each, and who hears of it."""
+"""The live requests of a replica: one object for each, with its sink."""
 
 from __future__ import annotations
 
@@ -50,16 +50,19 @@ class Registry:
     def notify(self, events: Iterable[tuple[str, Event]]) -> list[str]:
         """Hands (request id, event) pairs to their sinks, one call per request, and forgets
         requests whose last completion ended. Returns the ids of requests whose sinks raised: they
-        hear no more."""
+        are called no more."""
         by_request: dict[str, list[Event]] = {}
         for request_id, event in events:
             by_request.setdefault(request_id, []).append(event)
-        told = [(self._live[request_id], mine) for request_id, mine in by_request.items()]
-        for live, mine in told:  # before any sink hears: it may ask for requests of the others
+        live_events = [(self._live[request_id], mine) for request_id, mine in by_request.items()]
+        for (
+            live,
+            mine,
+        ) in live_events:  # before any sink is called: it may ask for requests of the others
             live.unfinished -= sum(isinstance(event, Finished) for event in mine)
             if not live.unfinished:
                 del self._live[live.request.id]
-        return [live.request.id for live, mine in told if not _deliver(live, mine)]
+        return [live.request.id for live, mine in live_events if not _deliver(live, mine)]
 
 
 def _deliver(live: LiveRequest, events: list[Event]) -> bool:
@@ -68,10 +71,10 @@ def _deliver(live: LiveRequest, events: list[Event]) -> bool:
     except Exception:
         id = live.request.id
         log.exception("the sink of request %r failed", id, extra={"request_id": id})
-        live.sink = _nobody
+        live.sink = _ignore
         return False
     return True
 
 
-def _nobody(events: object) -> None:
-    """Hears the events of a request whose sink raised."""
+def _ignore(events: object) -> None:
+    """Drops the events of a request whose sink raised."""

@@ -5,7 +5,7 @@ state an objective themselves; the others wait, as nothing was promised to them.
 All prompts that are partly prefilled or wait are put in the order in which they will be prefilled,
 with the new one among them, and the forecast says when each would have its first token. The new one
 is refused where its own would be late, or where it would make one late that was accepted before.
-Only so many get a slot as a step can have decodes within the tightest objective per token of those
+As many get a slot as a step can have decodes within the tightest objective per token of those
 that run; a request with a tighter objective is refused where more than that run already.
 
 By how much first tokens come later than they were forecast is learnt (`LatenessMargins`).
@@ -57,7 +57,7 @@ class LatenessMargins:
         self._due: list[tuple[float, int]] = []
 
     def of(self, tokens: np.ndarray) -> np.ndarray:
-        """The margins of prompts of so many tokens [n]."""
+        """Returns the margins of prompts of these tokens [n]."""
         return self._margin[_size_class(tokens)]
 
     def promise(self, sequence: Sequence, first: float) -> None:
@@ -114,7 +114,7 @@ class RankedPrompts(NamedTuple):
 
 
 class AdmissionController:
-    """Accepts or refuses requests. Refuses nothing while nobody knows what steps cost."""
+    """Accepts or refuses requests. Refuses nothing while it is unknown what steps cost."""
 
     def __init__(
         self,
@@ -137,10 +137,11 @@ class AdmissionController:
         bus.subscribe(Tokens, lambda event: self.load.changed())
 
     def check(self, sequence: Sequence, now: float, begun: float, feasible: bool) -> float:
-        """Clock second at which the sequence, which has come just now, should have its first token.
+        """Returns the clock second of the first token, as forecast, of a sequence that has just
+        come.
 
         begun: seconds until the batches in flight are done. feasible: whether its objective could
-        be met if it were alone; where it could not, it is served as well as can be when nobody
+        be met if it were alone; where it could not, it is served as well as can be if no prompt
         waits. Errors: RequestError where it is refused, with `retry_after`.
         """
         slots = self.slots
@@ -171,12 +172,12 @@ class AdmissionController:
         return now + own
 
     def _promises(self, sequence: Sequence) -> bool:
-        """Whether a sequence is to have its first token in time if it is accepted."""
+        """Returns whether a sequence is promised its first token in time if it is accepted."""
         return self.config.admission == "predict" or sequence.request.slo != Slo()
 
     def _check_decodes(self, sequence: Sequence, forecast: LoadForecast) -> None:
-        """Errors: RequestError where too many run beside it for its objective per token, which is
-        the tightest."""
+        """Checks the tightest objective per token. Errors: RequestError if too many sequences
+        run."""
         most = forecast.most_decodes
         count = forecast.decodes + len(self.slots.prefilling) + sequence.request.sampling.n
         if count <= max(most, 1):
@@ -219,8 +220,8 @@ class AdmissionController:
     def _first_tokens(
         self, prompts: RankedPrompts, forecast: LoadForecast, begun: float
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds to the first token of each prompt, and of those behind the new one if that were
-        not there."""
+        """Predicts seconds to the first token of each prompt, and of those behind the new one
+        without it."""
         # the step of a prompt's last chunk is shared with decodes: they are waited for
         lag = begun + (forecast.step / 2 if forecast.decodes else 0.0)
         first = self.load.first_tokens(prompts.view, prompts.waits, forecast) + lag
@@ -234,8 +235,8 @@ class AdmissionController:
     def _latest(
         self, prompts: RankedPrompts, due: np.ndarray, forecast: LoadForecast
     ) -> np.ndarray:
-        """Seconds at which first tokens may be forecast at the latest: the new one's, and those of
-        the prompts behind it, which are `due`."""
+        """Returns the latest seconds at which first tokens may be forecast: of the new prompt and
+        those behind it, which are `due`."""
         behind = prompts.view.at(slice(prompts.place, None))
         given = behind.deadline - behind.arrival
         latest = due - self.margins.of(behind.tokens) * given
@@ -245,7 +246,7 @@ class AdmissionController:
         return latest
 
     def _check_deadline(self, sequence: Sequence, now: float, own: float) -> None:
-        """Errors: RequestError where its first token would come after its deadline."""
+        """Checks a deadline. Errors: RequestError if the first token would come after it."""
         deadline = sequence.request.deadline
         if deadline is None:
             return
@@ -256,7 +257,7 @@ class AdmissionController:
             )
 
     def _check_own(self, own: float, due: np.ndarray, latest: np.ndarray) -> None:
-        """Errors: RequestError where its own first token would be late."""
+        """Checks the new prompt. Errors: RequestError if its own first token would be late."""
         after = own - float(latest[0])
         if after > 0:
             raise _refused(
@@ -273,14 +274,14 @@ class AdmissionController:
         first: np.ndarray,
         before: np.ndarray,
     ) -> None:
-        """Errors: RequestError where it would make a first token behind it late that would be in
-        time `before` it came."""
+        """Checks the prompts behind the new one. Errors: RequestError if it would make a first
+        token late that would be in time `before` it came."""
         if not before.size:
             return
         behind = prompts.view.at(slice(prompts.place + 1, None))
         first = first[prompts.place + 1 :]
         latest = latest[1:]
-        # the latest with the smallest margin, which is what is needed if nobody else comes
+        # the latest with the smallest margin, which is what is needed if no other comes
         at_best = due[1:] - MIN_MARGIN * (behind.deadline - behind.arrival)
         made_late = (before <= latest) & (first > latest)
         made_late |= (behind.work <= at_best) & (first > at_best)
@@ -291,8 +292,8 @@ class AdmissionController:
             )
 
     def most(self, tpot: float) -> int:
-        """Sequences that may have a slot, so that a step of their decodes leaves some of `tpot` to
-        prompts; one in any case."""
+        """Returns how many sequences may have a slot, so that a step of their decodes leaves some
+        of `tpot` to prompts; one in any case."""
         if not self.predictor.calibrated:
             return self.config.max_seqs
         return max(1, self.load.most_decodes(tpot))

@@ -23,7 +23,7 @@ NO_EMBEDDING = RequestError("", "the prompt's embedding was not finite", "INTERN
 
 @dataclass(frozen=True, slots=True)
 class StepResults:
-    """What the devices computed for a batch of n chunks.
+    """Results of the devices for a batch of n chunks.
 
     A negative token stands for logits that were not finite, and ends its completion with an error,
     as does an embedding that is not finite; its blocks serve no other.

@@ -1,5 +1,5 @@
-"""How much of a prompt goes into a step: a fixed number of tokens, or as many as the target time
-allows (medha.md M2, M10)."""
+"""The share of a prompt that goes into a step: a fixed number of tokens, or as many as the target
+time allows (medha.md M2, M10)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class StepBudget:
         long_target: float,
     ):
         """tokens: most prefill tokens per lane; tile: prefill tokens are computed in multiples of
-        so many. The targets are raised where decodes alone take longer."""
+        it. The targets are raised where decodes alone take longer."""
         self.predictor = predictor
         self.lanes = lanes
         self.tile = tile
@@ -52,23 +52,23 @@ class StepBudget:
         self.long_target = min(self.target, max(long_target, least))
 
     def limit(self, home: int, share: float) -> float:
-        """The step time at which `share` of what the home lane's decodes leave of the target is
-        used up."""
+        """Returns the step time at which `share` of what the home lane's decodes leave of the
+        target is used up."""
         decodes = self.decode_seconds[home]
         return decodes + share * max(0.0, self.target - decodes)
 
     def most(self, home: int, held: BlocksPerLane) -> int:
-        """The most tokens of a chunk: as many as the lanes of its group can still take; none where
-        the home lane, which computes the last of them, takes no more."""
+        """Returns the most tokens of a chunk: as many as the lanes of its group can still take;
+        none where the home lane, which computes the last of them, takes no more."""
         lanes = lanes_of(home, held)
         return sum(self.tokens_left[lane] for lane in lanes) if self.tokens_left[home] else 0
 
     def seconds(self, home: int, held: BlocksPerLane) -> float:
-        """Seconds so far of the lanes that a chunk would bear on."""
+        """Returns seconds so far of the lanes that a chunk would bear on."""
         return max(self.lane_seconds[lane] for lane in lanes_of(home, held))
 
     def seconds_with(self, home: int, held: BlocksPerLane, cached: int, new: int) -> float:
-        """Seconds of these lanes with a chunk of `new` tokens after `cached` ones."""
+        """Predicts seconds of these lanes with a chunk of `new` tokens after `cached` ones."""
         lanes = lanes_of(home, held)
         with_chunk = self._with((home, held, cached, new))
         return max(seconds for lane, _, seconds in with_chunk if lane in lanes)
@@ -110,15 +110,15 @@ Chunking = Callable[[StepBudget, int, BlocksPerLane, int, int, float], int]
 def static(
     budget: StepBudget, home: int, held: BlocksPerLane, cached: int, most: int, limit: float
 ) -> int:
-    """As many tokens as the lane can take, whatever the time (Sarathi)."""
+    """Takes as many tokens as the lane can, whatever the time (Sarathi)."""
     return most
 
 
 def adaptive(
     budget: StepBudget, home: int, held: BlocksPerLane, cached: int, most: int, limit: float
 ) -> int:
-    """The most tokens, in whole tiles or all of `most`, with which the step takes no longer than
-    `limit`; 0 where one tile is too much."""
+    """Takes the most tokens, in whole tiles or all of `most`, with which the step takes no longer
+    than `limit`; 0 where one tile is too much."""
     below = budget.seconds(home, held)
     if limit <= below:
         return 0

@@ -21,7 +21,7 @@ CLOSED_LANE_PENALTY = 1e6
 
 
 class ChunkCandidate(NamedTuple):
-    """Where a sequence's next chunk would run."""
+    """The place of a sequence's next chunk."""
 
     sequence: Sequence
     home: int  # lane
@@ -38,7 +38,7 @@ class ChunkCandidate(NamedTuple):
 
 
 class FirstChunk(NamedTuple):
-    """How a waiting sequence would be admitted."""
+    """The admission of a waiting sequence, as it would be."""
 
     pages: np.ndarray  # these hold its first blocks already
     plan: tuple[PlanPart, ...]  # () where the cache chooses lanes block by block

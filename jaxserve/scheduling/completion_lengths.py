@@ -28,7 +28,7 @@ class CompletionLengths:
         return self._tokens / self._ended if self._ended else math.inf
 
     def learn(self, count: int, ended: int) -> None:
-        """Learns from a batch that gave `count` tokens, and `ended` so many completions."""
+        """Learns from a batch that gave `count` tokens and ended `ended` completions."""
         kept = TOKEN_DECAY**count
         self._tokens = kept * self._tokens + count
         self._ended = kept * self._ended + ended

@@ -43,7 +43,7 @@ class DecodeReserve:
         return self.bounded(int(self._growth(sequence.prefill_len, sequence.max_positions)))
 
     def bounded(self, pages: int) -> int:
-        """As many of these as are kept free at most."""
+        """Returns the part of these pages that is kept free at most."""
         return min(pages, self._most)
 
     def _growth(self, start: Any, most: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What happens in a replica, told once to all who want to know.
+"""Events of a replica, published once for all subscribers.
 
 The scheduler and the replica around it publish; metrics, the journal, the admission controller,
 the predictor's correction and benchmarks subscribe. Handlers run at once, on the publisher's
@@ -90,7 +90,7 @@ class Rejected:
 @dataclass(frozen=True, slots=True)
 class StepIssued:
     """A step was handed to the devices, from clock second `now` on. exchange: how sequences on
-    several lanes meet in it; '' where there are none. Host seconds: to decide what is in it, to
+    several lanes meet in it; '' without such sequences. Host seconds: to decide what is in it, to
     write its command, and to dispatch that."""
 
     batch: Batch
@@ -116,7 +116,7 @@ class StepRead:
 
 @dataclass(frozen=True, slots=True)
 class StepFinished:
-    """The scheduler heard a step's tokens and callers were told. Host seconds of both."""
+    """The scheduler took a step's tokens and callers were notified. Host seconds of both."""
 
     batch: Batch
     finish: float
@@ -139,10 +139,10 @@ class EventBus:
         self._handlers[kind].append(handler)
 
     def unsubscribe(self, kind: type[E], handler: Callable[[E], None]) -> None:
-        """Takes a subscription back. Errors: ValueError where there is none."""
+        """Ends a subscription. Errors: ValueError without one."""
         self._handlers[kind].remove(handler)
 
     def publish(self, event: object) -> None:
-        """Tells an event to its subscribers."""
+        """Passes an event to its subscribers."""
         for handler in self._handlers[type(event)]:
             handler(event)

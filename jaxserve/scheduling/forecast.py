@@ -2,7 +2,7 @@
 
 `LoadModel` makes a `LoadForecast` of what runs now: how fast prompts are prefilled beside the
 decodes, when decodes end and slots come free. From that it works out when each of a queue of
-prompts would have its first token. What costs do not tell is learnt: how much prefill a step gets
+prompts would have its first token. What costs do not cover is learnt: how much prefill a step gets
 done in the time that it has for it, how long steps take, and how many tokens completions put out.
 """
 
@@ -28,11 +28,11 @@ MAX_DECODE_SHARE = 0.9  # share of the objective per token that decodes alone ma
 MIN_PREFILL_RATE = 1e-3  # seconds of prefill done per second, where a forecast finds next to none
 SMOOTHING = 0.1  # weight of the last step in `prefill_yield` and in the mean time of steps
 MIN_YIELD, MAX_YIELD = 0.05, 4.0  # limits of what one step tells of `prefill_yield`
-MAX_STEP_RATIO = 1.25  # a step is predicted to take at most so many times the mean of late
+MAX_STEP_RATIO = 1.25  # a step is predicted to take at most this many times the recent mean
 
 
 class LoadForecast(NamedTuple):
-    """What runs, in seconds from now."""
+    """The forecast of the work that runs, in seconds from now."""
 
     tpot: float  # the tightest objective per token
     decodes: int
@@ -47,7 +47,7 @@ class LoadForecast(NamedTuple):
 
 
 class LoadModel:
-    """Predicts by what costs tell and by what was learnt of the steps so far."""
+    """Predicts by costs and by what was learnt of the steps so far."""
 
     def __init__(
         self,
@@ -97,7 +97,8 @@ class LoadModel:
         return int(np.searchsorted(decode_step, limit, side="right")) - 1
 
     def _forecast(self, tpot: float, context: float) -> LoadForecast:
-        """With a tightest objective of at most `tpot`; decodes to come have `context` tokens."""
+        """Makes a forecast with a tightest objective of at most `tpot`; decodes to come have
+        `context` tokens."""
         slots = self.slots
         stages = self.predictor.mesh.spp
         running = slots.phase == DECODE
@@ -183,7 +184,8 @@ class LoadModel:
         return np.maximum.accumulate(ready - before) + before + seconds
 
     def _slots_ready(self, waits: np.ndarray, forecast: LoadForecast) -> np.ndarray:
-        """When each has a slot [n]: every slot comes free, and again after each completion."""
+        """Predicts when each prompt has a slot [n]: every slot comes free, and again after each
+        completion."""
         rounds = np.arange(1 + len(waits) // len(forecast.slot_free))
         free = (forecast.slot_free + forecast.completion * rounds[:, None]).ravel()
         return np.where(waits, free[np.cumsum(waits) - 1], 0.0)
@@ -191,7 +193,7 @@ class LoadModel:
     def _pages_ready(
         self, tokens: np.ndarray, waits: np.ndarray, forecast: LoadForecast
     ) -> np.ndarray | float:
-        """When there are pages for each [n]; 0 where there are enough for all."""
+        """Predicts when there are pages for each prompt [n]; 0 if there are enough for all."""
         cache = self.cache
         promised = sum(
             cache.blocks(sequence.prefill_len) - len(cache.tables[sequence.slot])
@@ -209,7 +211,7 @@ class LoadModel:
     # --- what is learnt
 
     def learn_step(self, batch: Batch, backlog: float) -> None:
-        """Learns from a batch that was packed what a step gets done where there is more than it can
+        """Learns from a batch that was packed how much a step gets done if it has more than it can
         do. backlog: seconds of prefill that were left to do before it."""
         self._current = None
         left = self.slots.backlog
@@ -236,5 +238,5 @@ class LoadModel:
             self._mixed_step += SMOOTHING * (seconds - self._mixed_step)
 
     def changed(self) -> None:
-        """Tokens came, so that less is left to do."""
+        """Drops the forecast: tokens came, so that less is left to do."""
         self._current = None

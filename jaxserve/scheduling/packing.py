@@ -51,8 +51,8 @@ class BatchPacker:
         self.prefill = prefill
 
     def pack(self, number: int, now: float) -> tuple[Batch, list[PrefillChunk]] | None:
-        """Batch `number` and its prefill chunks, issued as far as the slots go; None where nothing
-        can run."""
+        """Returns batch `number` and its prefill chunks, issued as far as the slots go; None where
+        nothing can run."""
         decodes = self._pick_decodes(number)
         budget = self._budget(decodes)
         chunks = self.prefill.pack(self.config, now, budget)
@@ -69,8 +69,8 @@ class BatchPacker:
         return batch, chunks
 
     def _exchanged(self, batch: Batch) -> Batch:
-        """The batch with the exchange of its spread chunks, and its seconds with that, now that it
-        is known where blocks are."""
+        """Returns the batch with the exchange of its spread chunks, and its seconds with that, now
+        that it is known where blocks are."""
         predictor = self.predictor
         if predictor.exchange is None:
             fixed = self.config.exchange in TRAFFIC
@@ -80,7 +80,7 @@ class BatchPacker:
         return dataclasses.replace(batch, exchange=chunks.strategy, seconds=seconds)
 
     def _decode_exchange(self, budget: StepBudget) -> str:
-        """How spread decodes reach KV on other lanes."""
+        """Returns the exchange by which spread decodes reach KV on other lanes."""
         decision = budget.lanes[0].decode_exchange
         if decision is not None:
             return decision.strategy
@@ -88,8 +88,8 @@ class BatchPacker:
         return fixed if fixed in TRAFFIC else "gather"
 
     def _budget(self, decodes: np.ndarray) -> StepBudget:
-        """What a step with these decodes has for prefill. A token passes all stages, so a step may
-        take one P-th of the tightest objective per token."""
+        """Returns the budget that a step with these decodes has for prefill. A token passes all
+        stages, so a step may take one P-th of the tightest objective per token."""
         slots = self.slots
         cache = self.cache
         config = self.config
@@ -114,8 +114,8 @@ class BatchPacker:
     # --- decodes
 
     def _pick_decodes(self, number: int, hurry: bool = False) -> np.ndarray:
-        """Slots whose next token is decoded in this batch, each with a page for it. In a `hurry`
-        also those whose last token is on its way through the stages, of one batch only."""
+        """Returns slots whose next token is decoded in this batch, each with a page for it. In a
+        `hurry` also those whose last token is on its way through the stages, of one batch only."""
         slots = self.slots
         stages = self.mesh.spp
         ready = np.flatnonzero((slots.phase == DECODE) & (slots.issued < slots.max_positions))
@@ -134,8 +134,8 @@ class BatchPacker:
         return np.sort(picked)
 
     def _with_pages(self, ready: np.ndarray) -> np.ndarray:
-        """Those of the decoding slots that have a page for their next token. Others are preempted
-        where pages are short."""
+        """Gives decoding slots a page for their next token; returns those that have one. Others are
+        preempted if pages are short."""
         slots = self.slots
         cache = self.cache
         short = ready[slots.issued[ready] == cache.capacity[ready]]
@@ -173,7 +173,7 @@ class BatchPacker:
     def _batch(
         self, number: int, decodes: np.ndarray, chunks: list[PrefillChunk], seconds: float
     ) -> Batch:
-        """The batch of these decodes and prefill chunks, which are in flight from now on."""
+        """Makes the batch of these decodes and prefill chunks, which are in flight from now on."""
         slots = self.slots
         cache = self.cache
         slot = decodes
@@ -221,7 +221,7 @@ class BatchPacker:
         )
 
     def _block_lane(self, chunks: list[PrefillChunk]) -> np.ndarray:
-        """The lane of each block that the spread chunks of more than one token fall in."""
+        """Returns the lane of each block that the spread chunks of more than one token fall in."""
         cache = self.cache
         lanes = [
             cache.lanes_of(chunk.slot, chunk.start // cache.block_size, cache.blocks(chunk.stop))

@@ -45,7 +45,7 @@ class SmallPromptPages:
         cache.watch(self)
 
     def among(self, pages: np.ndarray) -> int:
-        """How many of these pages are counted already."""
+        """Returns how many of these pages are counted already."""
         return sum(self._holders[page] > 0 for page in pages.tolist())
 
     def taken(self, slot: int, pages: Sequenced[int]) -> None:
@@ -125,7 +125,7 @@ class PageAdmission:
 
     @property
     def _has_slot(self) -> bool:
-        """Whether one more sequence may have a slot."""
+        """True if one more sequence may have a slot."""
         free = len(self.slots.free)
         if not free:
             return False
@@ -133,19 +133,20 @@ class PageAdmission:
 
     @property
     def open(self) -> bool:
-        """Whether any prompt can still be admitted in this step."""
+        """True if any prompt can still be admitted in this step."""
         return any(self._open)
 
     def is_small(self, sequence: Sequence) -> bool:
         return sequence.prefill_len <= self.small_tokens
 
     def may(self, sequence: Sequence) -> bool:
-        """Whether prompts of the waiting sequence's size can still be admitted in this step."""
+        """Returns whether prompts of the waiting sequence's size can still be admitted in this
+        step."""
         return self._open[self.is_small(sequence)]
 
     def match(self, sequence: Sequence) -> np.ndarray | None:
-        """Pages that hold a waiting sequence's first blocks already; None where it must wait on,
-        and with it others of its size."""
+        """Returns pages that hold a waiting sequence's first blocks already; None if it must wait,
+        and with it others of its size in this step."""
         cache = self.cache
         small = self.is_small(sequence)
         need = cache.blocks(sequence.prefill_len)
@@ -206,7 +207,7 @@ class PageAdmission:
 
     def _reserve_for_small(self, large: Sequence | None) -> int:
         """Pages that small prompts may hold while this large one waits: all without one, and fewer
-        than SMALL_PROMPT_RESERVE where it could not run beside so many."""
+        than SMALL_PROMPT_RESERVE if it could not run beside them."""
         total = self.cache.total
         if large is None:
             return total
@@ -214,5 +215,5 @@ class PageAdmission:
         return max(0, min(int(SMALL_PROMPT_RESERVE * total), beside))
 
     def check(self) -> None:
-        """Errors: AssertionError where the pages of small prompts are not counted right."""
+        """Checks the counts of pages. Errors: AssertionError with what differs."""
         self._held_by_small.check(self.cache.tables)

@@ -36,7 +36,8 @@ class QueuePrefetch:
                 self._ask(lower, sequence, now)
 
     def waits(self, sequence: Sequence, now: float) -> bool:
-        """Whether a prompt should get no slot yet: a shared store may have its blocks."""
+        """Asks a shared store for a prompt's blocks; returns whether it should wait for the
+        answer."""
         lower = self._cache.lower
         if lower is None or not lower.shared or not sequence.reads_cache:
             return False
@@ -47,7 +48,7 @@ class QueuePrefetch:
         return not sequence.lookup.answered and now < sequence.lookup_until
 
     def _head(self, policy: Policy, now: float) -> list[Sequence]:
-        """The waiting prompts that come first."""
+        """Returns the waiting prompts that come first."""
         slots = self._slots
         keys = policy.rank(slots.prompts(now))[len(slots.prefilling) :]
         waiting = tuple(slots.queue.copy())
@@ -59,7 +60,8 @@ class QueuePrefetch:
             sequence.lookup_until = now + LOOKUP_SECONDS
 
     def _keys(self, lower: LowerTiers, sequence: Sequence) -> list[bytes]:
-        """Keys of its blocks that lower tiers may have, behind those that are on the devices."""
+        """Returns keys of its blocks that lower tiers may have, behind those that are on the
+        devices."""
         cache = self._cache
         hashes = sequence.block_hashes
         last = (sequence.prefill_len - 1) // cache.block_size

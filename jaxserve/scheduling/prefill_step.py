@@ -22,7 +22,7 @@ class PrefillChunk(NamedTuple):
 
 @dataclass(slots=True)
 class PrefillStep:
-    """What is known of the step, and the chunks that it has so far."""
+    """The state of the step, and the chunks that it has so far."""
 
     config: SchedulerConfig
     now: float  # clock seconds

@@ -39,7 +39,7 @@ from jaxserve.settings.schema import MeshConfig, SchedulerConfig
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How busy a replica is. Pages are those of all lanes; cached ones can be evicted, so they are
+    """Load of a replica. Pages are those of all lanes; cached ones can be evicted, so they are
     room too."""
 
     running: int
@@ -125,7 +125,7 @@ class Scheduler:
 
     @property
     def preemptions(self) -> int:
-        """How often a sequence lost its slot and had to wait again."""
+        """Number of times that a sequence lost its slot and had to wait again."""
         return self.slots.preemptions
 
     def load(self) -> Load:
@@ -184,7 +184,8 @@ class Scheduler:
         return [Accepted(ahead, first - request.arrival)]
 
     def _check_queue(self, ahead: int) -> None:
-        """Errors: RequestError if `ahead` requests that wait are too many for one more."""
+        """Checks the queue. Errors: RequestError if `ahead` waiting requests leave no room for
+        more."""
         if ahead < self.config.max_queue:
             return
         after = float(self.slots.queue.view.work.mean()) / self.predictor.mesh.kvp

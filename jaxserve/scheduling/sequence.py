@@ -116,7 +116,7 @@ class Sequence:
 
     @property
     def reads_cache(self) -> bool:
-        """Whether its first blocks may be taken from the prefix cache: not where the request wants
+        """True if its first blocks may be taken from the prefix cache: not if the request wants
         log-probabilities of its prompt, which must be computed."""
         return not self.request.bypass_prefix_cache and self.prompt_logprobs is None
 
@@ -149,7 +149,8 @@ class Sequence:
         error: RequestError | None = None,
         embedding: np.ndarray | None = None,
     ) -> Finished:
-        """The event that it ended at clock second `now`; what had not happened counts as then."""
+        """Returns the event of its end at clock second `now`; what had not happened counts as
+        then."""
         arrival = self.request.arrival
         started = now if self.started_at is None else self.started_at
         first_token = now if self.first_token_at is None else self.first_token_at

@@ -62,7 +62,7 @@ class SlotTable:
 
     @property
     def draining(self) -> bool:
-        """Whether slots and pages will be given back once the batches in flight have finished."""
+        """True if slots and pages will be given back once the batches in flight have finished."""
         return bool((self.phase >= LEAVING).any())
 
     @property
@@ -121,7 +121,7 @@ class SlotTable:
             self.vacate(slot)
 
     def finish(self, slots: np.ndarray) -> None:
-        """Gives back those of the slots [n] of a batch that was read which no other batch in flight
+        """Gives back those slots [n] of a batch that was read which no other batch in flight
         contains and whose sequences have ended or leave."""
         for slot in slots[(self.in_flight[slots] == 0) & (self.phase[slots] >= LEAVING)].tolist():
             self.vacate(slot)
@@ -144,7 +144,7 @@ class SlotTable:
             del self.by_number[sequence.number]
 
     def check(self, flight: Iterable[Batch]) -> None:
-        """Errors: AssertionError with what differs."""
+        """Checks the invariants. Errors: AssertionError with what differs."""
         flying = np.zeros_like(self.in_flight)
         for batch in flight:
             flying[batch.slot] += 1
