@@ -47,6 +47,27 @@ class InFlightBatch:
     issued: float = 0.0
 
 
+@dataclasses.dataclass(frozen=True)
+class StepOutcome:
+    """What a batch left, by its chunks: sampled tokens [n] and their log-probabilities, those of
+    prompts' own tokens and embeddings [D] f32 by number of the sequence."""
+
+    flight: InFlightBatch
+    tokens: np.ndarray
+    logprobs: list[Logprobs | None] | None
+    scores: dict[int, list[Logprobs]]
+    embeddings: dict[int, np.ndarray]
+
+    @classmethod
+    def of(cls, scheduler: Scheduler, flight: InFlightBatch, result: StepResult) -> StepOutcome:
+        """Reads the result of a batch."""
+        number = flight.batch.number
+        assert result.number == number, f"step {result.number} came for {number}"
+        tokens, logprobs = tokens_of(scheduler, flight, result)
+        scores = scores_of(scheduler, flight, result)
+        return cls(flight, tokens, logprobs, scores, embeddings_of(flight, result))
+
+
 def score_rows(
     scheduler: Scheduler, batch: Batch, arrays: StepArrays, lanes: int
 ) -> tuple[np.ndarray, list[PendingScore]]:

@@ -7,8 +7,10 @@ import dataclasses
 import functools
 import itertools
 import random
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -268,9 +270,28 @@ def generate(
     return [runner.ids(id) for id in ids]
 
 
+def on_its_thread(engine: Engine, call: Callable[[], object]) -> None:
+    """Calls something between two steps of a running engine. Errors: those of the call."""
+    done: Future[object] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(call())
+        except BaseException as error:
+            done.set_exception(error)
+
+    engine.post(run)
+    done.result(60)
+
+
+def threads_of_engines() -> list[threading.Thread]:
+    """Threads of the engines that run in this process."""
+    return [thread for thread in threading.enumerate() if thread.name == "engine"]
+
+
 def assert_empty(engine: Engine) -> None:
     """Nothing is left of any request."""
     load = engine.load()
     assert load.running == load.waiting == 0
     assert load.pages_free + load.pages_cached == load.pages_total
-    assert not len(engine._registry) and not engine._flights
+    assert not len(engine.registry) and not len(engine.steps.in_flight)

@@ -15,7 +15,14 @@ from jaxserve.api.request import Request
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.cache import CacheManager
 from jaxserve.costs.exchange_choice import moves_per_pair
-from jaxserve.engine.command import NO_SAMPLING, CommandCodec, CommandError, StepCommand, StepResult
+from jaxserve.engine.command import (
+    NO_SAMPLING,
+    NO_STEP,
+    CommandCodec,
+    CommandError,
+    StepCommand,
+    StepResult,
+)
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.sampling_rows import admissions
 from jaxserve.engine.step_demand import StepDemand
@@ -57,12 +64,15 @@ def replay(worker: Worker, messages: list[bytes]) -> list[np.ndarray]:
     """The tokens that a worker gives for recorded commands."""
     codec = worker.plan.codec()
     found = []
+    pending = 0
     for message in messages:
-        worker.execute(codec.decode(message))
-        while len(worker._pending) > worker.plan.mesh.spp:
+        command = codec.decode(message)
+        worker.execute(command)
+        pending += command.shape != NO_STEP
+        while pending > worker.plan.mesh.spp:
             found.append(worker.wait().tokens)
-    while worker._pending:
-        found.append(worker.wait().tokens)
+            pending -= 1
+    found += [worker.wait().tokens for _ in range(pending)]
     return [tokens for tokens in found if tokens is not None]
 
 

@@ -17,7 +17,14 @@ from jaxserve.api.request import Request
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.clock import VirtualClock
 from jaxserve.engine.engine import Engine
-from tests.engine.harness import Runner, assert_empty, fresh, shared
+from tests.engine.harness import (
+    Runner,
+    assert_empty,
+    fresh,
+    on_its_thread,
+    shared,
+    threads_of_engines,
+)
 from tests.waiting import eventually
 
 
@@ -31,7 +38,7 @@ def running(real):
     real.start()
     yield real
     real.close()
-    assert not real._thread.is_alive()
+    eventually(lambda: not threads_of_engines(), 60)
 
 
 class Listener:
@@ -133,9 +140,8 @@ def test_many_threads_submit_and_cancel_at_once(running):
     reasons = {listener.finished().reason for listener in listeners.values()}
     assert len(listeners) == 60 and reasons == {"length", "cancelled"}
     eventually(lambda: not running.load().running, 60)
-    with running._lock:
-        running.scheduler.check()
-        assert_empty(running)
+    on_its_thread(running, running.scheduler.check)
+    assert_empty(running)
 
 
 def test_closing_ends_what_runs_and_refuses_what_comes(running):
@@ -177,7 +183,7 @@ def test_a_loop_that_fails_ends_all_requests_and_says_so(real, place, name, monk
             and ended.error.status == "INTERNAL"
             and ended.usage.completion == len(listener.tokens)
         )
-    eventually(lambda: not real._thread.is_alive(), 60)
+    eventually(lambda: not threads_of_engines(), 60)
     assert not real.alive and "the device is gone" in caplog.text
     with pytest.raises(RequestError, match="not running"):
         ask(real)
@@ -194,7 +200,7 @@ def test_an_id_in_use_is_refused_and_can_be_used_again_once_it_ended(real):
     assert refused.value.status == "ALREADY_EXISTS"
     for _ in range(6):
         real.step()
-    assert real.cancel("r") and real._flights  # its last batch is still on its way
+    assert real.cancel("r") and len(real.steps.in_flight)  # its last batch is still on its way
     second = ask(real, length=30)
     while real.step():
         real.scheduler.check()
@@ -236,7 +242,7 @@ def test_a_full_queue_refuses(real):
         with pytest.raises(RequestError) as refused:
             ask(real, "c")
         assert refused.value.status == "RESOURCE_EXHAUSTED"
-        assert "c" not in real._registry
+        assert "c" not in real.registry
     finally:
         object.__setattr__(real.scheduler.config, "max_queue", 4096)
 
@@ -281,7 +287,7 @@ def test_a_sink_that_raises_ends_its_own_request_and_no_other(running, kind, cap
         request(running, "bad", length=100, n=2, rest=dict(cache_salt="of its own")), broken
     )
     assert good.finished().reason == "length" and len(good.tokens) == 50
-    eventually(lambda: "bad" not in running._registry, 60)
+    eventually(lambda: "bad" not in running.registry, 60)
     assert (
         any(isinstance(event, kind) for event in heard[-1])
         and "the sink of request 'bad' failed" in caplog.text

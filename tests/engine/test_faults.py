@@ -14,7 +14,7 @@ import pytest
 from jaxserve.api.errors import RequestError
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.watchdog import FAULTS
-from tests.engine.harness import assert_empty, shared
+from tests.engine.harness import assert_empty, on_its_thread, shared
 from tests.engine.test_engine import ask
 from tests.waiting import eventually
 
@@ -98,8 +98,7 @@ def test_where_a_launch_finds_no_memory_its_requests_fail_and_the_engine_goes_on
     )
     assert "failed" in caplog.text
     eventually(lambda: not running.load().running, 60)
-    with running._lock:
-        running.scheduler.check()
+    on_its_thread(running, running.scheduler.check)
     assert_empty(running)
 
 
@@ -127,8 +126,7 @@ def test_a_step_that_fails_on_the_way_ends_its_requests_and_others_begin_anew(mo
             assert end.error is None or end.error.status == "INTERNAL"
         assert waits.finished().reason == "length" and real.alive
         eventually(lambda: not real.load().running, 60)
-        with real._lock:
-            real.scheduler.check()
+        on_its_thread(real, real.scheduler.check)
         assert_empty(real)
     finally:
         real.close()

@@ -158,16 +158,16 @@ def test_a_worker_that_is_killed_is_replaced_and_requests_end_or_begin_anew(repl
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline and real.available:
             time.sleep(0.01)
-        with pytest.raises(RequestError, match="start anew"):
+        with pytest.raises(RequestError, match="restarting"):
             runner.submit(prompts[0], "refused")
-        assert len(real._registry.ids()) <= 4 - ended_at_once
+        assert len(real.registry.ids()) <= 4 - ended_at_once
         workers.end()
         for number in range(2):
             workers.start(number)
         while time.monotonic() < deadline and not real.available:
             time.sleep(0.01)
         assert real.available
-        while time.monotonic() < deadline and real._registry.ids():
+        while time.monotonic() < deadline and real.registry.ids():
             time.sleep(0.01)
         ends = [runner.completion(id) for id in ids]
         for end, said in zip(ends, right):
@@ -178,7 +178,7 @@ def test_a_worker_that_is_killed_is_replaced_and_requests_end_or_begin_anew(repl
                 assert error.status == "UNAVAILABLE" and "again" in str(error)
         assert sum(end.finished.error is not None for end in ends) <= ended_at_once
         after = runner.submit(prompts[0], "after", max_tokens=40)
-        while time.monotonic() < deadline and real._registry.ids():
+        while time.monotonic() < deadline and real.registry.ids():
             time.sleep(0.01)
         assert runner.ids(after) == right[0]
         real.close()

@@ -9,6 +9,7 @@ import threading
 
 import pytest
 
+from jaxserve.api.errors import RequestError
 from jaxserve.api.request import EPHEMERAL
 from jaxserve.cache.block_events import Medium
 from jaxserve.costs.predictor import Costs
@@ -189,8 +190,8 @@ def test_a_fetch_that_fails_is_computed_at_once(tiered, expected, monkeypatch):
 def test_a_reset_of_the_devices_loses_no_block_below_them(tiered, expected):
     ask(tiered, prompts())
     settled(tiered)
-    tiered.worker.execute(tiered._builder.reset())
-    tiered._begin_anew(lambda sequence: False, None)
+    tiered.steps.reset_devices()
+    tiered.steps.lose(lambda sequence: False, RequestError("", "no sequence ends"))
     before = tiered.worker.lower_tiers.counts().host_reads
     assert ask(tiered, prompts()) == expected
     assert tiered.worker.lower_tiers.counts().host_reads > before

@@ -101,7 +101,7 @@ def test_aliases_can_be_selected_by_name(start):
 
 def test_a_picker_finds_block_size_and_number_of_blocks(start):
     engine = FakeReplica()
-    engine._metrics.configured(block_size=16, num_gpu_blocks=10)
+    engine.metrics.configured(block_size=16, num_gpu_blocks=10)
     found = families(start(engine=engine, metrics_aliases="vllm"))
     for name in ("jaxserve", "vllm"):
         (sample,) = found[f"{name}:cache_config_info"].samples

@@ -1,0 +1,107 @@
+"""What a live replica tells of itself: its model and sizes, and the readings of its metrics."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+
+from jaxserve.cache.tiers import LowerTiers, TierCounts
+from jaxserve.engine.executor import CommandExecutor
+from jaxserve.observe.metrics import Metrics
+from jaxserve.replica.info import ReplicaInfo
+from jaxserve.scheduling import Load, Scheduler
+from jaxserve.settings.schema import EngineConfig
+
+
+def replica_info(
+    config: EngineConfig, worker: CommandExecutor, scheduler: Scheduler
+) -> ReplicaInfo:
+    """Describes a live replica with these settings and devices."""
+    plan = worker.plan
+    model = plan.model
+    return ReplicaInfo(
+        served_name=(config.source.served_model_name or (config.source.model,))[0],
+        other_names=config.source.served_model_name[1:],
+        model=model.name,
+        vocab=model.vocab,
+        layers=model.layers,
+        heads=model.heads,
+        kv_heads=model.kv_heads,
+        head_dim=model.head_dim,
+        d_model=model.d_model,
+        bos_id=model.bos_id,
+        eos_ids=model.eos_ids,
+        max_model_len=scheduler.max_len,
+        mesh=plan.mesh,
+        dtype=str(np.dtype(plan.dtype)),
+        kv_dtype=str(np.dtype(plan.kv_dtype)),
+        platform=worker.platform,
+        block_size=plan.block_size,
+        pages_per_lane=plan.pages,
+        max_seqs=plan.slots,
+        max_queue=config.scheduler.max_queue,
+        chunk_tokens=config.scheduler.chunk_tokens,
+        class_names=tuple(config.scheduler.class_names),
+        settings=dataclasses.asdict(config),
+        role=config.role,
+        cache_fingerprint=scheduler.cache.fingerprint,
+        cache_dtype=scheduler.cache.dtype,
+    )
+
+
+def replica_metrics(
+    config: EngineConfig, worker: CommandExecutor, scheduler: Scheduler, load: Callable[[], Load]
+) -> Metrics:
+    """Makes the metrics of a live replica, which listen to its scheduler's events. load: returns
+    how busy it is."""
+    plan = worker.plan
+    metrics = Metrics(
+        plan.slots,
+        config.scheduler.class_names,
+        lambda: _readings(load(), worker, scheduler),
+        worker.members,
+    )
+    metrics.configured(
+        block_size=plan.block_size,
+        num_gpu_blocks=plan.pages * plan.mesh.kvp,
+        cache_dtype=np.dtype(plan.kv_dtype),
+        enable_prefix_caching=config.cache.prefix_caching,
+        placement=config.cache.placement,
+    )
+    metrics.listen(scheduler.bus, config.cache.prefix_caching)
+    return metrics
+
+
+def _readings(load: Load, worker: CommandExecutor, scheduler: Scheduler) -> dict[str, float]:
+    """Reads what `metric_rows.READ` names."""
+    used = load.pages_total - load.pages_free - load.pages_cached
+    return {
+        "num_requests_running": load.running,
+        "num_requests_waiting": load.waiting,
+        "kv_cache_usage_perc": used / load.pages_total,
+        "queued_prefill_seconds": load.queued_prefill_seconds,
+        "predictor_scale": scheduler.predictor.scale,
+        "num_preemptions": scheduler.preemptions,
+        **_tier_readings(worker.lower_tiers),
+        "xla_compiles": worker.compiles,
+        "xla_recompiles": worker.recompiles,
+    }
+
+
+def _tier_readings(tiers: LowerTiers | None) -> dict[str, float]:
+    counts = tiers.counts() if tiers is not None else TierCounts()
+    return {
+        "kv_blocks_stored": counts.stored,
+        "kv_blocks_from_host": counts.host_reads,
+        "kv_blocks_from_disk": counts.disk_reads,
+        "kv_blocks_from_peers": counts.peer_reads,
+        "kv_blocks_from_store": counts.shared_reads,
+        "kv_blocks_to_store": counts.to_shared,
+        "kv_blocks_not_put": counts.shared_dropped,
+        "kv_blocks_prefetched": counts.prefetched,
+        "kv_blocks_wrong": counts.wrong,
+        "kv_blocks_in_host": counts.host_blocks,
+        "kv_blocks_on_disk": counts.disk_blocks,
+    }

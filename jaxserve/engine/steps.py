@@ -1,0 +1,173 @@
+"""Issues steps to the devices and reads what they left, for the engine's thread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from jaxserve.api.errors import RequestError
+from jaxserve.engine.block_mover import Arrival
+from jaxserve.engine.command_builder import CommandBuilder
+from jaxserve.engine.executor import CommandExecutor
+from jaxserve.engine.in_flight import InFlight
+from jaxserve.engine.results import InFlightBatch, StepOutcome
+from jaxserve.engine.watchdog import Watchdog
+from jaxserve.replica.registry import Registry
+from jaxserve.scheduling import Scheduler
+from jaxserve.scheduling.events import StepFinished, StepIssued, StepRead, StepsLost
+from jaxserve.scheduling.batch_reader import Events
+from jaxserve.scheduling.sequence import Sequence
+from jaxserve.settings.schema import EngineConfig
+
+
+class Steps:
+    """Steps of a replica: what the scheduler decides goes to the devices as commands, what these
+    leave goes back. All methods but `wait` are called with the engine's lock held.
+
+    now: the clock. notify: hands events to the sinks of their requests.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        worker: CommandExecutor,
+        scheduler: Scheduler,
+        registry: Registry,
+        now: Callable[[], float],
+        notify: Callable[[Events], None],
+    ):
+        self.in_flight = InFlight(config.mesh.spp, config.lookahead)
+        self.watchdog = Watchdog(config.hang_timeout)
+        self._worker = worker
+        self._scheduler = scheduler
+        self._now = now
+        self._notify = notify
+        self._builder = CommandBuilder(worker.plan, scheduler, registry, lambda: worker.uncompiled)
+        self._compiles = 0
+        self._bus = scheduler.bus
+        self._bus.subscribe(StepRead, self._correct_predictor)
+
+    def pause(self, now: float) -> float:
+        """Seconds until the next batch should be started: what is decided late serves requests that
+        came late."""
+        spare = self.in_flight.seconds_to_spare(now)
+        if not spare:
+            return 0.0
+        early = self._scheduler.predictor.early(self.in_flight.newest.batch.seconds)
+        return max(0.0, spare - early)
+
+    # --- issuing
+
+    def start_batch(self, now: float) -> bool:
+        """Has the scheduler decide the next batch, and issues it. False where there is none."""
+        began = time.perf_counter()
+        batch = self._scheduler.start(now)
+        for fetch in self._scheduler.cache.take_fetches():
+            self._worker.fetch(fetch)
+        if batch is None:
+            self._flush_stores()
+            return False
+        self.watchdog.watch(batch, now)
+        decided = time.perf_counter()
+        command, flight = self._builder.step(batch)
+        built = time.perf_counter()
+        # devices of the CPU may compute while a command is issued
+        flight.issued = self._now()
+        self._worker.execute(command)
+        self.in_flight.issue(flight, now)
+        if flight.sample_later:
+            self._sample_with_masks(flight)
+        self.watchdog.clear()
+        shape = flight.arrays.shape
+        self._bus.publish(
+            StepIssued(
+                batch,
+                command,
+                flight.issued,
+                exchange=shape.exchange if shape.spread else "",
+                schedule=decided - began,
+                build=built - decided,
+                dispatch=time.perf_counter() - built,
+            )
+        )
+        return True
+
+    def _flush_stores(self) -> None:
+        """Has wanted pages read while no batch comes that would do it."""
+        if self._scheduler.cache.stores:
+            self._worker.execute(self._builder.stores(self._scheduler.cache.take_stores()))
+
+    def load(self, arrival: Arrival) -> None:
+        """Has blocks that were fetched written to their pages, if a sequence still waits for
+        them."""
+        if not self._scheduler.fetches.awaited(arrival.ticket):
+            self._worker.drop(arrival)
+            return
+        stores = self._scheduler.cache.take_stores()
+        self._worker.execute(self._builder.load(arrival.ticket, arrival.piece, stores))
+        fetches = self._scheduler.fetches
+        fetches.arrived(arrival.ticket, arrival.blocks, arrival.last, self._now())
+
+    def _sample_with_masks(self, flight: InFlightBatch) -> None:
+        """Samples the newest batch, unless a guide needs a token first that was not read."""
+        unread = self.in_flight.before(flight)
+        command, ends = self._builder.masked_sampling(flight, unread, self._now())
+        self._notify(ends)
+        if command is not None:
+            self._worker.execute(command)
+
+    # --- reading
+
+    def wait(self) -> StepOutcome:
+        """Waits for the oldest batch and reads what it left; without the lock."""
+        flight = self.in_flight.take()
+        self.watchdog.watch(flight.batch, self._now())
+        result = self._worker.wait()
+        outcome = StepOutcome.of(self._scheduler, flight, result)
+        self.watchdog.success()
+        return outcome
+
+    def finish(self, outcome: StepOutcome) -> None:
+        """Takes in what a batch left, and samples the newest one if it waited for that."""
+        batch = outcome.flight.batch
+        self._publish_read(outcome.flight)
+        now = self._now()
+        began = time.perf_counter()
+        events = self._scheduler.finish(
+            batch, outcome.tokens, now, outcome.logprobs, outcome.scores, outcome.embeddings
+        )
+        finished = time.perf_counter()
+        self._notify(events)
+        notified = time.perf_counter()
+        self._bus.publish(StepFinished(batch, finished - began, notified - finished))
+        if self.in_flight.samples_later:
+            newest = self.in_flight.newest
+            self.watchdog.watch(newest.batch, now)
+            self._sample_with_masks(newest)
+            self.watchdog.clear()
+
+    def _publish_read(self, flight: InFlightBatch) -> None:
+        now = self._now()
+        seconds, alone = self.in_flight.read(flight, now)
+        compiles = self._worker.compiles
+        comparable = alone and compiles == self._compiles
+        self._compiles = compiles
+        self._bus.publish(StepRead(flight.batch, now, seconds, comparable))
+
+    def _correct_predictor(self, step: StepRead) -> None:
+        if step.comparable:
+            self._scheduler.predictor.seen(step.batch.seconds, step.seconds)
+
+    # --- losing
+
+    def reset_devices(self) -> None:
+        """Has the devices hold nothing. Errors: those of the worker."""
+        self._worker.execute(self._builder.reset())
+
+    def lose(self, ends: Callable[[Sequence], bool], error: RequestError) -> None:
+        """Begins again without what was on the devices: sequences that `ends` names end with the
+        error, the others are computed from their first token on."""
+        self.in_flight.clear()
+        self._scheduler.cache.recheck_lower_tiers()
+        self._bus.publish(StepsLost())
+        self._notify(self._scheduler.reset(ends, self._now(), error))
