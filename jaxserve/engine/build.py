@@ -17,7 +17,7 @@ from jaxserve.engine.sizing import for_this_machine, make_plan, max_length
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.step_shapes import first_shapes
 from jaxserve.engine.worker import Worker
-from jaxserve.engine.worker_group import WorkerGroup
+from jaxserve.engine.worker_group import GroupTerms, WorkerGroup
 from jaxserve.engine.worker_process import work
 from jaxserve.group.handshake import Certificate
 from jaxserve.group.layout import check_processes, described
@@ -88,10 +88,7 @@ def open_group(
         group = WorkerGroup(
             plan,
             member,
-            hello_of(config, LEADER),
-            values_of(config),
-            warm_up=warm_up,
-            hang_timeout=config.hang_timeout,
+            GroupTerms(hello_of(config, LEADER), values_of(config), warm_up, config.hang_timeout),
             progress=step,
             tell_state=lambda state: pulse.tell(state=state),
             tls=Certificate.given(member.tls_cert, member.tls_key) if member.tls_cert else None,
