@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import numpy as np
 
 from jaxserve.cache.tiers import LowerTiers, TierCounts
 from jaxserve.engine.executor import CommandExecutor
-from jaxserve.observe.metrics import Metrics
 from jaxserve.replica.info import ReplicaInfo
-from jaxserve.scheduling import Load, Scheduler
+from jaxserve.scheduling import Scheduler
 from jaxserve.settings.schema import EngineConfig
 
 
@@ -51,46 +49,8 @@ def replica_info(
     )
 
 
-def replica_metrics(
-    config: EngineConfig, worker: CommandExecutor, scheduler: Scheduler, load: Callable[[], Load]
-) -> Metrics:
-    """Makes the metrics of a live replica, which listen to its scheduler's events. load: returns
-    how busy it is."""
-    plan = worker.plan
-    metrics = Metrics(
-        plan.slots,
-        config.scheduler.class_names,
-        lambda: _readings(load(), worker, scheduler),
-        worker.members,
-    )
-    metrics.configured(
-        block_size=plan.block_size,
-        num_gpu_blocks=plan.pages * plan.mesh.kvp,
-        cache_dtype=np.dtype(plan.kv_dtype),
-        enable_prefix_caching=config.cache.prefix_caching,
-        placement=config.cache.placement,
-    )
-    metrics.listen(scheduler.bus, config.cache.prefix_caching)
-    return metrics
-
-
-def _readings(load: Load, worker: CommandExecutor, scheduler: Scheduler) -> dict[str, float]:
-    """Reads what `metric_rows.READ` names."""
-    used = load.pages_total - load.pages_free - load.pages_cached
-    return {
-        "num_requests_running": load.running,
-        "num_requests_waiting": load.waiting,
-        "kv_cache_usage_perc": used / load.pages_total,
-        "queued_prefill_seconds": load.queued_prefill_seconds,
-        "predictor_scale": scheduler.predictor.scale,
-        "num_preemptions": scheduler.preemptions,
-        **_tier_readings(worker.lower_tiers),
-        "xla_compiles": worker.compiles,
-        "xla_recompiles": worker.recompiles,
-    }
-
-
-def _tier_readings(tiers: LowerTiers | None) -> dict[str, float]:
+def tier_readings(tiers: LowerTiers | None) -> dict[str, float]:
+    """Returns the values of `metric_rows.READ` that the tiers below the devices know."""
     counts = tiers.counts() if tiers is not None else TierCounts()
     return {
         "kv_blocks_stored": counts.stored,

@@ -19,27 +19,21 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from prometheus_client import CollectorRegistry
-
 from jaxserve.api.errors import RequestError
 from jaxserve.api.request import Request
-from jaxserve.cache.block_events import BlockEvents
 from jaxserve.clock import Clock, WallClock
 from jaxserve.engine.block_export import TierExporter
 from jaxserve.engine.block_mover import Arrival
 from jaxserve.engine.command import DeviceError, WorkersLost
-from jaxserve.engine.description import replica_info, replica_metrics
+from jaxserve.engine.description import replica_info, tier_readings
 from jaxserve.engine.executor import CommandExecutor
 from jaxserve.engine.steps import Steps
 from jaxserve.engine.watchdog import RESTARTING, lost_error, request_error
-from jaxserve.observe.journal import Journal
 from jaxserve.observe.kv_view import kv_view
 from jaxserve.observe.view import Snapshot
+from jaxserve.replica.core import ReplicaCore
 from jaxserve.replica.protocol import Sink
-from jaxserve.replica.registry import Registry
 from jaxserve.scheduling import Load, Scheduler
-from jaxserve.scheduling.events import Rejected
-from jaxserve.scheduling.batch_reader import Events
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.settings.schema import EngineConfig
 from jaxserve.store.peers import BlockExporter
@@ -52,7 +46,7 @@ IDLE_WAIT = 0.5  # seconds between looks at deadlines while nothing runs
 log = logging.getLogger(__name__)
 
 
-class Engine:
+class Engine(ReplicaCore):
     """The loop over a scheduler, which decides, and a worker, which executes; the engine owns both.
     Implements `replica.protocol.Replica`."""
 
@@ -65,29 +59,20 @@ class Engine:
     ):
         self.config = config
         self.worker = worker
-        self.scheduler = scheduler
-        self.bus = scheduler.bus
-        self.clock = clock or WallClock()
-        self.alive = True
-        self.available = True
-        self.info = replica_info(config, worker, scheduler)
-        self.registry = Registry()
         self._lock = threading.RLock()
-        self._posted: deque[Callable[[], object]] = deque()
-        self._wake = threading.Event()
-        self._draining = False
-        self._closing = False
-        self._ended = False
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self.journal = Journal(config.mesh.spp, self.clock.now())
-        self.journal.listen(self.bus)
-        self.metrics = replica_metrics(config, worker, scheduler, self.load)
+        info = replica_info(config, worker, scheduler)
+        super().__init__(scheduler, info, config.cache, clock or WallClock(), worker.members)
         self.steps = Steps(config, worker, scheduler, self.registry, self.now, self._notify)
         self.block_exporter: BlockExporter | None = None
         if worker.lower_tiers is not None:
             self.block_exporter = TierExporter(
                 scheduler.cache, worker.lower_tiers, self.registry, self.post
             )
+        self._posted: deque[Callable[[], object]] = deque()
+        self._wake = threading.Event()
+        self._closing = False
+        self._ended = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         worker.on_arrival(lambda arrival: self.post(lambda: self._load(arrival)))
 
     # --- for other threads
@@ -95,10 +80,6 @@ class Engine:
     def start(self) -> None:
         """Starts the engine's thread."""
         self._thread.start()
-
-    def now(self) -> float:
-        """Seconds on the engine's clock."""
-        return self.clock.now()
 
     def post(self, command: Callable[[], object]) -> None:
         """Runs a command on the engine's thread before its next step; at once where that thread has
@@ -122,33 +103,19 @@ class Engine:
         not be in time, or an engine that is drained, closed or broken.
         """
         with self._lock:
-            if self._draining or self._closing or not self.alive:
+            if self.draining or self._closing or not self.alive:
                 raise RequestError("", "the engine is not running", "UNAVAILABLE")
             if not self.available:
                 raise RequestError("", RESTARTING, "UNAVAILABLE")
-            events = self.scheduler.add(request, self.clock.now())
             seed = request.sampling.seed
-            self.registry.add(request, sink, random.getrandbits(63) if seed is None else seed)
+            self._enter(request, sink, random.getrandbits(63) if seed is None else seed)
             self._wake.set()
-            self._notify([(request.id, event) for event in events])
-
-    def cancel(self, request_id: str, reason: str = "cancelled") -> bool:
-        """Ends a request; its sink gets Finished. False where the id is unknown (it may just have
-        ended)."""
-        return self._end(request_id, reason, None)
-
-    def stop(self, request_id: str, index: int) -> bool:
-        """Ends one completion of a request with the reason 'stop'. False where it has ended."""
-        return self._end(request_id, "stop", index)
 
     def _end(self, request_id: str, reason: str, index: int | None) -> bool:
         with self._bounded_lock():
-            if request_id not in self.registry:
-                return False
-            ends = self.scheduler.cancel(request_id, self.clock.now(), reason, index)
-            self._notify(ends)
+            ended = super()._end(request_id, reason, index)
             self._wake.set()
-            return bool(ends)
+            return ended
 
     @contextlib.contextmanager
     def _bounded_lock(self) -> Iterator[None]:
@@ -167,51 +134,42 @@ class Engine:
             self._lock.release()
 
     def load(self) -> Load:
-        """Returns how busy the engine is."""
         with self._bounded_lock():
-            return self.scheduler.load()
+            return super().load()
+
+    def snapshot(self, since: int) -> Snapshot:
+        with self._bounded_lock():
+            return super().snapshot(since)
+
+    def flush_cache(self) -> int:
+        with self._bounded_lock():
+            return super().flush_cache()
+
+    def fail(self, error: RequestError) -> None:
+        with self._lock:
+            super().fail(error)
 
     def overdue(self) -> float | None:
         """Seconds by which the step that the loop waits for is overdue; None where none is. Takes
         no lock, which a step that hangs while it is issued keeps."""
         return self.steps.watchdog.overdue(self.clock.now())
 
-    def flush_cache(self) -> int:
-        """Forgets the prefixes that no request uses now; returns how many pages that frees."""
-        with self._bounded_lock():
-            return self.scheduler.cache.flush()
-
-    @property
-    def block_events(self) -> BlockEvents:
-        """Publishes which blocks of KV the cache stores and loses."""
-        return self.scheduler.cache.events
-
-    @property
-    def metrics_registry(self) -> CollectorRegistry:
-        """The engine's metrics, for Prometheus."""
-        return self.metrics.registry
-
-    def count_rejected(self, reason: str) -> None:
-        """Counts a request that was refused before it got here."""
-        self.bus.publish(Rejected(reason))
+    def _readings(self) -> dict[str, float]:
+        return {
+            **super()._readings(),
+            **tier_readings(self.worker.lower_tiers),
+            "xla_compiles": self.worker.compiles,
+            "xla_recompiles": self.worker.recompiles,
+        }
 
     def view(self, since: int = 0) -> dict[str, Any]:
         """Describes what runs and what ran lately, steps from number `since` on, as plain data for
         the dashboard: see observe.view."""
-        with self._bounded_lock():
-            snapshot = Snapshot.take(self.journal, self.scheduler, self.clock.now(), since)
         return {
-            "model": self.info.model,
-            "mesh": str(self.info.mesh),
-            "alive": self.alive,
+            **super().view(since),
             "workers": self.worker.members(),
             "kv": kv_view(self.worker.lower_tiers, self.metrics.hit_tokens, self.info.block_size),
-            **snapshot.shown(),
         }
-
-    def drain(self) -> None:
-        """Refuses new requests from now on; those that it has go on."""
-        self._draining = True
 
     def close(self) -> None:
         """Stops the loop. Requests that still run end with an error of status UNAVAILABLE. A step
@@ -225,7 +183,7 @@ class Engine:
                 self.worker.close()
                 return
             self._thread.join(0.1)
-        self._fail(RequestError("", "the engine was closed", "UNAVAILABLE"))
+        self.fail(RequestError("", "the engine was closed", "UNAVAILABLE"))
         if self.alive:
             with contextlib.suppress(DeviceError):
                 self.worker.keep(self.scheduler.cache.stores_at_the_end())
@@ -242,7 +200,7 @@ class Engine:
         except Exception:
             log.exception("the engine's loop failed")
             self.alive = False
-            self._fail(RequestError("", "the engine failed; see its log", "INTERNAL"))
+            self.fail(RequestError("", "the engine failed; see its log", "INTERNAL"))
         finally:
             self._ended = True
             self._run_posted()
@@ -317,15 +275,3 @@ class Engine:
             self.worker.drop(arrival)
         else:
             self.steps.load(arrival)
-
-    def _notify(self, events: Events) -> None:
-        """Hands events to the sinks of their requests; requests whose sinks raise are cancelled."""
-        for request_id in self.registry.notify(events):
-            self._end(request_id, "cancelled", None)
-
-    def _fail(self, error: RequestError) -> None:
-        """Ends all requests with an error."""
-        with self._lock:
-            now = self.clock.now()
-            for request_id in self.registry.ids():
-                self._notify(self.scheduler.cancel(request_id, now, "error", error=error))

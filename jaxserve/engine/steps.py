@@ -14,8 +14,8 @@ from jaxserve.engine.results import InFlightBatch, StepOutcome
 from jaxserve.engine.watchdog import Watchdog
 from jaxserve.replica.registry import Registry
 from jaxserve.scheduling import Scheduler
-from jaxserve.scheduling.events import StepFinished, StepIssued, StepRead, StepsLost
 from jaxserve.scheduling.batch_reader import Events
+from jaxserve.scheduling.events import StepFinished, StepIssued, StepRead, StepsLost
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.settings.schema import EngineConfig
 
