@@ -22,6 +22,7 @@ from jaxserve.observe.metrics import Metrics
 from jaxserve.replica.info import ReplicaInfo
 from jaxserve.replica.protocol import Sink
 from jaxserve.scheduling import Load
+from jaxserve.scheduling.events import EventBus, Rejected
 from jaxserve.settings.schema import EngineConfig
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.tokenizer import _byte_alphabet
@@ -158,7 +159,9 @@ class FakeReplica:
         self.paused = False
         self.fault: Exception | None = None
         self.overdue_seconds: float | None = None
-        self._metrics = Metrics(4, ("chat",), lambda: dict.fromkeys(READ, 3.0))
+        self.bus = EventBus()
+        self.metrics = Metrics(4, ("chat",), lambda: dict.fromkeys(READ, 3.0))
+        self.metrics.listen(self.bus, prefix_caching=True)
         self.requests: dict[str, Running] = {}
         self.guides_seen: list[Any] = []
         self.stopped: list[tuple[str, int]] = []
@@ -203,10 +206,10 @@ class FakeReplica:
 
     @property
     def metrics_registry(self) -> CollectorRegistry:
-        return self._metrics.registry
+        return self.metrics.registry
 
     def count_rejected(self, reason: str) -> None:
-        self._metrics.rejected(reason)
+        self.bus.publish(Rejected(reason))
 
     def now(self) -> float:
         return time.monotonic()
