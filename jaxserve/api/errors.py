@@ -93,8 +93,10 @@ class Range:
 
     def check(self, name: str, value: Any) -> None:
         """Refuses a value of the field `name` out of range. Errors: RequestError."""
-        check = check_integer if self.whole else check_number
-        check(name, value, self.low, self.high)
+        if self.whole:
+            check_integer(name, value, self.low, self.high)
+        else:
+            check_number(name, value, self.low, self.high)
         if self.above and value == self.low:
             raise RequestError(name, f"must be above {self.low}")
 

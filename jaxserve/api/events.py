@@ -42,7 +42,9 @@ class Timing:
     def tpot(self, completion: int) -> float:
         """Returns mean seconds per token after the first of `completion` tokens; 0 for one
         token."""
-        return (self.total - self.first_token) / (completion - 1) if completion > 1 else 0.0
+        if completion < 2:
+            return 0.0
+        return (self.total - self.first_token) / (completion - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +93,16 @@ class Finished:
     @property
     def ttft(self) -> float | None:
         """Seconds from arrival to the first token, or to the embedding; None where none came."""
-        came = self.usage.completion or self.embedding is not None
-        return self.timing.first_token if came else None
+        if not self.usage.completion and self.embedding is None:
+            return None
+        return self.timing.first_token
 
     @property
     def tpot(self) -> float | None:
         """Mean seconds per token after the first; None for fewer than two tokens."""
-        return self.timing.tpot(self.usage.completion) if self.usage.completion > 1 else None
+        if self.usage.completion < 2:
+            return None
+        return self.timing.tpot(self.usage.completion)
 
 
 Event = Accepted | Progress | Token | Finished
@@ -139,7 +144,9 @@ class Summary:
     @property
     def prefill(self) -> float:
         """Seconds from the first chunk to the first token, or to the end where none came."""
-        return (self.total if self.ttft is None else self.ttft) - self.queued
+        if self.ttft is None:
+            return self.total - self.queued
+        return self.ttft - self.queued
 
     @property
     def decode(self) -> float:

@@ -190,10 +190,9 @@ def prompt_ids(prompt: Sequence[int] | np.ndarray, vocab: int, max_len: int) -> 
         raise RequestError("prompt_ids", "must be a flat list of integers")
     low = int(ids.min())
     high = int(ids.max())
-    if low < 0 or high >= vocab:
-        raise RequestError(
-            "prompt_ids", f"id {low if low < 0 else high} is not in 0 to {vocab - 1}"
-        )
+    for id in (low, high):
+        if not 0 <= id < vocab:
+            raise RequestError("prompt_ids", f"id {id} is not in 0 to {vocab - 1}")
     return ids.astype(np.int32)
 
 

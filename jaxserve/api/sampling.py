@@ -75,7 +75,9 @@ class SamplingParams:
                     name, f"unknown sampling field; known are {', '.join(sorted(known))}"
                 )
         given: dict[str, Any] = {
-            k: _TUPLES[k](v) if k in _TUPLES else v for k, v in fields.items() if v is not None
+            name: _TUPLES.get(name, _as_is)(value)
+            for name, value in fields.items()
+            if value is not None
         }
         params = cls(**given)
         params.check()
@@ -122,11 +124,19 @@ class SamplingParams:
     def prompt_entries(self, tokens: int) -> int:
         """Returns the number of log-probabilities of a prompt of `tokens` tokens, in all
         completions."""
-        return 0 if self.prompt_logprobs is None else tokens * self.n * (1 + self.prompt_logprobs)
+        if self.prompt_logprobs is None:
+            return 0
+        return tokens * self.n * (1 + self.prompt_logprobs)
+
+
+def _as_is(value: Any) -> Any:
+    return value
 
 
 def _strings(value: Any) -> tuple:
-    return (value,) if isinstance(value, str) else _listed("stop", value)
+    if isinstance(value, str):
+        return (value,)
+    return _listed("stop", value)
 
 
 def _listed(name: str, value: Any) -> tuple:

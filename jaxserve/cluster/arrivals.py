@@ -54,7 +54,7 @@ class ArrivalCheck:
         role, with one sequence more."""
         pool = [other for other in self._table.all if other.joined and other.role is member.role]
         seconds = [other.decode_rate.seconds(self._decodes_at(other, at) + 1) for other in pool]
-        return math.fsum(seconds) / len(seconds) if seconds else 0.0
+        return math.fsum(seconds) / max(len(seconds), 1)
 
     @staticmethod
     def _decodes_at(member: Member, at: float) -> int:

@@ -61,15 +61,15 @@ class Conductor:
         threaded: bool = True,
         owns_members: bool = False,
     ):
-        self._table = MemberTable(members)
-        self._clock = WallClock() if clock is None else clock
-        self._router = Router(self._table, routing, kv_bandwidth)
+        self.table = MemberTable(members)
+        self._clock = clock or WallClock()
+        self.router = Router(self.table, routing, kv_bandwidth)
         for member in members:
-            self._router.cached.follow(member)
+            self.router.cached.follow(member)
         self._dispatcher = Dispatcher(
-            self._router, ArrivalCheck(self._table, overload), self.now, self.post
+            self.router, ArrivalCheck(self.table, overload), self.now, self.post
         )
-        self._role_changes = RoleChanges(self._table) if change_roles else None
+        self._role_changes = RoleChanges(self.table) if change_roles else None
         self._owns = owns_members
         self._threaded = threaded
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
@@ -83,12 +83,12 @@ class Conductor:
     @property
     def info(self) -> ReplicaInfo:
         """The merged facts of all members that have joined."""
-        return self._table.info
+        return self.table.info
 
     @property
     def members(self) -> tuple[Member, ...]:
         """The members, also those that leave."""
-        return self._table.all
+        return self.table.all
 
     @property
     def requests(self) -> int:
@@ -141,7 +141,7 @@ class Conductor:
             if member.replica.alive:
                 member.suspect = member.lost = False
                 if not member.joined:
-                    self._table.join(member)
+                    self.table.join(member)
             elif not member.lost:
                 self._lose(member)
             if member.leaving and not self._dispatcher.serves_on(member):
@@ -153,7 +153,7 @@ class Conductor:
         if member.joined:
             log.warning("replica %s is lost", member.name)
         member.lost = True
-        self._router.cached.forget(member)
+        self.router.cached.forget(member)
         self._dispatcher.lost(member)
 
     # --- members that come and go
@@ -161,16 +161,16 @@ class Conductor:
     def add(self, member: Member) -> None:
         """Takes a member in. One that cannot be asked yet, or serves another model, gets no
         requests until that has changed."""
-        self._table.add(member)
-        self._router.cached.follow(member)
+        self.table.add(member)
+        self.router.cached.follow(member)
 
     def remove(self, member: Member) -> None:
         """Takes a member out: it gets no new requests, and is closed once it has none."""
         member.leaving = True
 
     def _let_go(self, member: Member) -> None:
-        self._table.remove(member)
-        self._router.cached.unfollow(member)
+        self.table.remove(member)
+        self.router.cached.unfollow(member)
         self.post(lambda: member.ask(lambda replica: replica.close()))
 
     # --- requests
@@ -195,13 +195,15 @@ class Conductor:
         """Seconds by which all members' steps are overdue; None where one goes on."""
         delays = [member.ask(lambda replica: replica.overdue()) for member in self.members]
         known = [delay for delay in delays if delay is not None]
-        return min(known) if known and len(known) == len(delays) else None
+        if len(known) < len(delays):
+            return None
+        return min(known, default=None)
 
     def view(self, since: int = 0) -> dict[str, Any]:
         members = self.members
         shown = [member for member in members if member.joined and member.alive]
         views = {member: member.ask(lambda replica: replica.view()) for member in shown}
-        cached = self._router.cached
+        cached = self.router.cached
         rows = [member_view(one, cached.blocks(one), views.get(one)) for one in members]
         return merged_view(self.info, rows, [view for view in views.values() if view])
 

@@ -187,7 +187,8 @@ class Dispatcher:
                 self._place(routed)
                 return
             except RequestError as refusal:
-                error = refusal if refusal.status == "RESOURCE_EXHAUSTED" else error
+                if refusal.status == "RESOURCE_EXHAUSTED":
+                    error = refusal
             except Exception:
                 log.exception("request %r could not be tried again", routed.request.id)
         reason, wanted = routed.ending or ("error", error)

@@ -74,7 +74,7 @@ def member_view(member: Member, blocks: int, view: Mapping[str, Any] | None) -> 
         "prompt_tokens": member.prompt_tokens,
         "cached_tokens": member.cached_tokens,
         "blocks": blocks,
-        "kv": view.get("kv") if view else None,
+        "kv": (view or {}).get("kv"),
         "load": None if load is None else dataclasses.asdict(load),
     }
 
@@ -117,7 +117,9 @@ class MergedMetrics(Collector):
         merged: dict[str, Metric] = {}
         values: dict[str, dict[tuple, list[float]]] = {}
         for member in self._members():
-            for family in (member.ask(_families) if member.alive else None) or ():
+            if not member.alive:
+                continue
+            for family in member.ask(_families) or ():
                 merged.setdefault(
                     family.name, Metric(family.name, family.documentation, family.type)
                 )
@@ -143,8 +145,9 @@ def _together(family: Metric, sample: str, values: list[float]) -> float:
     if family.type == "info" or sample.endswith("_created"):
         return values[0]
     total = sum(values)
-    mean = family.type == "gauge" and family.name.endswith(AVERAGED)
-    return total / len(values) if mean else total
+    if family.type == "gauge" and family.name.endswith(AVERAGED):
+        return total / len(values)
+    return total
 
 
 def _families(replica: Replica) -> list[Metric]:

@@ -6,6 +6,7 @@ import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 TRIMMED_SHARE = 0.1  # of the loads, left out at either end (Mooncake, 5.1)
 
@@ -30,7 +31,7 @@ def trimmed_mean(values: Sequence[float]) -> float:
     """The mean without the top and bottom 10 %; 0 of no values."""
     cut = int(TRIMMED_SHARE * len(values))
     kept = sorted(values)[cut : len(values) - cut]
-    return sum(kept) / len(kept) if kept else 0.0
+    return sum(kept) / max(len(kept), 1)
 
 
 def imbalance(prefill: Sequence[float], decode: Sequence[float]) -> float:
@@ -80,17 +81,19 @@ class RatioController:
         factor = imbalance(prefill, decode)
         if 1 / self.limits.band <= factor <= self.limits.band:
             return 0
-        towards_decode = factor > 1
-        givers, takers = (prefill, decode) if towards_decode else (decode, prefill)
-        count = self._movable(givers, takers)
-        if not count:
-            return 0
-        self._changed_at = now
-        return count if towards_decode else -count
+        if factor > 1:
+            change = self._movable(prefill, decode)
+        else:
+            change = -self._movable(decode, prefill)
+        if change:
+            self._changed_at = now
+        return change
 
     def grow(self, prefill: Sequence[float], decode: Sequence[float]) -> Role:
         """The side that a new replica should join: the more loaded one."""
-        return Role.DECODE if imbalance(prefill, decode) > 1 else Role.PREFILL
+        if imbalance(prefill, decode) > 1:
+            return Role.DECODE
+        return Role.PREFILL
 
     def shrink(self, prefill: Sequence[float], decode: Sequence[float]) -> Role | None:
         """The side that should lose a replica: the less loaded one; None where neither has one to
@@ -98,7 +101,7 @@ class RatioController:
         sides = [(trimmed_mean(prefill), len(prefill), Role.PREFILL)]
         sides.append((trimmed_mean(decode), len(decode), Role.DECODE))
         spare = [(load, role) for load, count, role in sides if count > self.limits.least]
-        return min(spare, key=lambda side: side[0])[1] if spare else None
+        return min(spare, key=itemgetter(0), default=(0.0, None))[1]
 
     def _movable(self, givers: Sequence[float], takers: Sequence[float]) -> int:
         """The most givers that may change sides, with the work of each side spread over those that

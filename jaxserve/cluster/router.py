@@ -107,7 +107,9 @@ class Router:
         """The member that decodes a request whose prompt another one computes; None where none is
         left."""
         serving = self._serving(tried)
-        return self._decode(request, prefixes, serving) if serving else None
+        if not serving:
+            return None
+        return self._decode(request, prefixes, serving)
 
     def _serving(self, tried: Collection[Member]) -> list[Member]:
         """The members that may serve requests: where none that decodes is usable, as the last

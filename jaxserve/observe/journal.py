@@ -100,6 +100,13 @@ class Journal:
         self._read = born
         self.rows = 0  # chunks of `steps`
 
+    @property
+    def newest(self) -> int:
+        """Number of the step that was read last; -1 before the first one."""
+        if not self.steps:
+            return -1
+        return self.steps[-1].number
+
     def listen(self, bus: EventBus) -> None:
         """Records what happens from now on."""
         bus.subscribe(Admitted, lambda event: self.admitted(event.sequence))
@@ -199,7 +206,8 @@ def _spans(step: JournalStep, until: list[float], end: float | None) -> Spans:
             stop = start + max(0.0, min(step.predicted, (end - start) / (stages - stage)))
         else:
             stop = end
-            start = start if stages == 1 else max(start, end - step.predicted)
+            if stages > 1:
+                start = max(start, end - step.predicted)
         spans.append((start, stop))
         until[stage] = start = stop
     return spans

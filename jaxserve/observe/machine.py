@@ -70,8 +70,9 @@ def _commit() -> str:
         # installed inside of some other repository
         if not Path(git("rev-parse", "--show-toplevel"), "jaxserve").samefile(_ROOT):
             return ""
-        return git("rev-parse", "--short=12", "HEAD") + (
-            "+" if git("status", "--porcelain", "--untracked-files=no") else ""
-        )
+        commit = git("rev-parse", "--short=12", "HEAD")
+        if git("status", "--porcelain", "--untracked-files=no"):
+            return f"{commit}+"
+        return commit
     except (OSError, subprocess.CalledProcessError):
         return ""

@@ -194,7 +194,9 @@ class Metrics:
         for name, (family, help) in READ.items():
             yield family(PREFIX + name, help, value=values[name])
         workers = self._workers()
-        for name, help in OF_WORKERS.items() if workers else ():
+        if not workers:
+            return
+        for name, help in OF_WORKERS.items():
             gauge = GaugeMetricFamily(f"{PREFIX}worker_{name}", help, labels=["worker"])
             for worker in workers:
                 gauge.add_metric([str(worker["worker"])], float(worker.get(name, 0)))
@@ -224,7 +226,9 @@ class Metrics:
     def _number(self, class_name: str | None) -> int:
         """Returns the number of a class: there are no more than were configured and the default,
         whatever requests say."""
-        return self._classes.index(class_name) if class_name in self._classes else 0
+        if class_name not in self._classes:
+            return 0
+        return self._classes.index(class_name)
 
     # --- steps
 

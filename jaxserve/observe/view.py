@@ -83,7 +83,7 @@ class Snapshot:
         }
         steps = journal.since(since, STEPS)
         flying = journal.expected()
-        newest = journal.steps[-1].number if journal.steps else -1
+        newest = journal.newest
         return cls(
             now,
             journal.born,
@@ -247,4 +247,6 @@ def _step(step: JournalStep, spans: Spans) -> dict[str, Any]:
 
 def _round(seconds: float) -> float | None:
     """To microseconds: shorter in JSON, which knows no infinity."""
-    return round(seconds, 6) if math.isfinite(seconds) else None
+    if not math.isfinite(seconds):
+        return None
+    return round(seconds, 6)

@@ -95,7 +95,7 @@ class LatenessMargins:
         """late: share of the TTFT budget by which a first token came later than forecast."""
         size = int(_size_class(np.asarray(len(sequence.request.prompt))))
         missed = late > self._margin[size]
-        margin = self._margin[size] + MARGIN_STEP * ((1 if missed else 0) - TARGET_MISSES)
+        margin = self._margin[size] + MARGIN_STEP * (float(missed) - TARGET_MISSES)
         self._margin[size] = min(max(margin, MIN_MARGIN), MAX_MARGIN)
 
 

@@ -48,7 +48,9 @@ class StepBudget:
         self._tried: tuple[Chunk | None, list[tuple[int, LaneLoad, float]]] = (None, [])
         slowest = max(self.decode_seconds)
         least = (1 + MIN_PREFILL_SHARE) * slowest
-        self.target = target if target > slowest else least
+        self.target = target
+        if target <= slowest:
+            self.target = least
         self.long_target = min(self.target, max(long_target, least))
 
     def limit(self, home: int, share: float) -> float:
@@ -60,8 +62,9 @@ class StepBudget:
     def most(self, home: int, held: BlocksPerLane) -> int:
         """Returns the most tokens of a chunk: as many as the lanes of its group can still take;
         none where the home lane, which computes the last of them, takes no more."""
-        lanes = lanes_of(home, held)
-        return sum(self.tokens_left[lane] for lane in lanes) if self.tokens_left[home] else 0
+        if not self.tokens_left[home]:
+            return 0
+        return sum(self.tokens_left[lane] for lane in lanes_of(home, held))
 
     def seconds(self, home: int, held: BlocksPerLane) -> float:
         """Returns seconds so far of the lanes that a chunk would bear on."""

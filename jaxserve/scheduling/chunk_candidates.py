@@ -128,7 +128,9 @@ class ChunkCandidates:
             for seconds, left in zip(step.pending, step.budget.tokens_left)
         ]
         plan = self.planner(pending, start, stop)
-        return plan if len(plan[-1].lanes) > 1 else ()
+        if len(plan[-1].lanes) == 1:
+            return ()
+        return plan
 
     def _spread(
         self, home: int, per_lane: np.ndarray, part: PlanPart, sequence: Sequence
@@ -139,4 +141,6 @@ class ChunkCandidates:
         lanes = part.lanes or self.cache.dealt_over(self.cache.blocks(sequence.prefill_len))
         for lane in lanes:
             blocks[lane] = max(blocks[lane], 1)
-        return blocks if len(lanes_of(home, blocks)) > 1 else None
+        if len(lanes_of(home, blocks)) == 1:
+            return None
+        return blocks

@@ -79,7 +79,9 @@ class ChunkIssuer:
         moved = cache.rebalance(slot, start // cache.block_size)
         cache.extend(slot, cache.blocks(stop) - len(cache.tables[slot]))
         lanes = int(cache.group_size[slot])
-        return max(before, lanes) if moved else lanes
+        if moved:
+            return max(before, lanes)
+        return lanes
 
     def _issue(
         self, step: PrefillStep, sequence: Sequence, length: int, lanes: int

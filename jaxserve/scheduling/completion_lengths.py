@@ -25,7 +25,9 @@ class CompletionLengths:
     def remaining(self) -> float:
         """Tokens that a completion may still be expected to put out, whenever one looks; infinite
         until one has ended."""
-        return self._tokens / self._ended if self._ended else math.inf
+        if not self._ended:
+            return math.inf
+        return self._tokens / self._ended
 
     def learn(self, count: int, ended: int) -> None:
         """Learns from a batch that gave `count` tokens and ended `ended` completions."""

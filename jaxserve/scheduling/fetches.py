@@ -51,7 +51,9 @@ class Fetches:
             far = min(blocks * size // cache.block_size, last)
             if first + len(keys) < far:
                 return Fetch(first, [hashes[block] for block in range(first, far)], source)
-        return Fetch(first, keys, None) if self._worth_it(keys, first) else None
+        if self._worth_it(keys, first):
+            return Fetch(first, keys, None)
+        return None
 
     def _worth_it(self, keys: list[bytes], first: int) -> bool:
         """Returns whether bringing blocks takes less time than computing them (Mooncake, Eq. 2), or

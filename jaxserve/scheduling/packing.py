@@ -31,6 +31,8 @@ from jaxserve.scheduling.prefill_step import PrefillChunk
 from jaxserve.scheduling.slots import DECODE, LEAVING, SlotTable
 from jaxserve.settings.schema import SchedulerConfig
 
+NOTHING = np.empty(0, np.int32)
+
 
 class BatchPacker:
     """Packs one batch after another."""
@@ -73,8 +75,9 @@ class BatchPacker:
         that it is known where blocks are."""
         predictor = self.predictor
         if predictor.exchange is None:
-            fixed = self.config.exchange in TRAFFIC
-            return dataclasses.replace(batch, exchange=self.config.exchange) if fixed else batch
+            if self.config.exchange not in TRAFFIC:
+                return batch
+            return dataclasses.replace(batch, exchange=self.config.exchange)
         chunks = predictor.exchanged(batch)
         seconds = predictor.seconds(batch, chunks)
         return dataclasses.replace(batch, exchange=chunks.strategy, seconds=seconds)
@@ -182,7 +185,7 @@ class BatchPacker:
         start = slots.issued[slot]
         length = np.ones(slot.size, np.int32)
         is_decode = np.ones(slot.size, bool)
-        tokens = block_lane = np.empty(0, np.int32)
+        tokens = block_lane = NOTHING
         sample = slots.phase[slot] == DECODE
         group_size = cache.group_size[slot]
         if chunks:
@@ -228,4 +231,4 @@ class BatchPacker:
             for chunk in chunks
             if chunk.group_size > 1 and chunk.stop - chunk.start > 1
         ]
-        return np.concatenate(lanes) if lanes else np.empty(0, np.int32)
+        return np.concatenate([NOTHING, *lanes])

@@ -97,8 +97,7 @@ class RequestTable:
         if sequence.slot != NO_SLOT:
             self.slots.withdraw(sequence, ENDED)
         else:
-            waits_later = sequence in entry.later
-            self.slots.forget(sequence, entry.later if waits_later else self.slots.queue)
+            self.slots.forget(sequence, entry.later)
         if not entry.alive:
             self._remove(entry)
         elif len(entry.later) == len(entry.alive):  # the one they waited for has ended

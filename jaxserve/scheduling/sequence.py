@@ -48,7 +48,7 @@ class History:
         if last <= prompt:
             return self.prompt[first:last]
         output = np.array(self.output[max(first - prompt, 0) : last - prompt], np.int32)
-        return np.concatenate([self.prompt[first:], output]) if first < prompt else output
+        return np.concatenate([self.prompt[first:], output])
 
 
 class SequenceLimits(NamedTuple):
@@ -105,10 +105,9 @@ class Sequence:
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None  # clock seconds at which its last token came
         self.matcher = None if request.guide is None else request.guide.matcher()
-        wanted = request.sampling.prompt_logprobs is not None
-        self.prompt_logprobs: list[Logprobs | None] | None = (
-            [None] * len(request.prompt) if wanted else None
-        )
+        self.prompt_logprobs: list[Logprobs | None] | None = None
+        if request.sampling.prompt_logprobs is not None:
+            self.prompt_logprobs = [None] * len(request.prompt)
 
     def plan_at(self, start: int) -> PlanPart:
         """Returns the part of the plan with the token at `start`, see `part_at`."""
@@ -140,7 +139,9 @@ class Sequence:
                 return "stop"
         if token in self.stops and len(self.output) >= self.request.sampling.min_tokens:
             return "stop"
-        return "length" if len(self.output) >= self.max_new_tokens else None
+        if len(self.output) >= self.max_new_tokens:
+            return "length"
+        return None
 
     def finished(
         self,

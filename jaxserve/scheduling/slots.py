@@ -88,9 +88,12 @@ class SlotTable:
         that have not joined the queue."""
         return self.queue.view_among(now, self.prefilling, new)
 
-    def forget(self, sequence: Sequence, queue: WaitingQueue | list[Sequence]) -> None:
-        """Removes a sequence that has ended from the queue in which it waits."""
-        queue.remove(sequence)
+    def forget(self, sequence: Sequence, later: list[Sequence]) -> None:
+        """Removes a sequence that has ended from the queue, or from those that join it `later`."""
+        if sequence in later:
+            later.remove(sequence)
+        else:
+            self.queue.remove(sequence)
         del self.by_number[sequence.number]
 
     def admit(self, sequence: Sequence, issued: int) -> int:

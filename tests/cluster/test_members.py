@@ -156,7 +156,7 @@ def test_what_a_member_had_cached_is_not_taken_for_that_of_its_successor(cluster
     member = both.member(coming)
     both.conductor.add(member)
     assert member.number == both.members[1].number
-    assert both.conductor._router.prefixes(both.request()) == [0, 0]
+    assert both.conductor.router.prefixes(both.request()) == [0, 0]
     coming.close()
 
 

@@ -26,7 +26,7 @@ def parted() -> tuple[RoleCluster, RoleChanges]:
     """Two members that prefill and two that decode, and what changes them."""
     fakes = [Promising(role) for role in ("prefill", "prefill", "decode", "decode")]
     cluster = RoleCluster(*fakes)
-    return cluster, RoleChanges(cluster.conductor._table, RatioLimits(cooldown=10.0))
+    return cluster, RoleChanges(cluster.conductor.table, RatioLimits(cooldown=10.0))
 
 
 def roles(cluster: RoleCluster) -> list[str]:

@@ -93,7 +93,7 @@ def time_live(roles: list[str]) -> None:
         for number in range(32):
             member.work.expect_decode(f"{number}", 100, 0.0)
             member.work.begin_decode(f"{number}", 0.0)
-    router = cluster.conductor._router
+    router = cluster.conductor.router
     request = cluster.request(prompt=[number % 250 for number in range(12_000)])
     prefixes = router.prefixes(request)
     seconds = []

@@ -315,7 +315,7 @@ def test_a_token_that_keeps_its_stream_waiting_is_a_violation_of_its_class(real)
     assert value(real, "inter_token_latency_seconds_count") == count + 12
     assert value(real, "inter_token_latency_seconds_sum") == pytest.approx(4 * 1.6)
     assert value(real, "inter_token_latency_seconds_bucket", le="0.05") == count + 4
-    real._fail(RequestError("", "enough"))
+    real.fail(RequestError("", "enough"))
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -331,7 +331,7 @@ def test_what_ends_before_its_first_token_counts_by_its_reason_and_against_its_c
     assert real.cancel("cancelled") and real.stop("twins", 1)
     # the other twin is still to come
     assert classes(real, "ttft_slo_violations_total")["chat"] == late
-    real._fail(RequestError("", "the engine failed"))
+    real.fail(RequestError("", "the engine failed"))
     while real.step():
         pass
     ended = {
@@ -426,7 +426,7 @@ def test_goodput_is_what_ran_to_its_end_within_its_objectives(built, slo, second
         elif second and any(
             isinstance(event, Token) and event.index == 1 for event in runner.events[id]
         ):
-            real._end(id, second, 1)
+            real.registry.notify(real.scheduler.cancel(id, real.now(), second, 1))
     assert value(real, "goodput_requests_total") == good
     assert value(real, "request_prompt_tokens_count") == (second != "cancelled")
 
