@@ -102,7 +102,7 @@ def write(pool: jax.Array, page: jax.Array, offset: jax.Array, values: jax.Array
 
 
 def hopper_unsupported() -> str | None:
-    """Why kernels for Hopper cannot run in this process; None if they can."""
+    """Returns why kernels for Hopper cannot run in this process; None if they can."""
     if (
         jax.default_backend() not in ("gpu", "cuda")
         or getattr(jax.devices()[0], "compute_capability", "") != HOPPER
@@ -114,7 +114,7 @@ def hopper_unsupported() -> str | None:
 
 
 def _mosaic_unsupported(kv: jax.ShapeDtypeStruct) -> str | None:
-    """Why the Hopper kernel cannot be used for these pages; None if it can."""
+    """Returns why the Hopper kernel cannot be used for these pages; None if it can."""
     if reason := hopper_unsupported():
         return reason
     from jaxserve.kernels import mosaic

@@ -99,14 +99,14 @@ class Family:
 
 
 def _read_mistral_windows(fields: Fields, model: ModelConfig) -> ModelConfig:
-    """A window for all layers or those that `layer_types` names; 4096 where there is no field."""
+    """Reads a window for all layers or those that `layer_types` names; 4096 without the field."""
     if fields.fields.get("sliding_window", 4096) is None:
         return model
     return _with_windows(fields, model, fields.count("sliding_window", 4096), first=0)
 
 
 def _read_qwen_windows(fields: Fields, model: ModelConfig) -> ModelConfig:
-    """A window that applies only with `use_sliding_window`, from layer `max_window_layers` on."""
+    """Reads a window that applies only with `use_sliding_window`, from `max_window_layers` on."""
     if not fields.fields.get("use_sliding_window", False):
         return model
     first = fields.count("max_window_layers", 28, low=0)
@@ -114,7 +114,7 @@ def _read_qwen_windows(fields: Fields, model: ModelConfig) -> ModelConfig:
 
 
 def _with_windows(fields: Fields, model: ModelConfig, window: int, first: int) -> ModelConfig:
-    """The config with a window in the layers of `layer_types`; without these, from `first` on."""
+    """Adds a window in the layers of `layer_types`; without these, from `first` on."""
     types = fields.fields.get("layer_types")
     if types is None:
         marks = [layer >= first for layer in range(model.layers)]

@@ -119,7 +119,7 @@ def _login() -> str:
 
 
 def _unreachable(error: Exception) -> str:
-    """Why nothing could be downloaded, and what is cached."""
+    """Says why nothing could be downloaded, and what is cached."""
     from huggingface_hub import constants
 
     why = f"the hub {constants.ENDPOINT} cannot be reached ({_first_line(error)})"

@@ -1,4 +1,4 @@
-"""Where the files of a model are: a path as given, for a fetched name a folder of the cache, for a
+"""Paths of a model's files: a path as given, for a fetched name a folder of the cache, for a
 Hugging Face hub id a folder of the hub's own cache. Nothing is downloaded here; see
 `checkpoint.fetch`.
 """
@@ -44,7 +44,7 @@ def reason(error: Exception) -> str:
 
 
 def is_hub_id(source: str | Path) -> bool:
-    """Whether a model is given by a hub id, organisation/model, and not by a path."""
+    """Returns True if a model is given by a hub id, organisation/model, and not by a path."""
     text = str(source)
     return HUB_ID.fullmatch(text) is not None and not Path(text).exists()
 
@@ -55,7 +55,7 @@ def hub_name(name: str, revision: str | None) -> str:
 
 
 def check_revision(source: str | Path, revision: str | None) -> None:
-    """Errors: ConfigError for a revision of a model that is not given by a hub id."""
+    """Checks a revision. Errors: ConfigError for one of a model that is not given by a hub id."""
     if revision is not None and not is_hub_id(source):
         raise ConfigError("revision", f"is for models given by a hub id, not for {str(source)!r}")
 
@@ -69,9 +69,9 @@ def cached(name: str) -> Path:
 
 
 def resolve(source: str | Path, revision: str | None = None) -> Path:
-    """The folder or .gguf file of a path, a fetched name or a fetched hub id. revision: of a hub
-    id; None is main. Errors: CheckpointError where there is none, with what to do; ConfigError for
-    a revision of anything else."""
+    """Finds the folder or .gguf file of a path, a fetched name or a fetched hub id. revision: of a
+    hub id; None is main. Errors: CheckpointError for a missing one, with what to do;
+    ConfigError for a revision of anything else."""
     text = str(source)
     check_revision(source, revision)
     if "://" in text:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxserve.checkpoint.families import FAMILIES
-from jaxserve.checkpoint.model import ModelConfig
+from jaxserve.checkpoint.model import AttentionSpec, ModelConfig, Multipliers, NormSpec
 from jaxserve.checkpoint.rope import Rope, llama3_scaling
 
 _TINY = dict(
@@ -107,6 +107,61 @@ _QWEN3 = dict(
     tied=True,
     eos_ids=(151645, 151643),
 )
+_LARGE_QWEN2 = _QWEN2 | dict(kv_heads=8, head_dim=128, vocab=152064, tied=False)
+_QWEN2_SIZES: dict[str, dict[str, Any]] = {
+    "0.5b": _QWEN2,
+    "1.5b": _QWEN2 | dict(layers=28, d_model=1536, heads=12, head_dim=128, d_ff=8960),
+    "3b": _QWEN2 | dict(layers=36, d_model=2048, heads=16, head_dim=128, d_ff=11008),
+    "7b": _LARGE_QWEN2 | dict(layers=28, d_model=3584, heads=28, kv_heads=4, d_ff=18944),
+    "14b": _LARGE_QWEN2 | dict(layers=48, d_model=5120, heads=40, d_ff=13824),
+    "32b": _LARGE_QWEN2 | dict(layers=64, d_model=5120, heads=40, d_ff=27648),
+    "72b": _LARGE_QWEN2 | dict(layers=80, d_model=8192, heads=64, d_ff=29568),
+}
+_PHI4 = dict(
+    family="phi3",
+    layers=40,
+    d_model=5120,
+    heads=40,
+    kv_heads=10,
+    head_dim=128,
+    d_ff=17920,
+    vocab=100352,
+    max_len=16384,
+    ropes=(Rope(2.5e5),),
+    eos_ids=(100265,),
+    bos_id=100257,
+)
+_OLMO2 = dict(
+    family="olmo2",
+    layers=32,
+    d_model=4096,
+    heads=32,
+    kv_heads=32,
+    head_dim=128,
+    d_ff=11008,
+    vocab=100352,
+    max_len=4096,
+    norms=NormSpec(eps=1e-6, before=False, after=True),
+    ropes=(Rope(5e5),),
+    eos_ids=(100257,),
+)
+_GRANITE31 = dict(
+    family="granite",
+    layers=40,
+    d_model=4096,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    d_ff=12800,
+    vocab=49155,
+    max_len=131072,
+    attention=AttentionSpec(scale=0.0078125),
+    multipliers=Multipliers(embedding=12.0, residual=0.22, logits_divisor=16.0),
+    ropes=(Rope(1e7),),
+    tied=True,
+    eos_ids=(0,),
+    bos_id=0,
+)
 _ROWS: dict[str, dict[str, Any]] = {
     "tiny": _TINY,
     "tiny-window": _TINY | dict(family="mistral", windows=(64,)),
@@ -126,83 +181,18 @@ _ROWS: dict[str, dict[str, Any]] = {
     "llama3.2-3b": _LLAMA32 | dict(layers=28, d_model=3072, heads=24, head_dim=128),
     "mistral-7b-v0.1": _MISTRAL | dict(windows=(4096,)),
     "mistral-7b-v0.3": _MISTRAL | dict(vocab=32768, ropes=(Rope(1e6),)),
-    "qwen2-0.5b": _QWEN2,
-    "qwen2-1.5b": _QWEN2 | dict(layers=28, d_model=1536, heads=12, head_dim=128, d_ff=8960),
-    "qwen2-7b": _QWEN2
-    | dict(
-        layers=28,
-        d_model=3584,
-        heads=28,
-        kv_heads=4,
-        head_dim=128,
-        d_ff=18944,
-        vocab=152064,
-        tied=False,
-    ),
-    "qwen2-72b": _QWEN2
-    | dict(
-        layers=80,
-        d_model=8192,
-        heads=64,
-        kv_heads=8,
-        head_dim=128,
-        d_ff=29568,
-        vocab=152064,
-        tied=False,
-    ),
-    "qwen2.5-0.5b": _QWEN2,
-    "qwen2.5-1.5b": _QWEN2 | dict(layers=28, d_model=1536, heads=12, head_dim=128, d_ff=8960),
-    "qwen2.5-3b": _QWEN2 | dict(layers=36, d_model=2048, heads=16, head_dim=128, d_ff=11008),
-    "qwen2.5-7b": _QWEN2
-    | dict(
-        layers=28,
-        d_model=3584,
-        heads=28,
-        kv_heads=4,
-        head_dim=128,
-        d_ff=18944,
-        vocab=152064,
-        tied=False,
-    ),
-    "qwen2.5-14b": _QWEN2
-    | dict(
-        layers=48,
-        d_model=5120,
-        heads=40,
-        kv_heads=8,
-        head_dim=128,
-        d_ff=13824,
-        vocab=152064,
-        tied=False,
-    ),
-    "qwen2.5-32b": _QWEN2
-    | dict(
-        layers=64,
-        d_model=5120,
-        heads=40,
-        kv_heads=8,
-        head_dim=128,
-        d_ff=27648,
-        vocab=152064,
-        tied=False,
-    ),
-    "qwen2.5-72b": _QWEN2
-    | dict(
-        layers=80,
-        d_model=8192,
-        heads=64,
-        kv_heads=8,
-        head_dim=128,
-        d_ff=29568,
-        vocab=152064,
-        tied=False,
-    ),
+    **{f"qwen2-{size}": _QWEN2_SIZES[size] for size in ("0.5b", "1.5b", "7b", "72b")},
+    **{f"qwen2.5-{size}": row for size, row in _QWEN2_SIZES.items()},
     "qwen3-0.6b": _QWEN3,
     "qwen3-1.7b": _QWEN3 | dict(d_model=2048, d_ff=6144),
     "qwen3-4b": _QWEN3 | dict(layers=36, d_model=2560, heads=32, d_ff=9728),
     "qwen3-8b": _QWEN3 | dict(layers=36, d_model=4096, heads=32, d_ff=12288, tied=False),
     "qwen3-14b": _QWEN3 | dict(layers=40, d_model=5120, heads=40, d_ff=17408, tied=False),
     "qwen3-32b": _QWEN3 | dict(layers=64, d_model=5120, heads=64, d_ff=25600, tied=False),
+    "phi4": _PHI4,
+    "olmo2-7b": _OLMO2,
+    "olmo2-13b": _OLMO2 | dict(layers=40, d_model=5120, heads=40, kv_heads=40, d_ff=13824),
+    "granite3.1-8b": _GRANITE31,
 }
 
 

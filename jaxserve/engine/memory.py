@@ -22,7 +22,7 @@ from jaxserve.sharding.mesh import KVP, TP
 from jaxserve.sharding.rules import RULES
 
 F32 = 4
-CPU_KV_GIB = 1.0  # where nobody knows how much memory there is for one
+CPU_KV_GIB = 1.0  # for a device whose memory is not known
 # for what is neither weights nor KV nor in the estimate of a step: the runtime, compiled programs,
 # buffers of collectives
 RESERVED_GIB = 2.0
@@ -38,8 +38,9 @@ class DeviceRoom:
 
     @classmethod
     def here(cls) -> DeviceRoom:
-        """That of this process's devices, which are of one kind. Processes of a group must all come
-        to the same, and their leader has no devices: they look at the machine only."""
+        """Returns the room of this process's devices, which are of one kind. Processes of a group
+        must all come to the same, and their leader has no devices: they look at the machine
+        only."""
         if this_member() is not None:
             return cls(_likely_platform(), None)
         device = jax.local_devices()[0]
@@ -48,7 +49,7 @@ class DeviceRoom:
 
 
 def _likely_platform() -> str:
-    """What JAX will find here, without asking it: it would take the devices."""
+    """Guesses the platform that JAX will find, without asking it: it would take the devices."""
     on_cpu = os.environ.get("JAX_PLATFORMS", "").startswith("cpu")
     return "cpu" if on_cpu or not Path("/dev/nvidiactl").exists() else "gpu"
 

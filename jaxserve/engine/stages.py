@@ -453,7 +453,8 @@ def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
 def _zeros_program(
     where: jax.sharding.Sharding, shape: tuple[int, ...], dtype: np.dtype
 ) -> Callable[[], jax.Array]:
-    """Compiled once for all arrays alike: a replica has many, and a reset makes them anew."""
+    """Compiles a program that makes zeros, once for all arrays of this kind: a replica has many,
+    and a reset makes them again."""
     return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=where)
 
 

@@ -1,2 +1,2 @@
-"""The transformer that runs every supported model: `decoder` (modules) and `layers` (RMSNorm, RoPE,
-SwiGLU as pure functions). Which model it is, `checkpoint.zoo.ModelConfig` says."""
+"""The transformer that runs every supported model: `decoder` (modules, built from the specs of
+`checkpoint.model.ModelConfig`) and `layers` (RMSNorm, RoPE and activations as pure functions)."""

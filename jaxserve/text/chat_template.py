@@ -93,7 +93,7 @@ class ChatTemplate:
 
 
 def _continued(rendered: str, content: str) -> str:
-    """What was rendered, up to the end of the last message's content."""
+    """Cuts a rendered text at the end of the last message's content."""
     at = rendered.rfind(content.strip())
     if not content.strip() or at < 0:
         message = "the last message has no text that the model's chat template shows"
@@ -169,7 +169,7 @@ def _values(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Budget:
-    """What a rendering may still do. left: iterations of loops, and calls. limit: characters of any
+    """Budget of a rendering. left: iterations of loops, and calls. limit: characters of any
     one text."""
 
     def __init__(self, limit: int) -> None:

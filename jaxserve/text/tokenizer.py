@@ -106,7 +106,7 @@ class Tokenizer:
 
     @property
     def config(self) -> dict[str, Any]:
-        """What tokenizer_config.json holds."""
+        """Contents of tokenizer_config.json."""
         template = {} if self.template is None else {"chat_template": self.template.source}
         return {
             **self.specials,
@@ -116,7 +116,7 @@ class Tokenizer:
         }
 
     def to_json(self) -> str:
-        """What tokenizer.json holds."""
+        """Returns the contents of tokenizer.json."""
         return self._library.to_str()
 
     def encode(self, text: str, special: bool = True) -> list[int]:
@@ -134,7 +134,7 @@ class Tokenizer:
         return self._pieces[id] if 0 <= id < len(self._pieces) else b""
 
     def is_token(self, text: str) -> bool:
-        """Whether there is a token of its own for a text."""
+        """Returns True if a text is a token of its own."""
         return self._library.token_to_id(text) is not None
 
     def stream(self, skip_special: bool = True) -> Detokenizer:

@@ -25,7 +25,7 @@ class Checkpoint(Protocol):
     """Tensors under their Hugging Face names.
 
     config: the model as stored, before `with_tp`. tokenizer: the file or folder that
-    `Tokenizer.load` takes, None where there is none. bytes_read: bytes that `read` took from files.
+    `Tokenizer.load` takes, or None. bytes_read: bytes that `read` took from files.
     """
 
     config: ModelConfig

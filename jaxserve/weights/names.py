@@ -30,8 +30,8 @@ _NUMBER = re.compile(r"(\w+)\.(\d+)(?=\.|$)")  # in a path: of a layer
 
 @dataclass(frozen=True)
 class Place:
-    """Where a part is stored: rows from `row` on of a tensor. tensor, shape: its name, with fields
-    for numbers, and its whole shape."""
+    """The place of a part in a checkpoint: rows from `row` on of a tensor. tensor, shape: its name,
+    with fields for numbers, and its whole shape."""
 
     tensor: str
     row: int
@@ -40,7 +40,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Sources:
-    """What a parameter is built from. reader: reads tensors. numbers: those in the parameter's
+    """Sources of a parameter. reader: reads tensors. numbers: those in the parameter's
     path, by what they number. parts: see `Assembly`. stored, model: the config of the checkpoint,
     and the one after `with_tp`. dtype: to convert to."""
 
@@ -60,7 +60,7 @@ class Sources:
 
 @dataclass(frozen=True)
 class Assembly:
-    """How one parameter is made of parts. build: builds a slice of it."""
+    """The parts of a parameter. build: builds a slice of it from them."""
 
     parts: tuple[str, ...]
     build: Callable[[Sources, Index], np.ndarray]
@@ -94,7 +94,7 @@ def part_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 @functools.lru_cache(maxsize=16)
 def places(model: ModelConfig) -> dict[str, Place]:
-    """Where the parts of a model (before `with_tp`) are stored, by name."""
+    """Returns the places of a model's parts by name. model: before `with_tp`."""
     shapes = part_shapes(model)
     places = {}
     for tensor, parts in FAMILIES[model.family].tensors.items():

@@ -204,7 +204,7 @@ def _begin(item: tuple[str, Any]) -> tuple[int, int]:
 
 
 def _is_counts(values: object) -> TypeGuard[list[int]]:
-    """Whether a JSON value is a list of whole numbers of at least 0."""
+    """Returns True if a JSON value is a list of whole numbers of at least 0."""
     return isinstance(values, list) and all(
         isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in values
     )

@@ -51,7 +51,7 @@ class OrbaxFolder:
 
 
 def is_orbax(folder: Path) -> bool:
-    """Whether `save` wrote this folder."""
+    """Returns True if `save` wrote this folder."""
     return (folder / _PARAMS / "_METADATA").exists()
 
 

@@ -4,8 +4,8 @@ products, on the threads of XLA's own pool.
 XLA's CPU compiler makes a loop of many small operations of flash attention, and its products of a
 few rows stay far below the bandwidth of memory, those in bfloat16 by a factor of twenty. The same
 C++ text is compiled once for each instruction set at installation (`build`); `library` loads the
-best one that the processor has. Where there is no compiler, or no fitting instruction set, `xla` is
-used, and the log and `jaxserve doctor` say why.
+best one that the processor has. Without a compiler, or a fitting instruction set, `xla` is used,
+and the log and `jaxserve doctor` say why.
 
     src/vector.h     vectors by compiler extensions, exponentials, transposes, bf16 and fp8
     src/threads.h    loops over XLA's threads

@@ -15,8 +15,8 @@ HEAD_DIMS = 16  # a head dim is a multiple of it: the numbers of the widest vect
 
 
 def unsupported(q: Any, kv: Any) -> str | None:
-    """Why the kernel cannot be used for these queries and pages (arrays, or anything with shape and
-    dtype); None if it can."""
+    """Returns why the kernel cannot be used for these queries and pages (arrays, or anything with
+    shape and dtype); None if it can."""
     if reason := library.unsupported():
         return reason
     if q.shape[4] % HEAD_DIMS:

@@ -58,8 +58,8 @@ def best_instruction_set(found: Processor, choice: str = "") -> str | None:
 
 @functools.cache
 def unsupported() -> str | None:
-    """Why the kernels for CPUs cannot run in this process; None if they can. Loads them at the
-    first call."""
+    """Returns why the kernels for CPUs cannot run in this process; None if they can. Loads them at
+    the first call."""
     if jax.default_backend() != "cpu":
         return "it needs a CPU"
     choice = os.environ.get(CHOICE, "")

@@ -9,7 +9,7 @@ from jaxserve.kernels.cpu import library
 
 
 def unsupported(x: jax.Array, w: jax.Array) -> str | None:
-    """Why the kernel cannot multiply these; None if it can."""
+    """Returns why the kernel cannot multiply these; None if it can."""
     if reason := library.unsupported():
         return reason
     if x.dtype != w.dtype or x.dtype not in library.FLOATS:

@@ -8,8 +8,8 @@ from jaxserve.kernels.cpu import library
 
 
 def unsupported(pool: jax.Array) -> str | None:
-    """Why XLA's scatter is to be used for this pool; None if the kernel is. XLA's CPU compiler
-    widens a whole pool of small floats to f32 for a scatter, and narrows it again; of f32 it
+    """Returns why XLA's scatter is to be used for this pool; None if the kernel is. XLA's CPU
+    compiler widens a whole pool of small floats to f32 for a scatter, and narrows it again; f32 it
     writes in place."""
     if reason := library.unsupported():
         return reason

@@ -25,7 +25,7 @@ FP8_ROW_LAYOUT = plgpu.Layout.WGMMA_UPCAST_2X.reduce(1)
 
 @dataclasses.dataclass(frozen=True)
 class KernelConfig:
-    """What a kernel is compiled for.
+    """Parameters that a kernel is compiled for.
 
     scale: of scores, times log2 e. window: sliding window in tokens. rows: R. page_size: C.
     senders: thread blocks that send pages to the next device while the others attend (`ring_send`).
@@ -64,7 +64,7 @@ class KernelConfig:
 
     @property
     def partial_tile(self) -> bool:
-        """Whether there are fewer rows than one warpgroup computes."""
+        """Returns True if there are fewer rows than one warpgroup computes."""
         return self.packing.rows < ROWS
 
     @property

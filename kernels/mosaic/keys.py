@@ -73,7 +73,7 @@ class Keys:
         return out
 
     def visible(self, query: jax.Array, key: jax.Array) -> jax.Array:
-        """Whether queries at these positions see keys at those: causal, within the window."""
+        """Marks the keys that queries see, by positions: causal, within the window."""
         window = self.config.window
         if window is None:
             return key <= query

@@ -1,4 +1,4 @@
-"""How queries are packed into rows for the tensor cores, and block shapes: defaults and those tuned
+"""Packing of queries into rows for the tensor cores, and block shapes: defaults and those tuned
 by measurement."""
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def tuned() -> dict[str, list[dict[str, Any]]]:
 
 
 class Packing(NamedTuple):
-    """How queries [R, T, K, G, H] become rows [R, M, heads, H].
+    """Packing of queries [R, T, K, G, H] into rows [R, M, heads, H].
 
     packed: the G query heads of a kv head are rows, token by token (as grouped-query decode needs).
     rows: M, a multiple of the tile's rows, or of 8 if less than one tile. heads: of the result; a

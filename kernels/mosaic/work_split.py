@@ -131,7 +131,7 @@ class WorkRange:
         )
 
     def where(self, part: TileSlice, wg: Any) -> tuple[Any, Any, Any]:
-        """Where warpgroup `wg` finds its rows of queries: row of R, first of the M packed rows, and
+        """Finds the rows of queries of warpgroup `wg`: row of R, first of the M packed rows, and
         head."""
         tiles = self.config.tiles_per_row
         side = self.config.packing.side

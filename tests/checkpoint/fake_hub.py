@@ -24,10 +24,10 @@ def commit_of(files: Mapping[str, bytes]) -> str:
 
 @dataclass
 class Repository:
-    """What the hub has, and how it behaves.
+    """Contents of a hub's repository, and its faults.
 
     revisions: files by name, of each branch and tag. members: tokens that have access, where the
-    model is gated. sizes: what is said of a file's size instead of the truth. cuts: how often a
+    model is gated. sizes: file sizes that it states instead of the true ones. cuts: how often a
     file's connection is closed half way. broken: files that cannot be got. requests: method, path
     and range of each request.
     """
@@ -40,7 +40,7 @@ class Repository:
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)
 
     def files(self, revision: str) -> dict[str, bytes] | None:
-        """Of a branch, tag or commit."""
+        """Returns the files of a branch, tag or commit."""
         commits = {commit_of(files): files for files in self.revisions.values()}
         return self.revisions.get(revision) or commits.get(revision)
 

@@ -1,5 +1,5 @@
 """Models by hub id, from a hub on loopback: only what is needed, once, with tokens and revisions;
-and what is said where it does not work."""
+and the errors where it does not work."""
 
 import os
 import random

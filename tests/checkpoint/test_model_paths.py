@@ -1,4 +1,4 @@
-"""Where models lie: no URLs, and no folder that others could have written to."""
+"""Paths of models: no URLs, and no folder that others could have written to."""
 
 import pytest
 

@@ -39,6 +39,10 @@ PUBLISHED = {
     "qwen3-8b": 8_190_735_360,
     "qwen3-14b": 14_768_307_200,
     "qwen3-32b": 32_762_123_264,
+    "phi4": 14_659_507_200,
+    "olmo2-7b": 7_298_617_344,
+    "olmo2-13b": 13_716_198_400,
+    "granite3.1-8b": 8_170_848_256,
 }
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

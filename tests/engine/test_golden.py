@@ -472,7 +472,7 @@ def test_prompt_logits_equal_the_reference(mesh, golden, smollm2_gguf, plain):
         }
         normal = (
             picked
-            / np.sqrt((picked**2).mean(-1, keepdims=True) + real.worker.plan.model.norm_eps)
+            / np.sqrt((picked**2).mean(-1, keepdims=True) + real.worker.plan.model.norms.eps)
             * weights["norm"]
         )
         logits = normal @ weights["head"]  # [lanes, S, V]

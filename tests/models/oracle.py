@@ -3,7 +3,7 @@
     python3 -m venv V && V/bin/pip install torch==2.13.0 transformers==5.24.0
     V/bin/python tests/models/oracle.py
 
-writes oracle.json anew (with eager attention in f32, and no cache: transformers chooses the
+writes oracle.json (with eager attention in f32, and no cache: transformers chooses the
 divisors of longrope by the longest position of a call). Weights are made here from a seed, by the
 names of tensors, so that only configs, tokens and log-probabilities are stored.
 """

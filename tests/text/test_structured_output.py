@@ -1,4 +1,4 @@
-"""What matchers let through is always valid; what is refused, is refused at once and by name."""
+"""Outputs that matchers let through are valid; guides are refused at once and by name."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def walk(matcher, seed: int, free: int, most: int = 300) -> list[int] | None:
 
 
 def follows(matcher, text: str) -> bool:
-    """Whether the matcher lets the text through."""
+    """Returns True if the matcher lets the text through."""
     for token in tokenizer().encode(text, special=False):
         if token not in allowed(matcher):
             return False

@@ -66,7 +66,7 @@ MERGES = [
 
 
 def alphabet() -> list[str]:
-    """What byte-level vocabularies write for each byte."""
+    """Returns what byte-level vocabularies write for each byte."""
     plain = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in plain else next(others)) for byte in range(256)]

@@ -67,8 +67,8 @@ def write_folder(
 def write_gguf(
     path: Path, config: ModelConfig, values: dict[str, np.ndarray], kind: str = "F32"
 ) -> Path:
-    """As llama.cpp's converter writes it: q and k of the llama architecture with the rows of each
-    head in pairs."""
+    """Writes a file as llama.cpp's converter does: q and k of the llama architecture with the rows
+    of each head in pairs."""
     arch = FAMILIES[config.family].gguf
     writer = gguf.GGUFWriter(path, arch)
     for key, value in {

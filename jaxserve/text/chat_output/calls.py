@@ -31,8 +31,8 @@ Schemas = Mapping[str, Mapping[str, Any]]  # JSON schema of a tool's parameters,
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Marks:
-    """What begins the calls at hand ('' for what begins a text without a mark), and what ends them
-    ('' where the end of the text does)."""
+    """Marks around calls of tools: what begins them ('' for calls that begin a text without a
+    mark) and what ends them ('' for the end of the text)."""
 
     begin: str
     end: str
@@ -184,7 +184,7 @@ def _keyword_arguments(brackets: str) -> str | None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ParameterSyntax:
-    """How a model writes calls whose parameters have marks of their own.
+    """Syntax of calls whose parameters have marks of their own.
 
     name, key: patterns of what begins a call and a parameter, with a group of that name. value_end:
     the mark behind a value, in front of which one line break is not part of it.

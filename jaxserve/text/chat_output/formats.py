@@ -1,5 +1,5 @@
-"""How families of models write calls of tools and reasoning: the tables, and which rows a model's
-chat template shows that it uses."""
+"""Formats in which families of models write calls of tools and reasoning, and the choice of a
+model's by its chat template."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NONE = "none"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a model writes calls.
+    """Format of a model's calls of tools.
 
     signs: texts in the templates of models that write so. marks: see `Marks`. parse: see
     `jaxserve.text.chat_output.calls`. bare: characters that begin a call at the very start of the
@@ -39,7 +39,7 @@ class ToolFormat:
 
     @property
     def is_json_between_marks(self) -> bool:
-        """Whether calls are objects of JSON, each between two marks."""
+        """Returns True if calls are objects of JSON, each between two marks."""
         return self.parse is json_calls and bool(self.marks.begin and self.marks.end)
 
 
@@ -59,7 +59,7 @@ _DEEPSEEK = Marks("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
 _DEEPSEEK_NOISE = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 HERMES = ToolFormat("hermes", ("<tool_call>",), _HERMES, json_calls)
 HARMONY = "harmony"
-# of models that are told of tools by a message, which asks for this format
+# of models that learn of tools by a message, which asks for this format
 TOLD = dataclasses.replace(HERMES, signs=(), bare="{[")
 # for outputs that a guide forces to be one call: nothing marks where it begins or ends
 FORCED = ToolFormat("forced", (), Marks("", ""), json_calls, bare="{")
@@ -107,7 +107,7 @@ REASONING_FORMATS = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChatFormats:
-    """How a model writes calls and reasoning; None: not at all."""
+    """Formats of a model's calls and reasoning; None: it has none."""
 
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
@@ -121,7 +121,7 @@ class ChatFormats:
 
     @property
     def keeps_special(self) -> bool:
-        """Whether the text of completions needs special tokens where there are no tools."""
+        """Returns True if the text of completions needs special tokens even without tools."""
         return self.reasoning is not None and self.reasoning.special
 
 
@@ -130,7 +130,7 @@ REASONING_PARSERS = (AUTO, NONE, *(form.name for form in REASONING_FORMATS))
 
 
 def describes_tools(template: str) -> bool:
-    """Whether a chat template has a place for the tools that a model may call."""
+    """Returns True if a chat template has a place for the tools that a model may call."""
     return "tools" in template
 
 

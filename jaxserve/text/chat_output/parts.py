@@ -1,4 +1,4 @@
-"""What the text of a chat's completion is made of: reasoning, answer, and calls of tools."""
+"""Parts of the text of a chat's completion: reasoning, answer, and calls of tools."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ MAX_CALLS = 64  # of one completion; what looks like a further one is text
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OutputFormat:
-    """What the text of completions may hold.
+    """Contents that the text of completions may have.
 
     reasoning, tools: None where there can be none. schemas: of the tools' parameters. in_reasoning:
     whether the prompt ends within reasoning. forced: whether the text is one call and nothing else.
@@ -103,7 +103,7 @@ def _answer(source: Source, form: ToolFormat, schemas: Schemas) -> Parser[None]:
 
 
 def _begins_with(source: Source, characters: str) -> Parser[bool]:
-    """Whether the first character but white space, which stays, is one of these."""
+    """Returns True if the first character after white space, which stays, is one of these."""
     while not source.text.strip() and not source.ended:
         yield None
     return source.text.lstrip()[:1] in tuple(characters)

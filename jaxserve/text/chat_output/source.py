@@ -49,7 +49,7 @@ def before(source: Source, marks: Sequence[str], part: Callable[[str], Part]) ->
 
 
 def _held(text: str, mark: str) -> int:
-    """How many characters at the end of a text may begin a mark."""
+    """Counts the characters at the end of a text that may begin a mark."""
     longest = min(len(mark) - 1, len(text))
     return next((size for size in range(longest, 0, -1) if text.endswith(mark[:size])), 0)
 

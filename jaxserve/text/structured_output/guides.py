@@ -73,7 +73,7 @@ class Matcher:
 class Guide:
     """A compiled `Guided`, for the completions of one request: makes a matcher for each.
 
-    spec: what was compiled, for whoever compiles it again elsewhere.
+    spec: what was compiled, so that another process can compile it again.
     """
 
     def __init__(self, spec: Guided, native: Any):

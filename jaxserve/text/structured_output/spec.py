@@ -1,4 +1,4 @@
-"""What a caller may ask for, and limits by which it is refused before it is compiled.
+"""Guides that a caller may ask for, and the limits by which they are refused before compilation.
 
 The limits keep native code, which recurses over a schema or grammar, within its stack, and the time
 to compile within a second.
@@ -31,7 +31,7 @@ MAX_PATTERNS = 32  # of patternProperties, in all of a schema
 MAX_RULES = 256
 MAX_TOOLS = 128
 SPACE = r"[ \n\r\t]{1,40}"  # between the tokens of JSON: bounded, so that no model indents for ever
-CALL_SPACE = " "  # within calls, which nobody reads: models write them with single blanks
+CALL_SPACE = " "  # within calls, which no user reads: models write them with single blanks
 
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 _NAMES = ("$id", "id")  # of what references within are relative to

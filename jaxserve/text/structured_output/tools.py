@@ -1,4 +1,5 @@
-"""What calls of tools must match, in outputs that are forced to be one, and in others."""
+"""Schemas and grammars that calls of tools must match, in outputs that are forced to be one, and in
+others."""
 
 from __future__ import annotations
 
