@@ -25,6 +25,8 @@ QUICK_COMPILES: tuple[str, ...] = (
 # A third of the time of each compile; later releases of jaxlib end the process over this flag.
 if metadata.version("jaxlib").startswith("0.10."):
     QUICK_COMPILES += ("--xla_cpu_use_fusion_emitters=false",)
+# Folders of tests that serving does not need. They carry the mark `lab`, all others `serving`.
+LABORATORY = ("lab/", "experiments/")
 # Files that take longest: they start first, so that no process is left with one at the end.
 LONGEST = (
     "engine/test_golden.py",
@@ -71,12 +73,19 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
             ctypes.CDLL(None).malloc_trim(0)
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    def place(item: pytest.Item) -> int:
+    """Marks the laboratory's tests, and puts those of serving first, the longest files before the
+    others."""
+
+    def place(item: pytest.Item) -> tuple[bool, int]:
         path = item.path.relative_to(HERE).as_posix()
         starts = (at for at, prefix in enumerate(LONGEST) if path.startswith(prefix))
-        return next(starts, len(LONGEST))
+        return path.startswith(LABORATORY), next(starts, len(LONGEST))
 
+    for item in items:
+        is_lab, _ = place(item)
+        item.add_marker(pytest.mark.lab if is_lab else pytest.mark.serving)
     items.sort(key=place)
 
 

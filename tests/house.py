@@ -207,7 +207,7 @@ def is_fragment(text: str) -> bool:
     """True where a docstring opens with a fragment or is a question."""
     sentence = first_sentence(text)
     words = sentence.lower().split()
-    opening = {" ".join(words[:1]).rstrip(","), " ".join(words[:2])}
+    opening = {" ".join(words[:count]).rstrip(",") for count in (1, 2)}
     return not opening.isdisjoint(FRAGMENTS) or sentence.endswith("?")
 
 

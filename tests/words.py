@@ -52,9 +52,9 @@ def _blank(match: re.Match[str]) -> str:
 def faults_of_text(path: Path, line: int, text: str) -> Iterator[Place]:
     """Phrases of `WORDS` in a text that begins on a line of a file."""
     for match in PATTERN.finditer(INLINE_CODE.sub(_blank, text)):
-        word = " ".join(match[0].lower().split())
+        word = " ".join(match[0].split())
         at = line + text.count("\n", 0, match.start())
-        yield Place(path, at, f'"{match[0]}": say {WORDS[word]}')
+        yield Place(path, at, f'"{word}": say {WORDS[word.lower()]}')
 
 
 def _strings(source: Source) -> Iterator[tuple[int, str]]:
@@ -65,17 +65,18 @@ def _strings(source: Source) -> Iterator[tuple[int, str]]:
 
 
 def _comments(source: Source) -> Iterator[tuple[int, str]]:
-    """Lines and texts of comments; comments on lines that follow each other are one text."""
-    first, last, texts = 0, 0, []
+    """Lines and texts of comments. Lines that hold nothing else and follow each other are one."""
+    first = 0
+    texts: list[str] = []
     for token in tokenize.generate_tokens(io.StringIO(source.text).readline):
         if token.type != tokenize.COMMENT:
             continue
-        if texts and token.start[0] != last + 1:
+        line = token.start[0]
+        follows = line == first + len(texts) and token.line.lstrip().startswith("#")
+        if texts and not follows:
             yield first, "\n".join(texts)
             texts = []
-        if not texts:
-            first = token.start[0]
-        last = token.start[0]
+        first = first if texts else line
         texts.append(token.string.lstrip("# "))
     if texts:
         yield first, "\n".join(texts)
