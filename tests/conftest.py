@@ -63,12 +63,20 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
     return report
 
 
+def pytest_collection_finish() -> None:
+    """Keeps the collector from looking at each of the suite's tests again and again."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Engines are cycles of objects with gigabytes that Python does not see: they go when a test of
-    the whole model or the last one of a file is over."""
+    """Frees engines, cycles of objects with gigabytes that Python does not see, after a test of the
+    whole model and the last one of a file. What is left then (modules, tests, compiled programs) is
+    not looked at again: a collection would take a second of each file's time."""
     if nextitem is None or nextitem.path != item.path or item.get_closest_marker("matrix"):
         gc.collect()
+        gc.freeze()
         with contextlib.suppress(OSError, AttributeError):  # glibc keeps what is freed
             ctypes.CDLL(None).malloc_trim(0)
 
