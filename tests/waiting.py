@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 
-def eventually(condition, seconds: float = 5.0) -> None:
+def eventually(condition, seconds: float = 60.0) -> None:
+    """Waits until a condition holds. seconds: most that may take where others have the cores."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"

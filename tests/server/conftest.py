@@ -3,6 +3,7 @@ import functools
 import gc
 
 import grpc
+import httpx
 import pytest
 
 from jaxserve.server.auth.access import Authenticator
@@ -11,6 +12,12 @@ from jaxserve.server.supervisor import Background
 from jaxserve.settings.schema import ServerConfig
 from tests.server.fakes import FakeReplica, FakeTokenizer
 from tests.server.keyed import TWO
+
+# HTTP clients wait five seconds by default, which is too few where others have the cores. httpx has
+# no setting for it; all its functions share one object.
+patience = httpx.Client.__init__.__kwdefaults__["timeout"]
+for phase in ("connect", "read", "write", "pool"):
+    setattr(patience, phase, 60.0)
 
 
 class Served:

@@ -260,7 +260,7 @@ def test_finding_a_key_takes_microseconds(key_file):
             )
         )
     )
-    began = time.perf_counter()
+    began = time.process_time()
     for i in range(1000):
         access.authenticate(bearer(str(i)))
-    assert time.perf_counter() - began < 0.2
+    assert time.process_time() - began < 0.2

@@ -987,12 +987,12 @@ def test_a_forced_call_is_the_only_output_there_can_be(http, monkeypatch):
     ],
 )
 def test_a_small_body_of_many_values_is_refused_without_work(asked, field, value):
-    began = time.monotonic()
+    began = time.process_time()  # the server is in this process
     answer = post(asked, "/v1/chat/completions", {**CHAT, field: value})
     assert (
         answer.status_code == 400
         and field in answer.json()["error"]["param"]
-        and time.monotonic() - began < 2
+        and time.process_time() - began < 2
     )
 
 

@@ -92,10 +92,10 @@ def test_bad_values_are_refused_by_name_and_quickly(serve):
     served = serve()
     for field, value in BAD_SAMPLING:
         message = pb.GenerateRequest(token_ids=ids(1), sampling=pb.SamplingParams(**{field: value}))
-        began = time.monotonic()
+        began = time.process_time()  # the server is in this process
         code, details = served.status_of("Inference/Generate", message)
         assert (code, details.split(":")[0]) == (INVALID, field), (field, str(value)[:50], details)
-        assert time.monotonic() - began < 0.5
+        assert time.process_time() - began < 0.5
     for field, fields in BAD_REQUESTS:
         code, details = served.status_of("Inference/Generate", pb.GenerateRequest(**fields))
         assert (code, details.split(":")[0]) == (INVALID, field), (fields.keys(), details)
@@ -165,11 +165,11 @@ def test_unknown_fields_are_refused_by_number_however_deep(common, data):
 def test_millions_of_unknown_fields_are_refused_at_once(message):
     data = message.SerializeToString()
     unknown = b"\xf8\x07\1" * (8 << 20)
-    began = time.monotonic()
+    began = time.process_time()
     refused = parse(pb.GenerateRequest, 1 << 30, data + unknown)
     assert isinstance(refused, RequestError) and "unknown fields" in str(refused)
     assert parse(pb.GenerateRequest, 1 << 30, data) == message
-    assert time.monotonic() - began < 2
+    assert time.process_time() - began < 2
 
 
 def test_a_large_message_written_at_greater_length_is_as_good():
