@@ -199,4 +199,4 @@ def test_a_line_grows_beyond_its_first_room():
     line = WaitingQueue()
     for number in reversed(range(1000)):
         line.add(sequence(number))
-    assert line.view.work.tolist() == [7.0 * number for number in range(1000)]
+    assert line.work.tolist() == [7.0 * number for number in range(1000)]

@@ -73,8 +73,9 @@ class LoadModel:
     def current(self) -> LoadForecast:
         """The forecast of what runs since the last batch came or went."""
         if self._current is None:
-            waiting = self.slots.prompts(0.0).tokens
-            context = float(waiting.mean()) if waiting.size else 0.0
+            prefilling = [sequence.prefill_len for sequence in self.slots.prefilling]
+            tokens = np.concatenate([prefilling, self.slots.queue.tokens])
+            context = float(tokens.mean()) if tokens.size else 0.0
             self._current = self._forecast(math.inf, context)
         return self._current
 

@@ -135,7 +135,7 @@ class Scheduler:
         tokens = sum(
             sequence.prefill_len - int(slots.issued[sequence.slot]) for sequence in slots.prefilling
         )
-        tokens += int(slots.queue.view.tokens.sum())
+        tokens += int(slots.queue.tokens.sum())
         return Load(
             running=slots.running,
             waiting=slots.waiting,
@@ -188,7 +188,7 @@ class Scheduler:
         more."""
         if ahead < self.config.max_queue:
             return
-        after = float(self.slots.queue.view.work.mean()) / self.predictor.mesh.kvp
+        after = float(self.slots.queue.work.mean()) / self.predictor.mesh.kvp
         raise RequestError(
             "",
             f"{ahead} requests are waiting, which is the limit",

@@ -68,7 +68,7 @@ class SlotTable:
     @property
     def backlog(self) -> float:
         """Predicted seconds of prefill that are left to do."""
-        return float(self.queue.view.work.sum()) + sum(
+        return float(self.queue.work.sum()) + sum(
             sequence.prefill_seconds_left for sequence in self.prefilling
         )
 

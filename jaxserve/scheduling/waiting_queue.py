@@ -4,7 +4,8 @@ ranking a thousand sequences costs a few numpy calls."""
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from collections.abc import Sequence as Sequenced
 from operator import attrgetter
 
 import numpy as np
@@ -13,7 +14,9 @@ from jaxserve.policies import PromptView
 from jaxserve.scheduling.sequence import Sequence
 
 age = attrgetter("number")  # sequences are numbered as they come
-COLUMNS = 6  # arrays of a PromptView
+COLUMNS = ("arrival", "deadline", "work", "tokens", "priority", "class_index")  # of a PromptView
+WORK = COLUMNS.index("work")
+TOKENS = COLUMNS.index("tokens")
 
 
 class WaitingQueue:
@@ -22,7 +25,7 @@ class WaitingQueue:
     def __init__(self) -> None:
         self._sequences: list[Sequence] = []
         # a row per array of PromptView; has room for more sequences than there are
-        self._rows = np.empty((COLUMNS, 64))
+        self._rows = np.empty((len(COLUMNS), 64))
         self._class_index: dict[str | None, int] = {}  # of every class that a request has named
 
     def __len__(self) -> int:
@@ -39,19 +42,25 @@ class WaitingQueue:
         return self._sequences.copy()
 
     @property
-    def view(self) -> PromptView:
-        """The waiting prompts at clock second 0; its arrays change with the queue."""
-        return self._view(0.0, self._rows[:, : len(self)])
+    def work(self) -> np.ndarray:
+        """Predicted seconds of each prefill [n]."""
+        return self._rows[WORK, : len(self)]
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """Tokens of each prefill [n]."""
+        return self._rows[TOKENS, : len(self)]
 
     def view_among(
-        self, now: float, before: Iterable[Sequence], after: Iterable[Sequence] = ()
+        self, now: float, before: Sequenced[Sequence], after: Sequenced[Sequence] = ()
     ) -> PromptView:
         """Returns the waiting prompts at clock second `now`, with others before and after them."""
-        rows = [self._columns(before), self._rows[:, : len(self)], self._columns(after)]
-        return self._view(now, np.concatenate(rows, 1))
-
-    def _view(self, now: float, rows: np.ndarray) -> PromptView:
-        arrival, deadline, work, tokens, priority, class_index = rows
+        rows = [self._rows[:, : len(self)]]
+        if before:
+            rows.insert(0, self._columns(before))
+        if after:
+            rows.append(self._columns(after))
+        arrival, deadline, work, tokens, priority, class_index = np.concatenate(rows, 1)
         names = tuple(self._class_index)
         return PromptView(now, arrival, deadline, work, tokens, priority, class_index, names)
 
@@ -72,10 +81,10 @@ class WaitingQueue:
         assert self._sequences.pop(at) is sequence
         self._rows[:, at : count - 1] = self._rows[:, at + 1 : count]
 
-    def _columns(self, sequences: Iterable[Sequence]) -> np.ndarray:
+    def _columns(self, sequences: Sequenced[Sequence]) -> np.ndarray:
         """Returns the columns [6, n] of these sequences."""
         columns = np.array([self._column(sequence) for sequence in sequences])
-        return columns.reshape(-1, COLUMNS).T
+        return columns.reshape(-1, len(COLUMNS)).T
 
     def _column(self, sequence: Sequence) -> tuple[float, ...]:
         request = sequence.request

@@ -10,6 +10,7 @@ import time
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse
 
+import jaxserve
 from jaxserve.observe.metric_rows import READ
 from jaxserve.observe.metrics import Metrics
 from jaxserve.server.frontend_metrics import CONTENT_TYPE, FrontendMetrics, exposition
@@ -81,7 +82,7 @@ def test_the_process_is_told_beside_an_engine():
     engine = Metrics(4, (), lambda: dict.fromkeys(READ, 3.0))
     found = samples(front.registry, engine.registry)
     assert found["process_resident_memory_bytes",] > 2**20 and found["process_open_fds",] > 2
-    assert found["num_requests_running",] == 3 and found["build_info", "0.1.0"] == 1
+    assert found["num_requests_running",] == 3 and found["build_info", jaxserve.__version__] == 1
     assert CONTENT_TYPE.startswith("text/plain") and b"jaxserve:num_requests_running" in exposition(
         [engine.registry]
     )
