@@ -14,7 +14,7 @@ from experiments.context_parallel.figure import main
 from experiments.context_parallel.paper import HEADS, MODEL
 from experiments.context_parallel.system import PaperHost, calibrated
 from experiments.figures import Claim, Figure, Panel, Row, Rows, cell
-from jaxserve.cache import CacheManager
+from jaxserve.cache import CacheManager, LaneRules
 from jaxserve.costs.exchange_choice import ExchangeChooser
 from jaxserve.costs.predictor import Costs
 from jaxserve.lab.simulate.arrival import Arrival
@@ -63,7 +63,7 @@ def replica(hosts: int, exchange: str) -> VirtualReplica:
     config = SchedulerConfig(
         chunk_tokens=CHUNK, max_seqs=1, exchange=exchange if hosts > 1 else "gather"
     )
-    manager = CacheManager(cache, hosts, 1, stripe=config.stripe(BLOCK))
+    manager = CacheManager(cache, hosts, 1, rules=LaneRules(config.stripe(BLOCK)))
     scheduler = Scheduler(
         config, manager, mesh, 2**31 - 1, costs=costs(host, hosts), exchange=chooser
     )

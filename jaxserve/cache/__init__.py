@@ -5,20 +5,30 @@ begins with; `admit` gives these to a slot, with a home lane; `extend` allocates
 block, on the lane that the placement names. A full block is `publish`ed under its key, so that
 later sequences can share its page. `release` gives the slot's pages back: published ones stay
 cached until their lane needs the room, least recently used first. What the device's page tables do
-not have yet travels with the next batch (`take_table_updates`, `take_moves`).
+not have yet travels with the next batch (`table_updates`, `moves`). Where the blocks of a sequence
+lie, and how they move: see `jaxserve.lanes`.
 
-    pages          PageAllocator: free, held and cached pages of each lane, keys of published blocks
+    pages          PageAllocator: free, held and cached pages of each lane, pages of each key
     hashes         BlockHashes: keys of a sequence's blocks
     prefix_match   finds the pages of a sequence's first blocks
-    placement      chooses the lane of the next block
-    table_updates  TableUpdates: page table entries and moves for the device
+    published      PublishedBlocks: what later sequences find, listeners see and lower tiers keep
+    lower_blocks   LowerBlocks: between the pages and the tiers below
+    table_updates  TableUpdates: page table entries for the device
     block_events   BlockEvents: tells listeners which blocks can be found and which no more
     manager        CacheManager: the pages of every slot, by all of these
 """
 
-from jaxserve.cache.manager import CacheManager, PageWatcher
+from jaxserve.cache.hashes import CacheIdentity
+from jaxserve.cache.manager import CacheManager, LaneRules, PageWatcher
 from jaxserve.cache.pages import PageCounts
-from jaxserve.cache.placement import PLACEMENTS
 from jaxserve.cache.prefix_match import NO_MATCH, PrefixMatch
 
-__all__ = ["NO_MATCH", "PLACEMENTS", "CacheManager", "PageCounts", "PageWatcher", "PrefixMatch"]
+__all__ = [
+    "NO_MATCH",
+    "CacheIdentity",
+    "CacheManager",
+    "LaneRules",
+    "PageCounts",
+    "PageWatcher",
+    "PrefixMatch",
+]

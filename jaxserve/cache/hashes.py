@@ -9,10 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from hashlib import blake2b
+from typing import NamedTuple
 
 import numpy as np
 
 KEY_BYTES = 16
+
+
+class CacheIdentity(NamedTuple):
+    """What besides tokens tells the blocks of one model from another's: its fingerprint, and the
+    types of numbers."""
+
+    fingerprint: str = ""
+    dtype: str = ""
 
 
 def root_key(fingerprint: str, dtype: str, block_size: int, salt: str) -> bytes:

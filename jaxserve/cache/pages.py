@@ -1,7 +1,10 @@
 """The pages of all lanes: which are free, held or cached, and which block each of them has.
 
 A page is known on the host by one number, `lane * per_lane + page on that lane`; the device knows
-it by its lane and its number there. `PageAllocator.locate` converts, and nothing else does.
+it by its lane and its number there.
+
+A published block lies on one page or on several, on any lanes: copies, each of which has its key.
+The key is lost with the last of them.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ PageNumbers = TypeVar("PageNumbers", int, np.ndarray)
 class PageState(Enum):
     """What a page is, at any time exactly one of these."""
 
-    FREE = "free"  # nobody needs what is on it
+    FREE = "free"  # what is on it is not needed
     HELD = "held"  # by as many sequences as `PageAllocator.refs` says
     CACHED = "cached"  # held by none, but its block is published: kept until the room is needed
 
@@ -39,7 +42,8 @@ class PageAllocator:
 
     `refs` [pages] counts the sequences that hold a page. `generation` [pages] counts how often a
     page has lost its key: as long as it is the same, the page holds the block that it held.
-    events: told of keys that are lost; who publishes tells what is stored.
+    `with_key` has the pages of each published block, the oldest copy first, `key_of` the key of
+    each of these pages. events: gets the keys that are lost; who publishes tells what is stored.
     """
 
     def __init__(self, lanes: int, per_lane: int, events: BlockEvents | None = None):
@@ -51,10 +55,10 @@ class PageAllocator:
         self.free = [list(reversed(self.pages_of(lane))) for lane in range(lanes)]
         # least recently used first
         self.cached: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(lanes)]
-        self.page_of: dict[bytes, int] = {}
+        self.with_key: dict[bytes, tuple[int, ...]] = {}
         self.key_of: dict[int, bytes] = {}
         self._events = BlockEvents() if events is None else events
-        # hears which block is about to leave which page
+        # called with a page and the key of the block that is about to leave it
         self.on_evict: Callable[[int, bytes], None] | None = None
 
     def pages_of(self, lane: int) -> range:
@@ -66,19 +70,34 @@ class PageAllocator:
         return divmod(pages, self.per_lane)
 
     def state(self, page: int) -> PageState:
+        """Whether the page is free, held or cached."""
         if self.refs[page]:
             return PageState.HELD
         lane, _ = self.locate(page)
         return PageState.CACHED if page in self.cached[lane] else PageState.FREE
 
-    def counts(self, lane: int) -> PageCounts:
-        free = len(self.free[lane])
-        cached = len(self.cached[lane])
-        return PageCounts(free, cached, self.per_lane - free - cached)
+    def by_lane(self) -> list[PageCounts]:
+        """Free, cached and held pages of each lane."""
+        sizes = ((len(free), len(cached)) for free, cached in zip(self.free, self.cached))
+        return [PageCounts(free, cached, self.per_lane - free - cached) for free, cached in sizes]
 
     def available(self) -> list[int]:
         """Pages that can be allocated on each lane: free ones, and cached ones by eviction."""
         return [len(free) + len(cached) for free, cached in zip(self.free, self.cached)]
+
+    def evictable(self, pages: np.ndarray) -> int:
+        """Number of these pages [n] that are not held: taking them makes as many fewer
+        available."""
+        return int(np.count_nonzero(self.refs[pages] == 0)) if len(pages) else 0
+
+    def count_by_lane(self, pages: np.ndarray) -> np.ndarray:
+        """Numbers [lanes] of these pages [n] that each lane has."""
+        return np.bincount(pages // self.per_lane, minlength=self.lanes)
+
+    def copies(self, page: int) -> tuple[int, ...]:
+        """All pages of the block on this page; the page alone where its block has no key."""
+        key = self.key_of.get(page)
+        return (page,) if key is None else self.with_key[key]
 
     def allocate(self, lane: int) -> int:
         """Takes a page of `lane`, held once: a free one, else the least recently used cached one.
@@ -121,7 +140,8 @@ class PageAllocator:
         for page, target in zip(pages, new):
             key = self.key_of.pop(page, None)
             if key is not None:
-                self.page_of[key] = target
+                copies = self.with_key[key]
+                self.with_key[key] = tuple(target if copy == page else copy for copy in copies)
                 self.key_of[target] = key
         self.generation[keyed] += 1
         self.refs[pages] -= 1
@@ -132,41 +152,59 @@ class PageAllocator:
     def publish(self, page: int, key: bytes) -> bool:
         """Lets the block on this held page be found by its key. Where another page has the key
         already, that one stays, and False is returned."""
-        if key in self.page_of:
+        if key in self.with_key:
             return False
-        self.page_of[key] = page
+        self.with_key[key] = (page,)
         self.key_of[page] = key
         return True
 
+    def add_copy(self, page: int, key: bytes) -> None:
+        """Lets a published block be found on this held page too, which has no key and, before it is
+        read, has been given what the others hold."""
+        self.with_key[key] += (page,)
+        self.key_of[page] = key
+
     def retract(self, pages: Iterable[int]) -> None:
-        """Takes the keys from these held pages, so that nobody finds them again."""
-        for page in pages:
-            if page in self.key_of:
-                self._lose_key(page)
+        """Takes the keys from these pages and from all copies of their blocks, so that they are not
+        found again."""
+        published = [page for page in pages if page in self.key_of]
+        for copy in dict.fromkeys(copy for page in published for copy in self.copies(page)):
+            self._lose_key(copy)
+            lane, _ = self.locate(copy)
+            if copy in self.cached[lane]:
+                del self.cached[lane][copy]
+                self.free[lane].append(copy)
 
     def flush(self) -> int:
         """Frees all cached pages; returns how many."""
+        freed = 0
         lost: list[bytes] = []
         for free, cached in zip(self.free, self.cached):
-            lost.extend(map(self._take_key, cached))
+            lost += [key for key in map(self._take_key, cached) if key is not None]
             free.extend(cached)
+            freed += len(cached)
             cached.clear()
-        if lost and self.page_of:
+        if lost and self.with_key:
             self._events.removed(lost, Medium.DEVICE)
         elif lost:
             self._events.cleared(Medium.DEVICE)
-        return len(lost)
+        return freed
 
     def _lose_key(self, page: int) -> None:
+        """Takes the key from a page that has one."""
         key = self._take_key(page)
-        if self._events:
+        if key is not None and self._events:
             self._events.removed((key,), Medium.DEVICE)
 
-    def _take_key(self, page: int) -> bytes:
-        """Takes the key from a page that has one, and tells nobody."""
+    def _take_key(self, page: int) -> bytes | None:
+        """Takes the key from a page that has one, without an event; returns the key where it is
+        lost by that, for this was the last page with it."""
         key = self.key_of.pop(page)
-        del self.page_of[key]
         self.generation[page] += 1
+        copies = self.with_key.pop(key)
+        if len(copies) > 1:
+            self.with_key[key] = tuple(copy for copy in copies if copy != page)
+            return None
         return key
 
     def check(self, holders: Iterable[int]) -> None:
@@ -175,9 +213,11 @@ class PageAllocator:
         counted = Counter(holders)
         held = {page: int(self.refs[page]) for page in np.flatnonzero(self.refs).tolist()}
         assert held == counted, f"references {held} but holders {dict(counted)}"
-        assert {page: key for key, page in self.page_of.items()} == self.key_of, (
+        published = [(page, key) for key, copies in self.with_key.items() for page in copies]
+        assert dict(published) == self.key_of and len(published) == len(self.key_of), (
             "published keys and pages differ"
         )
+        assert all(self.with_key.values()), "a key without a page"
         for lane in range(self.lanes):
             self._check_lane(lane)
 

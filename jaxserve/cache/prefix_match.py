@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -21,21 +23,31 @@ class PrefixMatch(NamedTuple):
 NO_MATCH = PrefixMatch(np.empty(0, np.intp), np.empty(0, np.int32))
 
 
+# chooses one of the pages that hold a block
+ChooseCopy = Callable[[Sequence[int]], int]
+OLDEST: ChooseCopy = itemgetter(0)
+
+
 def find_prefix(
-    pages: PageAllocator, hashes: BlockHashes, blocks: int, last: PrefixMatch
+    pages: PageAllocator,
+    hashes: BlockHashes,
+    blocks: int,
+    last: PrefixMatch,
+    choose: ChooseCopy = OLDEST,
 ) -> PrefixMatch:
-    """Finds the pages of a sequence's first blocks, at most `blocks`. `last` is what was found
-    before for the same sequence: only what changed since is looked up again."""
+    """Finds the pages of a sequence's first blocks, at most `blocks`. last: what was found before
+    for the same sequence: only what changed since is looked up again. choose: which of several
+    pages with a block is taken; one that was taken before stays as long as it has the block."""
     unchanged = pages.generation[last.pages] == last.generation
     known = len(last.pages) if unchanged.all() else int(unchanged.argmin())
-    found: list[int] = []
-    while known + len(found) < blocks:
-        page = pages.page_of.get(hashes[known + len(found)])
-        if page is None:
+    new: list[int] = []
+    while known + len(new) < blocks:
+        copies = pages.with_key.get(hashes[known + len(new)])
+        if copies is None:
             break
-        found.append(page)
+        new.append(choose(copies))
     known = min(known, blocks)
-    if not found and known == len(last.pages):
+    if not new and known == len(last.pages):
         return last
-    together = np.concatenate([last.pages[:known], np.array(found, np.intp)])
+    together = np.concatenate([last.pages[:known], np.array(new, np.intp)])
     return PrefixMatch(together, pages.generation[together])

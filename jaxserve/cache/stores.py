@@ -69,9 +69,9 @@ class PendingStores:
         whether a block is in lower tiers already."""
         for key in keys:
             self.wanted[key] += 1
-            page = self._pages.page_of.get(key)
-            if page is not None and not kept(key):
-                self._promise(page, key)
+            copies = self._pages.with_key.get(key)
+            if copies is not None and not kept(key):
+                self._promise(copies[0], key)
 
     def unwant(self, keys: Iterable[bytes]) -> None:
         """Who wanted these blocks wants them no more."""
@@ -120,10 +120,12 @@ class PendingStores:
 
     def all(self) -> PageStores:
         """Returns stores of all published blocks, as if all their pages were needed."""
-        kept = {page: (key, self.retention(page)) for page, key in self._pages.key_of.items()}
-        return self._stores(
-            {page: (key, wish) for page, (key, wish) in kept.items() if wish != EPHEMERAL}
-        )
+        kept: dict[int, tuple[bytes, int]] = {}
+        for key, copies in self._pages.with_key.items():
+            page = max(copies, key=self.retention)
+            if self.retention(page) != EPHEMERAL:
+                kept[page] = key, self.retention(page)
+        return self._stores(kept)
 
     def _stores(self, blocks: dict[int, tuple[bytes, int]]) -> PageStores:
         """blocks: by page, key and retention of the block on it."""

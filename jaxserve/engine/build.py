@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 
-from jaxserve.cache import CacheManager
+from jaxserve.cache import CacheManager, LaneRules
 from jaxserve.cache.tiers import LowerTiers
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.costs.predictor import NOMINAL
@@ -158,11 +158,13 @@ def make_cache(
         dataclasses.replace(config.cache, pages=plan.pages),
         config.mesh.kvp,
         plan.slots,
-        *cache_identity(config, model),
-        stripe=config.scheduler.stripe(config.cache.block_size),
-        lower=lower,
-        most_moves=plan.moves,
-        ascending=model.has_windows,
+        cache_identity(config, model),
+        lower,
+        LaneRules(
+            stripe=config.scheduler.stripe(config.cache.block_size),
+            most_moves=plan.moves,
+            ascending=model.has_windows,
+        ),
     )
 
 

@@ -44,8 +44,8 @@ def replica_info(
         class_names=tuple(config.scheduler.class_names),
         settings=dataclasses.asdict(config),
         role=config.role,
-        cache_fingerprint=scheduler.cache.fingerprint,
-        cache_dtype=scheduler.cache.dtype,
+        cache_fingerprint=scheduler.cache.identity.fingerprint,
+        cache_dtype=scheduler.cache.identity.dtype,
     )
 
 

@@ -186,7 +186,7 @@ class Engine(ReplicaCore):
         self.fail(RequestError("", "the engine was closed", "UNAVAILABLE"))
         if self.alive:
             with contextlib.suppress(DeviceError):
-                self.worker.keep(self.scheduler.cache.stores_at_the_end())
+                self.worker.keep(self.scheduler.cache.below.stores_at_the_end())
         self.worker.close()
 
     # --- the loop
@@ -252,7 +252,7 @@ class Engine(ReplicaCore):
         in_flight = self.steps.in_flight
         with self._lock:
             self._run_posted()
-            self.scheduler.cache.tell_of_lower_tiers()
+            self.scheduler.cache.below.tell()
             self.worker.check()
             now = self.clock.now()
             self._notify(self.scheduler.expire(now))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import jax
 
 import jaxserve
-from jaxserve.cache.hashes import root_key
+from jaxserve.cache.hashes import CacheIdentity, root_key
 from jaxserve.checkpoint.fetch import local_files
 from jaxserve.checkpoint.fingerprint import fingerprint
 from jaxserve.checkpoint.model import ModelConfig
@@ -87,11 +87,11 @@ def _disk(config: EngineConfig, block_bytes: int, identity: bytes) -> DiskBlocks
     return DiskBlocks(folder, int(gib * 2**30), block_bytes, identity)
 
 
-def cache_identity(config: EngineConfig, model: ModelConfig) -> tuple[str, str]:
+def cache_identity(config: EngineConfig, model: ModelConfig) -> CacheIdentity:
     """Names what a block depends on besides tokens: model and weights, and the types of numbers.
     model: the checkpoint's."""
     types = f"{weights_dtype(config, model)} {config.cache.kv_cache_dtype}"
-    return f"{model} {weights_id(config)}", types
+    return CacheIdentity(f"{model} {weights_id(config)}", types)
 
 
 def weights_id(config: EngineConfig) -> str:

@@ -62,7 +62,7 @@ class Steps:
         """Has the scheduler decide the next batch, and issues it. False where there is none."""
         began = time.perf_counter()
         batch = self._scheduler.start(now)
-        for fetch in self._scheduler.cache.take_fetches():
+        for fetch in self._scheduler.cache.below.take_fetches():
             self._worker.fetch(fetch)
         if batch is None:
             self._flush_stores()
@@ -95,7 +95,7 @@ class Steps:
     def _flush_stores(self) -> None:
         """Has wanted pages read while no batch comes that would do it."""
         if self._scheduler.cache.stores:
-            self._worker.execute(self._builder.stores(self._scheduler.cache.take_stores()))
+            self._worker.execute(self._builder.stores(self._scheduler.cache.stores.take()))
 
     def load(self, arrival: Arrival) -> None:
         """Has blocks that were fetched written to their pages, if a sequence still waits for
@@ -103,7 +103,7 @@ class Steps:
         if not self._scheduler.fetches.awaited(arrival.ticket):
             self._worker.drop(arrival)
             return
-        stores = self._scheduler.cache.take_stores()
+        stores = self._scheduler.cache.stores.take()
         self._worker.execute(self._builder.load(arrival.ticket, arrival.piece, stores))
         fetches = self._scheduler.fetches
         fetches.arrived(arrival.ticket, arrival.blocks, arrival.last, self._now())
@@ -168,6 +168,6 @@ class Steps:
         """Begins again without what was on the devices: sequences that `ends` names end with the
         error, the others are computed from their first token on."""
         self.in_flight.clear()
-        self._scheduler.cache.recheck_lower_tiers()
+        self._scheduler.cache.below.recheck()
         self._bus.publish(StepsLost())
         self._notify(self._scheduler.reset(ends, self._now(), error))

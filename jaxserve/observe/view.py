@@ -94,7 +94,7 @@ class Snapshot:
             left_out,
             counts,
             list(journal.ends),
-            scheduler.cache.by_lane(),
+            scheduler.cache.pages.by_lane(),
             journal.names,
         )
 

@@ -114,7 +114,7 @@ class ChunkCandidates:
             home = cache.choose_home(pages, lanes, cache.blocks(stop) - len(pages), step.pending)
         blocks = None
         if cache.pages.lanes > 1:
-            blocks = self._spread(home, cache.count_by_lane(pages), part, sequence)
+            blocks = self._spread(home, cache.pages.count_by_lane(pages), part, sequence)
         first = FirstChunk(pages, plan, self.fetches.choose(sequence, len(pages)))
         return ChunkCandidate(sequence, home, blocks, start, part, first)
 
@@ -138,7 +138,9 @@ class ChunkCandidates:
         """Returns the blocks per lane, at least one on each over which the chunk is spread; None
         where the home lane has them all."""
         blocks = per_lane.tolist()
-        lanes = part.lanes or self.cache.dealt_over(self.cache.blocks(sequence.prefill_len))
+        lanes = part.lanes or self.cache.placement.dealt_over(
+            home, self.cache.blocks(sequence.prefill_len)
+        )
         for lane in lanes:
             blocks[lane] = max(blocks[lane], 1)
         if len(lanes_of(home, blocks)) == 1:

@@ -73,11 +73,11 @@ class ChunkIssuer:
         slot = sequence.slot
         start = int(self.slots.issued[slot])
         planned = sequence.plan_at(start).lanes
-        if sequence.plan and planned != cache.group(slot):
+        if sequence.plan and planned != cache.layouts[slot].group:
             cache.regroup(slot, planned)
         before = int(cache.group_size[slot])
         moved = cache.rebalance(slot, start // cache.block_size)
-        cache.extend(slot, cache.blocks(stop) - len(cache.tables[slot]))
+        cache.extend(slot, cache.blocks(stop) - len(cache.layouts[slot].pages))
         lanes = int(cache.group_size[slot])
         if moved:
             return max(before, lanes)

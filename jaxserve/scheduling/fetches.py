@@ -43,7 +43,7 @@ class Fetches:
             return None
         last = (sequence.prefill_len - 1) // cache.block_size
         hashes = sequence.block_hashes
-        keys = cache.fetchable(hashes, first, last)
+        keys = cache.below.fetchable(hashes, first, last)
         source = sequence.request.kv_source
         if source is not None:
             size = source.block_size or cache.block_size
@@ -72,7 +72,7 @@ class Fetches:
         there = None
         if source is not None:
             hashes = sequence.block_hashes
-            there = cache.source_blocks(hashes, first, first + len(keys), source.block_size)
+            there = cache.below.source_blocks(hashes, first, first + len(keys), source.block_size)
         sequence.ticket = cache.fetch(sequence.slot, keys, source, there)
         sequence.fetch_seconds = SOURCE_SECONDS if source else FETCH_SECONDS
         sequence.fetch_deadline = now + sequence.fetch_seconds

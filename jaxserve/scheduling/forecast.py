@@ -197,7 +197,7 @@ class LoadModel:
         """Predicts when there are pages for each prompt [n]; 0 if there are enough for all."""
         cache = self.cache
         promised = sum(
-            cache.blocks(sequence.prefill_len) - len(cache.tables[sequence.slot])
+            cache.blocks(sequence.prefill_len) - len(cache.layouts[sequence.slot].pages)
             for sequence in self.slots.prefilling
         )
         spare = cache.available - promised

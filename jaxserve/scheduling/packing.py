@@ -216,18 +216,20 @@ class BatchPacker:
             blocks_per_lane=cache.blocks_per_lane[slot],
             block_lane=block_lane,
             tokens=tokens,
-            moves=cache.take_moves(),
-            table_updates=cache.take_table_updates(),
+            moves=cache.moves.take(),
+            table_updates=cache.table_updates.take(),
             seconds=seconds,
             admitted=tuple(row for row, chunk in enumerate(chunks, decodes.size) if chunk.admitted),
-            stores=cache.take_stores(),
+            stores=cache.stores.take(),
         )
 
     def _block_lane(self, chunks: list[PrefillChunk]) -> np.ndarray:
         """Returns the lane of each block that the spread chunks of more than one token fall in."""
         cache = self.cache
         lanes = [
-            cache.lanes_of(chunk.slot, chunk.start // cache.block_size, cache.blocks(chunk.stop))
+            cache.layouts[chunk.slot].lanes_of(
+                chunk.start // cache.block_size, cache.blocks(chunk.stop)
+            )
             for chunk in chunks
             if chunk.group_size > 1 and chunk.stop - chunk.start > 1
         ]

@@ -39,10 +39,10 @@ class SmallPromptPages:
     """
 
     def __init__(self, cache: CacheManager):
-        self.is_small = [False] * len(cache.tables)
+        self.is_small = [False] * len(cache.layouts)
         self.count = 0
         self._holders = [0] * cache.total  # small sequences that hold a page
-        cache.watch(self)
+        cache.watchers.append(self)
 
     def among(self, pages: np.ndarray) -> int:
         """Returns how many of these pages are counted already."""
@@ -104,7 +104,7 @@ class PageAdmission:
         promised = 0
         promised_to_small = 0
         for sequence in self.slots.prefilling:
-            pages = cache.blocks(sequence.prefill_len) - len(cache.tables[sequence.slot])
+            pages = cache.blocks(sequence.prefill_len) - len(cache.layouts[sequence.slot].pages)
             promised += pages
             if self._held_by_small.is_small[sequence.slot]:
                 promised_to_small += pages
@@ -153,7 +153,7 @@ class PageAdmission:
         pages = self._cached_pages(sequence)
         reserve = self._reserve_for_small(self._claimant if small else sequence)
         left_to_small = max(0, reserve - self._of_small)
-        takes = need - len(pages) + cache.evictable(pages)
+        takes = need - len(pages) + cache.pages.evictable(pages)
         growth = self._growth(sequence)
         spare = self._spare - growth
         if takes > self._small_pages:
@@ -192,12 +192,13 @@ class PageAdmission:
         small = self.is_small(sequence)
         blocks = cache.blocks(sequence.prefill_len)
         growth = self._growth(sequence)
-        self._spare -= blocks - len(pages) + cache.evictable(pages) + growth
+        self._spare -= blocks - len(pages) + cache.pages.evictable(pages) + growth
         if small:
             self._of_small += blocks - self._held_by_small.among(pages) + growth
         slot = self.slots.admit(sequence, max(len(pages) * cache.block_size, sequence.received))
         self._held_by_small.is_small[slot] = small
-        cache.admit(slot, pages, home, blocks, sequence.request.cache_retention)
+        retention = sequence.request.cache_retention
+        cache.admit(slot, pages, home, blocks, retention, sequence.block_hashes)
         cache.extend(slot, max(cache.blocks(sequence.received) - len(pages), 0))
         self._tpot = min(self._tpot, sequence.tpot)
         if not self._has_slot:
@@ -216,4 +217,4 @@ class PageAdmission:
 
     def check(self) -> None:
         """Checks the counts of pages. Errors: AssertionError with what differs."""
-        self._held_by_small.check(self.cache.tables)
+        self._held_by_small.check([layout.pages for layout in self.cache.layouts])

@@ -67,7 +67,7 @@ class QueuePrefetch:
         last = (sequence.prefill_len - 1) // cache.block_size
         sequence.prefix_match = cache.match(hashes, last, sequence.prefix_match)
         first = len(sequence.prefix_match.pages)
-        held = cache.fetchable(hashes, first, last)
+        held = cache.below.fetchable(hashes, first, last)
         if not lower.shared:
             return held
         behind = first + len(held)

@@ -75,7 +75,8 @@ class Scheduler:
         self.cache = cache
         self.max_len = max_len
         self.bus = EventBus()
-        self.predictor = Predictor(costs, mesh, cache.reach, exchange=exchange, dealt=cache.deals)
+        deals = cache.placement.deals
+        self.predictor = Predictor(costs, mesh, cache.reach, exchange=exchange, dealt=deals)
         self.times = PrefillTimes(config, self.predictor)
         self.slots = SlotTable(config.max_seqs, cache, self.times.seconds)
         self.sequences = self.slots.by_number
@@ -347,8 +348,8 @@ class Scheduler:
         for sequence in list(filter(ends, self.requests.sequences())):
             events.append((sequence.id, self.requests.end(sequence, "error", now, error)))
         self.cache.flush()
-        self.cache.take_table_updates()
-        self.cache.take_moves()
+        self.cache.table_updates.take()
+        self.cache.moves.take()
         return events
 
     def check(self) -> None:

@@ -159,7 +159,7 @@ class SlotTable:
         assert sorted(self.free) == empty == np.flatnonzero(self.phase == EMPTY).tolist(), (
             f"free {self.free}, without sequence {empty}"
         )
-        assert not any(self.cache.tables[slot] for slot in empty), "an empty slot has pages"
+        assert not any(self.cache.layouts[slot].pages for slot in empty), "an empty slot has pages"
         assert (flying[self.phase >= LEAVING] > 0).all(), (
             "a sequence that is out of flight keeps its slot"
         )

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from jaxserve.cache import CacheManager
+from jaxserve.cache import CacheManager, LaneRules
 from jaxserve.cache.block_events import Medium, StoredBlocks
 from jaxserve.cache.hashes import block_key, root_key
 from jaxserve.settings.schema import CacheConfig
@@ -43,7 +43,7 @@ class Mirror:
 
 def make_cache(lanes: int = 1, pages: int = 6, **fields) -> CacheManager:
     config = CacheConfig(block_size=SIZE, pages=pages, **fields)
-    return CacheManager(config, lanes, SLOTS, most_moves=pages)
+    return CacheManager(config, lanes, SLOTS, rules=LaneRules(most_moves=pages))
 
 
 def hear(cache: CacheManager) -> Mirror:
@@ -93,7 +93,7 @@ def test_a_listener_hears_of_evicted_retracted_and_flushed_blocks():
     fill(cache, 0, range(100, 112))  # takes one of the two cached pages
     assert mirror.heard[1:] == ["removed", mirror.heard[2]] and len(mirror.keys) == 4
     cache.flush()
-    assert mirror.heard[-1] == "removed" and mirror.keys == set(cache.pages.page_of)
+    assert mirror.heard[-1] == "removed" and mirror.keys == set(cache.pages.with_key)
     cache.retract(0)
     assert not mirror.keys
     cache.release(0)
@@ -109,8 +109,8 @@ def test_a_block_that_changes_lanes_is_neither_lost_nor_new():
     fill(cache, 0, range(16))
     count = len(mirror.heard)
     cache.regroup(0, (0, 1))
-    assert cache.rebalance(0, 4) == 2 and cache.spread[0]
-    assert len(mirror.heard) == count and mirror.keys == set(cache.pages.page_of)
+    assert cache.rebalance(0, 4) == 2 and cache.group_size[0] == 2
+    assert len(mirror.heard) == count and mirror.keys == set(cache.pages.with_key)
 
 
 def test_without_prefix_caching_there_is_nothing_to_hear():
@@ -159,7 +159,7 @@ class Cache(RuleBasedStateMachine):
     def regroup(self, slot: int) -> None:
         if slot in self.used:
             self.cache.regroup(slot, (0, 1))
-            self.cache.rebalance(slot, len(self.cache.tables[slot]))
+            self.cache.rebalance(slot, len(self.cache.layouts[slot].pages))
 
     @rule()
     def flush(self) -> None:
@@ -172,7 +172,7 @@ class Cache(RuleBasedStateMachine):
     @invariant()
     def listeners_know_what_is_there(self) -> None:
         for mirror in self.mirrors:
-            assert mirror.keys == set(self.cache.pages.page_of)
+            assert mirror.keys == set(self.cache.pages.with_key)
 
 
 TestCache = Cache.TestCase

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxserve.cache import CacheManager
+from jaxserve.cache import CacheManager, LaneRules
 from jaxserve.cache.hashes import BlockHashes
 from jaxserve.settings.schema import CacheConfig, ConfigError
 from tests.cache.test_hashes import chain
@@ -12,9 +12,8 @@ NONE = np.empty(0, np.intp)
 
 
 def manager(lanes: int = 2, pages: int = 4, placement="grow", **fields) -> CacheManager:
-    return CacheManager(
-        CacheConfig(block_size=4, pages=pages, **fields), lanes, 3, placement=placement
-    )
+    config = CacheConfig(block_size=4, pages=pages, placement=placement, **fields)
+    return CacheManager(config, lanes, 3)
 
 
 def found(cache: CacheManager, tokens: BlockHashes, blocks: int) -> list[int]:
@@ -22,7 +21,7 @@ def found(cache: CacheManager, tokens: BlockHashes, blocks: int) -> list[int]:
 
 
 def lanes_of(cache: CacheManager, slot: int) -> list[int]:
-    return [page // cache.pages.per_lane for page in cache.tables[slot]]
+    return [page // cache.pages.per_lane for page in cache.layouts[slot].pages]
 
 
 def admit(cache: CacheManager, slot: int, pages: np.ndarray, need: int, pending=None) -> None:
@@ -40,11 +39,11 @@ def fill(cache: CacheManager, slot: int, blocks: int) -> None:
 def test_a_sequence_stays_on_its_lane_until_that_is_full_then_the_next_joins():
     cache = manager()
     fill(cache, 0, 3)
-    assert lanes_of(cache, 0) == [0, 0, 0] and not cache.spread[0]
+    assert lanes_of(cache, 0) == [0, 0, 0] and cache.group_size[0] == 1
     cache.extend(0, 3)
     assert (
         lanes_of(cache, 0) == [0, 0, 0, 0, 1, 1]
-        and cache.spread[0]
+        and cache.group_size[0] == 2
         and cache.blocks_per_lane[0].tolist() == [4, 2]
     )
     cache.check()
@@ -88,7 +87,7 @@ def test_a_sequence_goes_where_its_prefix_lies_if_its_chunk_fits_there():
     )
     admit(cache, 1, cache.match(tokens, 5).pages, 2)
     admit(cache, 2, cache.match(tokens, 5).pages, 3)
-    assert cache.home[1:].tolist() == [0, 1] and cache.spread.tolist() == [False, False, True]
+    assert cache.home[1:].tolist() == [0, 1] and cache.group_size.tolist() == [1, 1, 2]
     cache.check()
 
 
@@ -103,13 +102,18 @@ def test_a_prompt_that_one_lane_shall_not_hold_is_dealt_out_and_ends_at_home(pla
     """Stripes of two blocks; the last block of its thirteen is at home, and what it generates goes
     on as before."""
     cache = CacheManager(
-        CacheConfig(block_size=4, pages=9, lane_tokens=8), 3, 3, placement=placement, stripe=2
+        CacheConfig(block_size=4, pages=9, lane_tokens=8, placement=placement),
+        3,
+        3,
+        rules=LaneRules(stripe=2),
     )
     for slot, blocks in ((0, 13), (1, 2)):
         cache.admit(slot, np.empty(0, np.intp), 1, blocks=blocks)
         cache.extend(slot, blocks)
     cache.extend(0, 1)
-    assert cache.lanes_of(0, 0, 14).tolist() == right and cache.lanes_of(1, 0, 2).tolist() == [1, 1]
+    assert cache.layouts[0].lanes_of(0, 14).tolist() == right and cache.layouts[1].lanes_of(
+        0, 2
+    ).tolist() == [1, 1]
     cache.check()
 
 
@@ -119,7 +123,7 @@ def test_a_prompt_that_one_lane_shall_not_hold_is_dealt_out_and_ends_at_home(pla
 def test_placements_scatter_blocks_and_rows_stay_ascending(placement, lanes):
     cache = manager(3, placement=placement)
     fill(cache, 0, 6)
-    deltas = cache.take_table_updates()
+    deltas = cache.table_updates.take()
     assert lanes is None or lanes_of(cache, 0) == lanes
     for lane in range(3):
         rows = deltas[deltas[:, 0] == lane]
@@ -131,21 +135,15 @@ def test_placements_scatter_blocks_and_rows_stay_ascending(placement, lanes):
     cache.check()
 
 
-def test_a_placement_of_ones_own_is_a_function():
-    cache = manager(placement=lambda view: 1 - view.block % 2)
-    fill(cache, 0, 4)
-    assert lanes_of(cache, 0) == [1, 0, 1, 0]
-
-
 def test_deltas_tell_what_is_new_once_and_list_a_prefix_hit_first():
     cache = manager()
     fill(cache, 0, 2)
     cache.publish(0, 0, 2, chain(range(8)))
-    assert cache.take_table_updates().tolist() == [[0, 0, 0, 0, 0], [0, 0, 1, 1, 1]]
-    assert cache.take_table_updates().shape == (0, 5)
+    assert cache.table_updates.take().tolist() == [[0, 0, 0, 0, 0], [0, 0, 1, 1, 1]]
+    assert cache.table_updates.take().shape == (0, 5)
     cache.admit(1, cache.match(chain(range(8)), 2).pages, 1)
     cache.extend(1, 1)
-    assert cache.take_table_updates().tolist() == [
+    assert cache.table_updates.take().tolist() == [
         [0, 1, 0, 0, 0],
         [0, 1, 1, 1, 1],
         [1, 1, 0, 0, 2],
@@ -161,7 +159,7 @@ def test_a_released_block_can_be_matched_until_its_page_is_needed():
     assert (
         cache.counts() == (2, 2, 0)
         and found(cache, tokens, 3) == [0, 1]
-        and cache.evictable(np.arange(2)) == 2
+        and cache.pages.evictable(np.arange(2)) == 2
     )
     fill(cache, 1, 3)
     assert found(cache, tokens, 3) == [0]  # the deeper block went first

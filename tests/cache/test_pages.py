@@ -40,7 +40,7 @@ def test_free_pages_go_first_then_the_least_recently_used_deepest_block_first():
     pages.ref(np.array(first[:1]))  # used again
     pages.unref(first[:1])
     assert [pages.allocate(0) for _ in range(4)] == [3, first[1], second[0], first[0]]
-    assert pages.page_of == pages.key_of == {}
+    assert pages.with_key == pages.key_of == {}
     with pytest.raises(KeyError):
         pages.allocate(0)
 
@@ -52,7 +52,7 @@ def test_a_key_stays_with_the_page_that_had_it_first():
     pages.publish(one, b"a")
     pages.publish(two, b"a")
     pages.unref([one, two])
-    assert pages.page_of == {b"a": one} and pages.free[0] == [two]
+    assert pages.with_key == {b"a": (one,)} and pages.free[0] == [two]
 
 
 def test_check_tells_a_lost_reference():
@@ -69,7 +69,7 @@ def test_a_retracted_page_is_not_found_again_and_is_free_once_dropped():
     pages.publish(one, b"a")
     pages.ref(np.array([one]))
     pages.retract([one, two])
-    assert pages.page_of == {}
+    assert pages.with_key == {}
     pages.unref([one, two])
     pages.check([one])
     pages.unref([one])

@@ -28,8 +28,8 @@ def spread_prompts(
 ) -> CacheManager:
     """A cache with a sequence per slot. sequences: home lane, lanes of its group, blocks of its
     prompt; with `grow` the group is what the blocks make it."""
-    config = CacheConfig(block_size=1, pages=pages, lane_tokens=limit)
-    cache = CacheManager(config, lanes, len(sequences), placement=placement)
+    config = CacheConfig(block_size=1, pages=pages, lane_tokens=limit, placement=placement)
+    cache = CacheManager(config, lanes, len(sequences))
     for slot, (home, size, blocks) in enumerate(sequences):
         cache.admit(slot, NONE, home, blocks)
         if placement != "grow":
@@ -41,7 +41,7 @@ def spread_prompts(
 
 def decoded(cache: CacheManager, slot: int, prompt: int) -> list[int]:
     """The lane of each block after the prompt's."""
-    return cache.lanes_of(slot, prompt, len(cache.tables[slot])).tolist()
+    return cache.layouts[slot].lanes_of(prompt, len(cache.layouts[slot].pages)).tolist()
 
 
 @st.composite
@@ -128,7 +128,7 @@ def test_lanes_without_a_page_are_skipped_and_nothing_is_lost(batch, slots):
         limited = placement == "grow" or len(group) == 1
         room = [lane for lane in group if available[lane] and (before[lane] < LIMIT or not limited)]
         assert lane in room or not room
-    for slot, table in enumerate(cache.tables):
+    for slot, table in enumerate(layout.pages for layout in cache.layouts):
         assert cache.blocks_per_lane[slot].sum() == len(table) == len(set(table))
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.cache import CacheManager
+from jaxserve.cache import CacheManager, LaneRules
 from jaxserve.settings.schema import CacheConfig
 from tests.examples import examples
 
@@ -23,7 +23,7 @@ class Watcher:
 
     def __init__(self, cache: CacheManager, slots: int):
         self.held = [Counter() for _ in range(slots)]
-        cache.watch(self)
+        cache.watchers.append(self)
 
     def taken(self, slot, pages):
         self.held[slot].update(pages)
@@ -32,7 +32,7 @@ class Watcher:
         self.held[slot].subtract(pages)
 
     def agrees(self, cache: CacheManager) -> bool:
-        return [+held for held in self.held] == [Counter(table) for table in cache.tables]
+        return [+held for held in self.held] == [Counter(layout.pages) for layout in cache.layouts]
 
 
 def fewest(held: list[int], group: tuple[int, ...]) -> int:
@@ -54,14 +54,14 @@ class DeviceTable:
     def step(self) -> np.ndarray:
         """Takes what the next batch would take, and compares each slot's rows with the host's;
         returns the moves."""
-        moves = self.cache.take_moves()
+        moves = self.cache.moves.take()
         self.move(moves)
-        updates = self.cache.take_table_updates().tolist()
+        updates = self.cache.table_updates.take().tolist()
         assert len({tuple(entry[:3]) for entry in updates}) == len(updates), "an entry twice"
         for lane, slot, index, page, block in updates:
             self.rows[slot, lane, index] = page, block
         self.cache.check()
-        for slot, table in enumerate(self.cache.tables):
+        for slot, table in enumerate(layout.pages for layout in self.cache.layouts):
             for lane in range(self.cache.pages.lanes):
                 right = [
                     (page % self.cache.pages.per_lane, block)
@@ -92,11 +92,10 @@ def test_blocks_go_where_they_belong_and_pages_keep_what_they_held(seed):
     rng = np.random.default_rng(seed)
     most = int(rng.integers(1, 4))
     cache = CacheManager(
-        CacheConfig(block_size=4, pages=int(rng.integers(8, 25))),
+        CacheConfig(block_size=4, pages=int(rng.integers(8, 25)), placement="random"),
         LANES,
         4,
-        placement="random",
-        most_moves=most,
+        rules=LaneRules(most_moves=most),
     )
     watcher = Watcher(cache, 4)
     chain = cache.block_hashes("", lambda a, b: np.arange(a, b, dtype=np.int32))
@@ -111,18 +110,20 @@ def test_blocks_go_where_they_belong_and_pages_keep_what_they_held(seed):
             cache.release(slot)
             continue
         cache.extend(slot, count)
-        for block, page in enumerate(cache.tables[slot]):
+        for block, page in enumerate(cache.layouts[slot].pages):
             content.setdefault(page, (slot, block))
         if slot == 0:
-            cache.publish(0, 0, min(6, len(cache.tables[0])), chain)
+            cache.publish(0, 0, min(6, len(cache.layouts[0].pages)), chain)
     device.step()
     for _ in range(4):
         slot = int(rng.integers(3))
-        before = [content[page] for page in cache.tables[slot]]
+        before = [content[page] for page in cache.layouts[slot].pages]
         group = tuple(rng.permutation(LANES)[: rng.integers(1, LANES + 1)].tolist())
         held = cache.blocks_per_lane[slot].tolist()
         refs = cache.pages.refs
-        shared = {block: page for block, page in enumerate(cache.tables[slot]) if refs[page] > 1}
+        shared = {
+            block: page for block, page in enumerate(cache.layouts[slot].pages) if refs[page] > 1
+        }
         available = cache.available
         room = cache.pages.available()
         cache.regroup(slot, group)
@@ -133,8 +134,8 @@ def test_blocks_go_where_they_belong_and_pages_keep_what_they_held(seed):
             pairs = Counter(map(tuple, moves[:, [0, 2]].tolist()))
             assert len(moves) == count and max(pairs.values()) <= most
         assert watcher.agrees(cache) and cache.available == available
-        assert [content[page] for page in cache.tables[slot]] == before
-        assert all(cache.tables[slot][block] == page for block, page in shared.items())
+        assert [content[page] for page in cache.layouts[slot].pages] == before
+        assert all(cache.layouts[slot].pages[block] == page for block, page in shared.items())
         if min(room) < len(before):
             continue  # it may have stopped where a lane was full
         counts = cache.blocks_per_lane[slot]
@@ -156,20 +157,20 @@ def test_blocks_go_where_they_belong_and_pages_keep_what_they_held(seed):
 
 
 def test_a_block_that_only_one_sequence_holds_takes_its_key_along():
-    cache = CacheManager(CacheConfig(block_size=4, pages=9), 2, 3, most_moves=9)
+    cache = CacheManager(CacheConfig(block_size=4, pages=9), 2, 3, rules=LaneRules(most_moves=9))
     chain = cache.block_hashes("", lambda a, b: np.arange(a, b, dtype=np.int32))
     cache.admit(0, NOTHING, 0)
     cache.extend(0, 4)
     cache.publish(0, 0, 4, chain)
     cache.regroup(0, (0, 1))
     assert cache.rebalance(0, 4) == 2 and cache.blocks_per_lane[0].tolist() == [2, 2]
-    assert len(cache.take_moves()) == 2
-    assert cache.match(chain, 4).pages.tolist() == cache.tables[0]
+    assert len(cache.moves.take()) == 2
+    assert cache.match(chain, 4).pages.tolist() == cache.layouts[0].pages
     cache.admit(1, cache.match(chain, 4).pages, 0)
     # the other holds them where they are
     cache.regroup(0, (1,))
     assert not cache.rebalance(0, 4) and cache.blocks_per_lane[0].tolist() == [2, 2]
-    assert not len(cache.take_moves())
+    assert not len(cache.moves.take())
     cache.extend(0, 3)
     cache.regroup(0, (1,))
     assert cache.rebalance(0, 7) == 3 and cache.blocks_per_lane[0].tolist() == [2, 5]
@@ -186,12 +187,14 @@ def test_a_device_that_gets_the_updates_has_the_hosts_tables(seed):
     slots = 4
     ascending = bool(rng.integers(2))
     cache = CacheManager(
-        CacheConfig(block_size=4, pages=int(rng.integers(6, 20))),
+        CacheConfig(
+            block_size=4,
+            pages=int(rng.integers(6, 20)),
+            placement=str(rng.choice(["grow", "round_robin", "random"])),
+        ),
         LANES,
         slots,
-        placement=str(rng.choice(["grow", "round_robin", "random"])),
-        most_moves=int(rng.integers(1, 6)),
-        ascending=ascending,
+        rules=LaneRules(most_moves=int(rng.integers(1, 6)), ascending=ascending),
     )
     hashes = cache.block_hashes("", lambda a, b: np.arange(a, b, dtype=np.int32))
     device = DeviceTable(cache)
@@ -207,11 +210,11 @@ def test_a_device_that_gets_the_updates_has_the_hosts_tables(seed):
             newest[slot] = len(pages)
         elif action < 0.4:
             # the chunk before may have ended within its last block
-            newest[slot] = max(newest[slot], len(cache.tables[slot]) - int(rng.integers(2)))
+            newest[slot] = max(newest[slot], len(cache.layouts[slot].pages) - int(rng.integers(2)))
             cache.rebalance(slot, newest[slot])
             cache.extend(slot, int(rng.integers(min(6, cache.available) + 1)))
             if rng.random() < 0.5:
-                cache.publish(slot, 0, len(cache.tables[slot]), hashes)
+                cache.publish(slot, 0, len(cache.layouts[slot].pages), hashes)
         elif action < 0.6:
             lanes = rng.permutation(LANES)[: rng.integers(1, LANES + 1)]
             cache.regroup(slot, tuple(lanes.tolist()))
@@ -244,27 +247,27 @@ def rows_of(device: DeviceTable) -> dict[tuple[int, int], list[int]]:
 def test_a_rebalance_sends_entries_of_what_moved_alone():
     """Ten blocks on lane 0, of which the last five move to lane 1, two in a batch; then to lane 2
     too, where each of the others gives what it has too many, from its end."""
-    cache = CacheManager(CacheConfig(block_size=4, pages=20), 3, 1, most_moves=2)
+    cache = CacheManager(CacheConfig(block_size=4, pages=20), 3, 1, rules=LaneRules(most_moves=2))
     cache.admit(0, NOTHING, 0)
     cache.extend(0, 10)
-    assert len(cache.take_table_updates()) == 10
+    assert len(cache.table_updates.take()) == 10
     cache.regroup(0, (0, 1))
     sent = []
     while cache.rebalance(0, 10):
-        sent.append(cache.take_table_updates()[:, 1:].tolist())
-        cache.take_moves()
+        sent.append(cache.table_updates.take()[:, 1:].tolist())
+        cache.moves.take()
     assert cache.blocks_per_lane[0].tolist() == [5, 5, 0]
     # slot, index, page, block
     assert sent == [[[0, 0, 0, 8], [0, 1, 1, 9]], [[0, 2, 2, 6], [0, 3, 3, 7]], [[0, 4, 4, 5]]]
     cache.regroup(0, (0, 1, 2))
     assert cache.rebalance(0, 10) == 3 and cache.blocks_per_lane[0].tolist() == [4, 3, 3]
-    assert len(cache.take_table_updates()) == 3
+    assert len(cache.table_updates.take()) == 3
     cache.regroup(0, (0, 1, 2))
-    assert not cache.rebalance(0, 10) and not len(cache.take_table_updates())
+    assert not cache.rebalance(0, 10) and not len(cache.table_updates.take())
 
 
 def test_a_block_that_is_not_full_stays_behind_older_ones():
-    cache = CacheManager(CacheConfig(block_size=4, pages=20), 2, 1, most_moves=1)
+    cache = CacheManager(CacheConfig(block_size=4, pages=20), 2, 1, rules=LaneRules(most_moves=1))
     device = DeviceTable(cache)
     cache.admit(0, NOTHING, 0)
     cache.extend(0, 6)
@@ -279,14 +282,14 @@ def test_a_block_that_is_not_full_stays_behind_older_ones():
 
 def test_what_moves_into_a_page_moves_on_with_a_later_batch():
     """All moves of a batch read before any writes: a block that has just moved stays."""
-    cache = CacheManager(CacheConfig(block_size=4, pages=20), 3, 1, most_moves=9)
+    cache = CacheManager(CacheConfig(block_size=4, pages=20), 3, 1, rules=LaneRules(most_moves=9))
     cache.admit(0, NOTHING, 0)
     cache.extend(0, 4)
     cache.regroup(0, (1,))
     assert cache.rebalance(0, 4) == 4
     cache.regroup(0, (2,))
     assert cache.rebalance(0, 4) == 0
-    assert cache.take_moves()[:, 2].tolist() == [1] * 4
+    assert cache.moves.take()[:, 2].tolist() == [1] * 4
     cache.regroup(0, (2,))
     assert cache.rebalance(0, 4) == 4
     cache.check()

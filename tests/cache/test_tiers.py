@@ -6,7 +6,7 @@ import pytest
 
 from jaxserve.api.batch import PageStores
 from jaxserve.api.request import EPHEMERAL, NORMAL_RETENTION
-from jaxserve.cache import CacheManager
+from jaxserve.cache import CacheManager, LaneRules
 from jaxserve.cache.block_events import Medium
 from jaxserve.cache.tier_events import TierEvents
 from jaxserve.cache.tiers import TierCounts
@@ -53,7 +53,7 @@ def cache(lower) -> CacheManager:
 def run(cache: CacheManager, slot: int, hashes, blocks: int) -> None:
     cache.admit(slot, cache.match(hashes, 0).pages, 0)
     cache.extend(slot, blocks)
-    cache.take_stores()
+    cache.stores.take()
     cache.publish(slot, 0, blocks, hashes)
     cache.release(slot)
 
@@ -61,13 +61,13 @@ def run(cache: CacheManager, slot: int, hashes, blocks: int) -> None:
 def test_a_block_that_leaves_a_page_is_named_with_that_page_before_the_page_is_used(cache):
     first, second = chain([1] * 16), chain([2] * 16)
     run(cache, 0, first, 4)
-    assert not len(cache.take_stores())
+    assert not len(cache.stores.take())
     cache.admit(1, cache.match(second, 0).pages, 0)
     cache.extend(1, 2)
-    stores = cache.take_stores()
+    stores = cache.stores.take()
     assert stores.keys == [first[3], first[2]]  # the deepest leave first
-    assert stores.pages.tolist() == cache.tables[1] and not stores.lanes.any()
-    assert not len(cache.take_stores())
+    assert stores.pages.tolist() == cache.layouts[1].pages and not stores.lanes.any()
+    assert not len(cache.stores.take())
 
 
 def test_a_page_that_was_given_away_in_this_step_has_nothing_to_store_yet(cache):
@@ -78,26 +78,26 @@ def test_a_page_that_was_given_away_in_this_step_has_nothing_to_store_yet(cache)
     cache.release(1)
     cache.admit(2, cache.match(chain([3] * 16), 0).pages, 0)
     cache.extend(2, 4)
-    assert set(cache.take_stores().keys) == {chain([1] * 16)[n] for n in range(4)}
+    assert set(cache.stores.take().keys) == {chain([1] * 16)[n] for n in range(4)}
 
 
 def test_blocks_are_fetched_up_to_the_first_gap(cache, lower):
     hashes = chain([1] * 16)
     lower.keys = {hashes[0], hashes[1], hashes[3]}
-    assert cache.fetchable(hashes, 0, 4) == [hashes[0], hashes[1]]
-    assert cache.fetchable(hashes, 1, 4) == [hashes[1]]
-    assert cache.fetchable(hashes, 0, 1) == [hashes[0]]
-    assert cache.fetchable(hashes, 2, 4) == []
+    assert cache.below.fetchable(hashes, 0, 4) == [hashes[0], hashes[1]]
+    assert cache.below.fetchable(hashes, 1, 4) == [hashes[1]]
+    assert cache.below.fetchable(hashes, 0, 1) == [hashes[0]]
+    assert cache.below.fetchable(hashes, 2, 4) == []
 
 
 def test_a_fetch_names_pages_that_the_slot_holds(cache, lower):
     hashes = chain([1] * 16)
     cache.admit(0, cache.match(hashes, 0).pages, 0)
     ticket = cache.fetch(0, [hashes[0], hashes[1]])
-    (fetch,) = cache.take_fetches()
+    (fetch,) = cache.below.take_fetches()
     assert fetch.ticket == ticket and fetch.keys == [hashes[0], hashes[1]]
-    assert fetch.places.tolist() == [[0, page] for page in cache.tables[0]]
-    assert cache.take_fetches() == []
+    assert fetch.places.tolist() == [[0, page] for page in cache.layouts[0].pages]
+    assert cache.below.take_fetches() == []
     assert cache.fetch(0, [hashes[2]]) != ticket
     cache.check()
 
@@ -105,9 +105,9 @@ def test_a_fetch_names_pages_that_the_slot_holds(cache, lower):
 def test_at_the_end_all_that_can_be_found_is_to_be_kept_if_that_outlasts_the_end(cache, lower):
     hashes = chain([1] * 16)
     run(cache, 0, hashes, 3)
-    assert set(cache.stores_at_the_end().keys) == {hashes[n] for n in range(3)}
+    assert set(cache.below.stores_at_the_end().keys) == {hashes[n] for n in range(3)}
     lower.outlasts = False
-    assert not len(cache.stores_at_the_end())
+    assert not len(cache.below.stores_at_the_end())
 
 
 # --- requests' wishes
@@ -123,12 +123,12 @@ def stored(cache: CacheManager, hashes, blocks: int, retention: int, pages=4) ->
     if blocks:
         cache.admit(0, cache.match(hashes, 0).pages, 0, retention=retention)
         cache.extend(0, blocks)
-        cache.take_stores()
+        cache.stores.take()
         cache.publish(0, 0, blocks, hashes)
         cache.release(0)
     cache.admit(1, cache.match(chain([9] * 16), 0).pages, 0)
     cache.extend(1, pages)
-    stores = cache.take_stores()
+    stores = cache.stores.take()
     cache.release(1)
     cache.check()
     return retentions(stores)
@@ -150,7 +150,7 @@ def test_the_strongest_of_the_wishes_of_all_who_share_a_block_counts(cache):
         cache.admit(slot, cache.match(hashes, blocks).pages, 0, retention=retention)
         if slot == 0:
             cache.extend(0, 4)
-            cache.take_stores()
+            cache.stores.take()
             cache.publish(0, 0, 4, hashes)
         cache.release(slot)
     assert stored(cache, hashes, 0, 0) == {hashes[0]: 60, hashes[1]: 60, hashes[2]: 0}
@@ -161,7 +161,7 @@ def test_a_block_that_was_computed_twice_has_the_strongest_wish_too(cache):
     for slot, retention in enumerate([EPHEMERAL, 60]):
         cache.admit(slot, cache.match(hashes, 0).pages, 0, retention=retention)
         cache.extend(slot, 1)
-    cache.take_stores()
+    cache.stores.take()
     for slot in range(2):
         cache.publish(slot, 0, 1, hashes)
     for slot in range(2):
@@ -174,9 +174,9 @@ def test_an_ephemeral_block_that_is_wanted_elsewhere_passes_through(cache):
     cache.stores.want([hashes[0]], lambda key: False)
     cache.admit(0, cache.match(hashes, 0).pages, 0, retention=EPHEMERAL)
     cache.extend(0, 2)
-    cache.take_stores()
+    cache.stores.take()
     cache.publish(0, 0, 2, hashes)
-    assert retentions(cache.take_stores()) == {hashes[0]: EPHEMERAL}
+    assert retentions(cache.stores.take()) == {hashes[0]: EPHEMERAL}
 
 
 def test_at_the_end_ephemeral_blocks_are_not_stored(cache):
@@ -185,7 +185,7 @@ def test_at_the_end_ephemeral_blocks_are_not_stored(cache):
         cache.admit(slot, cache.match(hashes, 0).pages, 0, retention=retention)
         cache.extend(slot, 1)
         cache.publish(slot, 0, 1, hashes)
-    assert retentions(cache.stores_at_the_end()) == {hashes[0]: 60}
+    assert retentions(cache.below.stores_at_the_end()) == {hashes[0]: 60}
 
 
 def test_who_fetches_blocks_has_them_kept_as_long_as_it_asks(cache, lower):
@@ -196,12 +196,14 @@ def test_who_fetches_blocks_has_them_kept_as_long_as_it_asks(cache, lower):
 
 
 def test_a_block_that_moves_to_another_lane_is_retained_there():
-    cache = CacheManager(CacheConfig(block_size=4, pages=4), 2, 3, lower=Lower(), most_moves=4)
+    cache = CacheManager(
+        CacheConfig(block_size=4, pages=4), 2, 3, lower=Lower(), rules=LaneRules(most_moves=4)
+    )
     hashes = chain([1] * 16)
     cache.admit(0, cache.match(hashes, 0).pages, 0, retention=600)
     cache.extend(0, 4)
     cache.publish(0, 0, 4, hashes)
     cache.regroup(0, (0, 1))
     assert cache.rebalance(0, 4) == 2
-    stores = cache.stores_at_the_end()
+    stores = cache.below.stores_at_the_end()
     assert sorted(stores.lanes.tolist()) == [0, 0, 1, 1] and set(stores.retention.tolist()) == {600}

@@ -18,7 +18,7 @@ import numpy as np
 from jaxserve.api.events import Event, Finished, Token
 from jaxserve.api.request import Request
 from jaxserve.api.sampling import SamplingParams
-from jaxserve.cache import CacheManager
+from jaxserve.cache import CacheManager, LaneRules
 from jaxserve.costs.exchange_choice import ExchangeChooser
 from jaxserve.costs.predictor import NOMINAL, Costs
 from jaxserve.engine.build import build
@@ -86,13 +86,13 @@ def fresh(
     costs of steps and exchanges, and other settings of the scheduler. It overwrites those of the
     old one: use that no more."""
     plan = old.worker.plan
-    cache = dataclasses.replace(old.config.cache, pages=pages or plan.pages)
+    cache = dataclasses.replace(old.config.cache, pages=pages or plan.pages, placement=placement)
     config = dataclasses.replace(
         old.config, scheduler=dataclasses.replace(old.config.scheduler, **settings)
     )
     scheduler = Scheduler(
         config.scheduler,
-        CacheManager(cache, plan.mesh.kvp, plan.slots, placement=placement, most_moves=plan.moves),
+        CacheManager(cache, plan.mesh.kvp, plan.slots, rules=LaneRules(most_moves=plan.moves)),
         plan.mesh,
         old.info.max_model_len,
         plan.model.eos_ids,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jaxserve.api.batch import Batch, PageStores
 from jaxserve.api.request import Request
 from jaxserve.api.sampling import SamplingParams
-from jaxserve.cache import CacheManager
+from jaxserve.cache import CacheManager, LaneRules
 from jaxserve.costs.exchange_choice import moves_per_pair
 from jaxserve.engine.command import (
     NO_SAMPLING,
@@ -258,7 +258,7 @@ def sizes(context: int) -> dict[str, list[int]]:
             CacheConfig(block_size=BLOCK, pages=pages, placement=placement),
             lanes,
             4,
-            most_moves=moves_per_pair(config.chunk_tokens, BLOCK, lanes),
+            rules=LaneRules(most_moves=moves_per_pair(config.chunk_tokens, BLOCK, lanes)),
         )
         scheduler = Scheduler(
             config, cache, MeshConfig(kvp=lanes), 2 * context + 1000, planner=planner

@@ -331,7 +331,7 @@ def test_logits_that_are_not_finite_end_their_request_and_no_other(real, fields)
         sequence.slot for sequence in real.scheduler.sequences.values() if sequence.id == "bad"
     )
     stage = real.worker.stages.stages[0]
-    page = real.scheduler.cache.tables[slot][0]
+    page = real.scheduler.cache.layouts[slot].pages[0]
     stage.pages[0] = jax.tree.map(lambda pool: pool.at[0, page].set(jnp.nan), stage.pages[0])
     while real.step():
         real.scheduler.check()

@@ -40,8 +40,13 @@ def traffic(
 ):
     """Batches of random requests, with shared prefixes, full queues, preemptions and cancels."""
     rng = random.Random(seed)
-    room = CacheConfig(block_size=BLOCK, pages=60 // lanes + 60, lane_tokens=lane_tokens)
-    cache = CacheManager(room, lanes, config.max_seqs, placement=placement)
+    room = CacheConfig(
+        block_size=BLOCK,
+        pages=60 // lanes + 60,
+        lane_tokens=lane_tokens,
+        placement=placement,
+    )
+    cache = CacheManager(room, lanes, config.max_seqs)
     scheduler = Scheduler(config, cache, MeshConfig(kvp=lanes), 400)
     flights = []
     number = 0

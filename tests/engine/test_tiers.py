@@ -415,7 +415,7 @@ def test_listeners_know_what_every_tier_holds(tmp_path, expected):
 
     def agrees() -> bool:
         real.step()
-        on_pages = set(real.scheduler.cache.pages.page_of)
+        on_pages = set(real.scheduler.cache.pages.with_key)
         below = {Medium.HOST: set(tiers.host.keys()), Medium.DISK: set(tiers.behind.keys())}
         return picture.on == {Medium.DEVICE: on_pages, **below}
 

@@ -7,6 +7,7 @@ position is a function of that hash and of the completion's index.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict, deque
 
 import numpy as np
@@ -15,7 +16,7 @@ from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Event, Finished, Progress, Token
 from jaxserve.api.request import Request
 from jaxserve.api.sampling import SamplingParams
-from jaxserve.cache import CacheManager
+from jaxserve.cache import CacheIdentity, CacheManager
 from jaxserve.costs.predictor import NOMINAL, Costs
 from jaxserve.lanes.groups import group_around, group_sizes
 from jaxserve.scheduling import Batch, Scheduler
@@ -171,7 +172,12 @@ class Replica:
         max_len: int = 1000,
         costs: Costs = NOMINAL,
     ):
-        self.cache = CacheManager(cache, mesh.kvp, config.max_seqs, "model", "float32", placement)
+        self.cache = CacheManager(
+            dataclasses.replace(cache, placement=placement),
+            mesh.kvp,
+            config.max_seqs,
+            CacheIdentity("model", "float32"),
+        )
         self.scheduler = Scheduler(config, self.cache, mesh, max_len, {EOS}, costs)
         self.device = Device(cache.block_size, self.scheduler.sequences)
         self.flight: deque[tuple[Batch, np.ndarray, set]] = deque()

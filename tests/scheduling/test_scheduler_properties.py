@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from jaxserve.api.errors import RequestError
-from jaxserve.cache import PLACEMENTS
 from jaxserve.costs.predictor import NOMINAL, Costs
+from jaxserve.lanes.placement import PLACEMENTS
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 from tests.examples import examples
 from tests.scheduling.fakes import VOCAB, Replica

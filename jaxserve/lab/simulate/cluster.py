@@ -347,7 +347,7 @@ class VirtualCluster:
             self._at(self._now + spec.sample_every, self._sample)
 
     def _report(self) -> ClusterReport:
-        held = Counter(key for node in self.prefilling for key in node.cache.pages.page_of)
+        held = Counter(key for node in self.prefilling for key in node.cache.pages.with_key)
         holders = np.sort(np.fromiter(held.values(), np.int64, len(held)))[::-1]
         return ClusterReport(
             self.records,

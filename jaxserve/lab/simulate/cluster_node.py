@@ -101,7 +101,7 @@ class Node:
 
     def prefix(self, chain: BlockHashes, blocks: int) -> int:
         """Blocks of a chain, at most `blocks`, that are cached here."""
-        held = self.cache.pages.page_of
+        held = self.cache.pages.with_key
         return next((block for block in range(blocks) if chain[block] not in held), blocks)
 
     def receive(self, chain: BlockHashes, blocks: int) -> None:
@@ -109,8 +109,9 @@ class Node:
         pages = self.cache.pages
         held: list[int] = []
         for block in range(blocks):
-            page = pages.page_of.get(chain[block])
-            if page is not None:
+            copies = pages.with_key.get(chain[block])
+            if copies is not None:
+                page = copies[0]
                 pages.ref(np.array([page]))
             elif any(pages.available()):
                 page = pages.allocate(0)

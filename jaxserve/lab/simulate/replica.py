@@ -260,6 +260,6 @@ def _info(
             "scheduler": dataclasses.asdict(config),
             "lookahead": lookahead,
         },
-        cache_fingerprint=scheduler.cache.fingerprint,
-        cache_dtype=scheduler.cache.dtype,
+        cache_fingerprint=scheduler.cache.identity.fingerprint,
+        cache_dtype=scheduler.cache.identity.dtype,
     )

@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxserve.api.errors import RequestError
 from jaxserve.api.request import Request, Slo
-from jaxserve.cache import CacheManager
+from jaxserve.cache import CacheManager, LaneRules
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.costs.exchange_choice import (
@@ -194,7 +194,8 @@ class System:
         cache = dataclasses.replace(cache, pages=pages)
         lanes = self.mesh.kvp
         moves = moves_per_pair(scheduler.chunk_tokens, cache.block_size, lanes)
-        manager = CacheManager(cache, lanes, scheduler.max_seqs, stripe=stripe, most_moves=moves)
+        rules = LaneRules(stripe, moves)
+        manager = CacheManager(cache, lanes, scheduler.max_seqs, rules=rules)
         exchange = system.exchange(
             scheduler.exchange, cache.block_size, scheduler.decode_exchange, moves
         )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxserve.api.errors import ConfigError
+from jaxserve.lanes.placement import PLACEMENTS
 from jaxserve.settings.fields import Settings, option
 
 
@@ -40,7 +41,7 @@ class CacheConfig(Settings):
         "(grow); evenly over all lanes if it is longer than lane_tokens, or over those that a "
         "planner chooses (striped, zigzag); block after block to another lane (round_robin, "
         "random)",
-        choices=("grow", "striped", "zigzag", "round_robin", "random"),
+        choices=PLACEMENTS.keys(),
     )
     prefix_caching: bool = option(True, "reuse the KV of equal prefixes")
     kv_cache_dtype: str = option(

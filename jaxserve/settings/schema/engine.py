@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from jaxserve.api.errors import ConfigError
+from jaxserve.lanes.placement import PLACEMENTS
 from jaxserve.settings.fields import Settings, option
 from jaxserve.settings.schema.cache import CacheConfig
 from jaxserve.settings.schema.mesh import MeshConfig
@@ -97,19 +98,19 @@ def check_lanes(mesh: MeshConfig, cache: CacheConfig, scheduler: SchedulerConfig
             )
     if scheduler.improvement is not None and planner not in ("single", "cdsp"):
         raise ConfigError("improvement", f"has no effect with --planner={planner}")
-    dealt = cache.placement in ("striped", "zigzag")
+    planned = PLACEMENTS[cache.placement].planned
     if planner == "none":
-        if dealt and cache.lane_tokens is None:
+        if planned and cache.lane_tokens is None:
             raise ConfigError(
                 "placement",
                 f"{cache.placement} deals out prompts of more than --lane_tokens, which is not "
                 "given",
             )
         return
-    if not dealt:
+    if not planned:
+        names = " or ".join(name for name, kind in PLACEMENTS.items() if kind.planned)
         raise ConfigError(
-            "placement",
-            f"{cache.placement} cannot follow --planner={planner}; that needs striped or zigzag",
+            "placement", f"{cache.placement} cannot follow --planner={planner}; that needs {names}"
         )
     size = int(planner.removeprefix("fixed-")) if planner.startswith("fixed-") else 1
     if mesh.kvp % size:

@@ -1,0 +1,167 @@
+"""Where the blocks of one running sequence lie: page, lane, and index in the lane's row.
+
+A sequence's blocks are numbered in the order of its tokens; each is on one page of one lane. The
+device keeps, per slot and lane, a row of pages, each with the number of its block.
+
+In a row the blocks of the newest chunk ascend, behind all older ones. These ascend too, unless
+blocks have moved there from other lanes: attention reads them whole, in whatever order. Rows of
+sequences on one lane, and of models with sliding windows, always ascend.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable
+
+import numpy as np
+
+from jaxserve.lanes.groups import size_of
+
+# columns of a page table entry: lane, slot, index in the row, page on the lane, block
+LANE, SLOT, INDEX, PAGE, BLOCK = range(5)
+KeyOf = Callable[[int], bytes]  # the key of a block by its number
+
+
+class SequenceLayout:
+    """The blocks of the sequence in a slot; without blocks, an empty slot.
+
+    `pages`: the page of every block, in order, by its number among those of all lanes, of which
+    each has `per_lane`. `by_lane`: blocks on each lane. `rows`: per lane, the blocks of its row in
+    order. `last_lane`: of the newest block, at first home. `group`: lanes over which the next
+    blocks are dealt out; none where one lane may hold them. `surplus`: blocks that each lane has
+    too many (below 0: too few) until a regrouped sequence is dealt evenly; empty after that.
+    """
+
+    __slots__ = (
+        "_ascending",
+        "_key_of",
+        "by_lane",
+        "group",
+        "home",
+        "last_lane",
+        "pages",
+        "per_lane",
+        "prompt_blocks",
+        "rows",
+        "slot",
+        "surplus",
+    )
+
+    def __init__(
+        self,
+        slot: int,
+        lanes: int,
+        per_lane: int,
+        home: int = 0,
+        prompt_blocks: int = 0,
+        key_of: KeyOf | None = None,
+        ascending: bool = False,
+    ):
+        """Makes a layout without blocks. prompt_blocks: of the whole prompt; 0: not known, no block
+        counts as decoded. key_of: gives the keys of the prompt's blocks; None where none are used.
+        ascending: the blocks of every row must ascend."""
+        self.slot = slot
+        self.per_lane = per_lane
+        self.home = self.last_lane = home
+        self.prompt_blocks = prompt_blocks
+        self.pages: list[int] = []
+        self.by_lane = [0] * lanes
+        self.rows: list[list[int]] = [[] for _ in range(lanes)]
+        self.group: tuple[int, ...] = ()
+        self.surplus: list[int] = []
+        self._key_of = key_of
+        self._ascending = ascending
+
+    @property
+    def group_size(self) -> int:
+        """Lanes of the smallest group that has home and all blocks."""
+        return 1 if len(self.by_lane) == 1 else size_of(self.home, self.by_lane)
+
+    @property
+    def decoding(self) -> bool:
+        """Whether the next block comes after all blocks of the prompt."""
+        return 0 < self.prompt_blocks <= len(self.pages)
+
+    def key(self, block: int) -> bytes | None:
+        """The key of a block of the prompt, whether it has a page yet or not. None for the prompt's
+        last block, which may not be full, for decoded blocks, whose tokens are not known when they
+        get their pages, where the prompt's length is not known, and without prefix caching."""
+        if self._key_of is None or block >= self.prompt_blocks - 1:
+            return None
+        return self._key_of(block)
+
+    def lanes_of(self, first: int, last: int) -> np.ndarray:
+        """The lane of each block `first` to before `last`, int32."""
+        return np.asarray(self.pages[first:last], np.int32) // self.per_lane
+
+    def start(self, pages: np.ndarray) -> None:
+        """Gives an empty layout the matched `pages` of the first blocks."""
+        lanes = pages // self.per_lane
+        self.pages = pages.tolist()
+        self.by_lane = np.bincount(lanes, minlength=len(self.by_lane)).tolist()
+        self.rows = [np.flatnonzero(lanes == lane).tolist() for lane in range(len(self.by_lane))]
+
+    def append(self, page: int, lane: int) -> int:
+        """Puts the next block on a page of a lane; returns its index in the lane's row."""
+        index = self.by_lane[lane]
+        self.rows[lane].append(len(self.pages))
+        self.pages.append(page)
+        self.by_lane[lane] = index + 1
+        self.last_lane = lane
+        return index
+
+    def move(self, blocks: list[int], to_lane: int, targets: list[int], before: int) -> dict:
+        """Moves blocks of one lane's row, in the order that they have there, to pages of another
+        lane: in front of its blocks from number `before` on. Returns by lane the index from which
+        its row differs."""
+        lane = self.pages[blocks[0]] // self.per_lane
+        row = self.rows[lane]
+        start = row.index(blocks[0])
+        leaving = set(blocks)
+        row[start:] = [block for block in row[start:] if block not in leaving]
+        for block, target in zip(blocks, targets):
+            self.pages[block] = target
+        self.by_lane[lane] -= len(blocks)
+        self.by_lane[to_lane] += len(blocks)
+        return {lane: start, to_lane: self._insert(to_lane, blocks, before)}
+
+    def _insert(self, lane: int, blocks: list[int], before: int) -> int:
+        """Puts blocks into a lane's row, in front of those from number `before` on; returns where
+        the row begins to differ."""
+        row = self.rows[lane]
+        if self._ascending:
+            start = bisect.bisect(row, min(blocks))
+            row += blocks
+            row.sort()
+            return start
+        start = len(row)
+        while start and row[start - 1] >= before:
+            start -= 1
+        row[start:start] = blocks
+        return start
+
+    def entries(self, lane: int, start: int = 0) -> np.ndarray:
+        """Page table entries [m, 5] int32 of the lane's row from index `start` on."""
+        blocks = self.rows[lane][start:]
+        entries = np.empty((len(blocks), 5), np.int32)
+        entries[:, LANE] = lane
+        entries[:, SLOT] = self.slot
+        entries[:, INDEX] = np.arange(start, start + len(blocks))
+        entries[:, PAGE] = [self.pages[block] for block in blocks]
+        entries[:, PAGE] -= lane * self.per_lane
+        entries[:, BLOCK] = blocks
+        return entries
+
+    def check(self) -> None:
+        """Compares lanes and rows with the pages. Errors: AssertionError with what differs."""
+        lanes = self.lanes_of(0, len(self.pages))
+        sorts = not self._ascending and self.group_size > 1
+        for lane, row in enumerate(self.rows):
+            blocks = np.flatnonzero(lanes == lane).tolist()
+            in_order = sorted(row) if sorts else row
+            assert in_order == blocks, (
+                f"slot {self.slot}: a row of lane {lane} has {row}, not {blocks}"
+            )
+            assert self.by_lane[lane] == len(row), (
+                f"slot {self.slot}: lane {lane} has {len(row)} blocks, counted {self.by_lane}"
+            )

@@ -1,0 +1,159 @@
+"""Moves blocks of a sequence to other lanes: a few with each batch, until its lanes have equally
+many."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from jaxserve.lanes.layout import SequenceLayout
+
+
+class PageMoves:
+    """Pages that the next batch moves from lane to lane, all at once: all are read before any is
+    written. per_lane: pages of a lane. most: pages that a batch moves from a lane to another."""
+
+    def __init__(self, per_lane: int, most: int):
+        self._per_lane = per_lane
+        self._most = most
+        self._source: dict[int, int] = {}  # by target
+        self._count: Counter[tuple[int, int]] = Counter()  # by lane and target lane
+
+    def room(self, lane: int, to_lane: int) -> int:
+        """Pages that the batch can yet move from a lane to another."""
+        return self._most - self._count[lane, to_lane]
+
+    def writes(self, page: int) -> bool:
+        """Whether the page is a target: what it will hold cannot move on in the same batch."""
+        return page in self._source
+
+    def add(self, lane: int, to_lane: int, pages: Sequence[int], targets: Sequence[int]) -> None:
+        """Moves pages of a lane to those of another. A target that was one before has lost the
+        sequence for which that move was."""
+        self._source.update(zip(targets, pages))
+        self._count[lane, to_lane] += len(pages)
+
+    def take(self) -> np.ndarray:
+        """Returns moves [m, 4] int32 since the last call: lane, page, to lane, to page."""
+        moves = np.empty((len(self._source), 4), np.int32)
+        if self._source:
+            moves[:, 0], moves[:, 1] = divmod(
+                np.fromiter(self._source.values(), np.int64), self._per_lane
+            )
+            moves[:, 2], moves[:, 3] = divmod(np.fromiter(self._source, np.int64), self._per_lane)
+            self._source = {}
+            self._count.clear()
+        return moves
+
+
+class MovablePages(Protocol):
+    """Pages of all lanes, as `cache.pages.PageAllocator` has them."""
+
+    refs: np.ndarray  # [pages] sequences that hold each
+
+    def available(self) -> list[int]:
+        """Pages that can be had on each lane."""
+
+    def move(self, pages: Sequence[int], lane: int) -> list[int]:
+        """Allocates pages of `lane` in place of these, which become free."""
+
+
+def regroup(layout: SequenceLayout, group: tuple[int, ...], pages: MovablePages) -> None:
+    """Deals the next blocks out over the lanes of `group`, and those so far, which
+    `Rebalance` moves bit by bit: as few as it takes until the lanes have equally many, but for one
+    (Tetris, section 4.1). Blocks that other sequences hold too stay where they are."""
+    alone = pages.refs[np.asarray(layout.pages, np.intp)] == 1
+    lanes = layout.lanes_of(0, len(layout.pages))
+    movable = np.bincount(lanes[alone], minlength=len(layout.by_lane)).tolist()
+    fixed = [held - free for held, free in zip(layout.by_lane, movable)]
+    layout.group = group
+    layout.surplus = [free - wanted for free, wanted in zip(movable, _even(group, fixed, movable))]
+
+
+class Rebalance:
+    """Moves blocks of a regrouped sequence, of those before number `before`, as many as `moves` has
+    room for, to pages in place of their own.
+
+    `sources`, `targets`: the pages. `starts`: by lane the index from which its row differs.
+    """
+
+    def __init__(self, layout: SequenceLayout, before: int, pages: MovablePages, moves: PageMoves):
+        self.sources: list[int] = []
+        self.targets: list[int] = []
+        self.starts: dict[int, int] = {}
+        self._layout = layout
+        self._before = before
+        self._pages = pages
+        self._moves = moves
+        if layout.surplus:
+            self._run(layout.surplus)
+
+    def _run(self, surplus: list[int]) -> None:
+        layout = self._layout
+        givers = [lane for lane, count in enumerate(surplus) if count > 0]
+        takers = [lane for lane, count in enumerate(surplus) if count < 0]
+        for lane in givers:
+            for to_lane in sorted(takers, key=surplus.__getitem__):
+                room = min(self._moves.room(lane, to_lane), self._pages.available()[to_lane])
+                count = min(surplus[lane], -surplus[to_lane], room)
+                if count > 0:
+                    blocks = self._movable(lane, count)
+                    surplus[lane] -= count  # where fewer can move, the others stay
+                    surplus[to_lane] += len(blocks)
+                    self._move(blocks, lane, to_lane)
+        if max(surplus) <= 0 or min(surplus) >= 0:
+            layout.surplus = []
+        if self.sources and layout.group_size == 1:
+            layout.rows[layout.home].sort()
+            self.starts = {layout.home: 0}
+
+    def _movable(self, lane: int, count: int) -> list[int]:
+        """The last `count` blocks of a lane's row, in its order, of those that the sequence alone
+        holds and that are on their pages already."""
+        blocks: list[int] = []
+        for block in reversed(self._layout.rows[lane]):
+            page = self._layout.pages[block]
+            alone = block < self._before and self._pages.refs[page] == 1
+            if alone and not self._moves.writes(page):
+                blocks.append(block)
+                if len(blocks) == count:
+                    break
+        return blocks[::-1]
+
+    def _move(self, blocks: list[int], lane: int, to_lane: int) -> None:
+        if not blocks:
+            return
+        sources = [self._layout.pages[block] for block in blocks]
+        targets = self._pages.move(sources, to_lane)
+        self._moves.add(lane, to_lane, sources, targets)
+        self.sources += sources
+        self.targets += targets
+        starts = self._layout.move(blocks, to_lane, targets, self._before)
+        for row, start in starts.items():
+            self.starts[row] = min(start, self.starts.get(row, start))
+
+
+def _even(group: tuple[int, ...], fixed: list[int], movable: list[int]) -> list[int]:
+    """Numbers of movable blocks that a sequence shall have on each lane, so that the lanes of the
+    group have equally many, but for one, as far as that goes.
+
+    fixed, movable: its blocks per lane that stay, and those that may move. Lanes outside the group
+    get none; lanes that have most keep the odd ones.
+    """
+    lanes = sorted(group, key=lambda lane: (fixed[lane], -movable[lane], lane))
+
+    def level() -> int:
+        return (sum(movable) + sum(fixed[lane] for lane in lanes)) // len(lanes)
+
+    while level() < fixed[lanes[-1]]:
+        lanes.pop()  # has more than an even share in fixed ones alone
+    share = level()
+    odd = sum(movable) + sum(fixed[lane] for lane in lanes) - share * len(lanes)
+    wanted = [0] * len(fixed)
+    fullest_first = sorted(lanes, key=lambda lane: (-(fixed[lane] + movable[lane]), lane))
+    for place, lane in enumerate(fullest_first):
+        wanted[lane] = share - fixed[lane] + (place < odd)
+    return wanted

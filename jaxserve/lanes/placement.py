@@ -1,0 +1,174 @@
+"""Chooses the lane on which a sequence's next block goes: one class per policy.
+
+Attention gives the same answer wherever a block lies, so a placement decides speed and room, never
+tokens. A new one is a subclass of `Placement` and a row of `PLACEMENTS`, from which settings take
+their choices; what schedulers, costs and planners ask of it are its attributes.
+"""
+
+from __future__ import annotations
+
+import random
+
+from jaxserve.lanes.groups import lanes_of, size_around
+from jaxserve.lanes.layout import SequenceLayout
+
+UNLIMITED = 2**31  # blocks of a sequence on a lane
+
+
+class Placement:
+    """Chooses lanes for the blocks of one cache's sequences.
+
+    lanes: how many there are. limit: blocks of a sequence on a lane before the next lane joins.
+    stripe: consecutive blocks on a lane, where a prompt is dealt out.
+    """
+
+    # lanes share a long prompt's blocks from its first ones on; else they fill one after the other
+    deals = False
+    # the lanes of a prompt may be chosen by a planner; without one `limit` says which prompts are
+    # dealt out
+    planned = False
+
+    def __init__(self, lanes: int, limit: int = UNLIMITED, stripe: int = 1):
+        self.lanes = lanes
+        self.limit = limit
+        self.stripe = stripe
+
+    def dealt_over(self, home: int, blocks: int) -> tuple[int, ...]:
+        """The lanes that share a prompt of `blocks` blocks from its first ones on, if no planner
+        chooses them; none where lanes fill one after the other, or one holds the prompt."""
+        return ()
+
+    def next_lane(self, layout: SequenceLayout, available: list[int]) -> int:
+        """The lane for the block behind those of `layout`, whose key is `layout.key` of its number.
+        available: pages that can be had on each lane, of which one has some; the lane that is
+        returned has."""
+        raise NotImplementedError
+
+
+class Grow(Placement):
+    """Stays on a lane until the sequence's limit there is reached, then goes to a lane of the
+    smallest group with which some lane can join, of these to that with the most pages available
+    (Medha's dynamic growth, M5).
+
+    Decoded blocks of a spread sequence go round the lanes of its group that are below the limit.
+    Once every lane with room holds as many blocks as the limit says, they go round all lanes of the
+    group, and others to where most pages are available: the limit says when lanes join, not what
+    fits.
+    """
+
+    def next_lane(self, layout: SequenceLayout, available: list[int]) -> int:
+        lane = next_of_round(layout, available, self.limit)
+        if lane is not None:
+            return lane
+        held = layout.by_lane
+        if available[layout.last_lane] and held[layout.last_lane] < self.limit:
+            return layout.last_lane
+        lanes = [lane for lane, pages in enumerate(available) if pages]
+        joining = [lane for lane in lanes if held[lane] < self.limit]
+        if not joining:
+            lane = next_of_round(layout, available)
+            return max(lanes, key=available.__getitem__) if lane is None else lane
+        members = [lane for lane, blocks in enumerate(held) if blocks or lane == layout.home]
+        size = lambda lane: size_around((*members, lane), self.lanes)
+        return min(joining, key=lambda lane: (size(lane), -available[lane], lane))
+
+
+class Striped(Grow):
+    """Goes stripe by stripe over the lanes of the group, for prompts that are dealt out; `Grow` for
+    others.
+
+    The prompt's last block is at home, where the token after it is sampled; decoded blocks go round
+    the group, whatever its lanes hold.
+    """
+
+    deals = True
+    planned = True
+
+    def dealt_over(self, home: int, blocks: int) -> tuple[int, ...]:
+        return tuple(range(self.lanes)) if blocks > self.limit else ()
+
+    def order(self, group: tuple[int, ...]) -> tuple[int, ...]:
+        """The lanes of consecutive stripes, which begins again at its end."""
+        return group
+
+    def next_lane(self, layout: SequenceLayout, available: list[int]) -> int:
+        order = self.order(layout.group)
+        if not order:
+            return super().next_lane(layout, available)
+        block = len(layout.pages)
+        if layout.decoding:
+            lane = next_of_round(layout, available)
+        elif block == layout.prompt_blocks - 1:
+            lane = layout.home
+        else:
+            lane = order[block // self.stripe % len(order)]
+        if lane is None or not available[lane]:
+            return super().next_lane(layout, available)
+        return lane
+
+
+class Zigzag(Striped):
+    """Goes stripe by stripe over the lanes of the group and back again, for prompts that are dealt
+    out; `Grow` for others.
+
+    So each lane has as many early tokens as late ones, which see all before them: causal attention
+    takes every lane equally long (context parallel paper, 3.5.1).
+    """
+
+    def order(self, group: tuple[int, ...]) -> tuple[int, ...]:
+        return group + group[::-1]
+
+
+class RoundRobin(Placement):
+    """Goes block by block over the lanes, skipping full ones."""
+
+    deals = True
+
+    def dealt_over(self, home: int, blocks: int) -> tuple[int, ...]:
+        return tuple(range(self.lanes))
+
+    def next_lane(self, layout: SequenceLayout, available: list[int]) -> int:
+        block = len(layout.pages)
+        turns = (number % self.lanes for number in range(block, block + self.lanes))
+        return next(lane for lane in turns if available[lane])
+
+
+class Random(RoundRobin):
+    """Draws any lane, but the same one in every run."""
+
+    def next_lane(self, layout: SequenceLayout, available: list[int]) -> int:
+        lanes = [lane for lane, pages in enumerate(available) if pages]
+        return random.Random(layout.slot * 1_000_003 + len(layout.pages)).choice(lanes)
+
+
+def next_of_round(
+    layout: SequenceLayout, available: list[int], limit: int = UNLIMITED
+) -> int | None:
+    """The lane for a decoded block of a spread sequence: block by block round the lanes of its
+    group that have a page and hold fewer than `limit` of its blocks. None for other blocks, and
+    where no lane has.
+
+    So KV grows evenly over a group, and the group stays as it is (context parallel paper, Alg. 4,
+    which goes round token by token; here KV lies in pages, so a block is the unit). A round begins
+    where most pages are available: at another lane for each sequence of a batch, so that lanes fill
+    evenly over the batch too.
+    """
+    if not layout.decoding:
+        return None
+    group = lanes_of(layout.home, layout.by_lane)
+    if len(group) == 1:
+        return None
+    lanes = [lane for lane in group if available[lane] and layout.by_lane[lane] < limit]
+    if len(layout.pages) == layout.prompt_blocks:
+        return max(lanes, key=available.__getitem__, default=None)
+    distance = lambda lane: (lane - layout.last_lane - 1) % len(group)
+    return min(lanes, key=distance, default=None)
+
+
+PLACEMENTS: dict[str, type[Placement]] = {
+    "grow": Grow,
+    "striped": Striped,
+    "zigzag": Zigzag,
+    "round_robin": RoundRobin,
+    "random": Random,
+}
