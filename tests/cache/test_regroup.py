@@ -177,7 +177,7 @@ def test_a_block_that_only_one_sequence_holds_takes_its_key_along():
     cache.check()
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(st.integers(0, 2**32 - 1))
 def test_a_device_that_gets_the_updates_has_the_hosts_tables(seed):
     """Slots are admitted, extended, regrouped, rebalanced and released at random, several times

@@ -33,6 +33,7 @@ from jaxserve.scheduling import Scheduler
 from jaxserve.scheduling.sequence import PlanPart
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 from tests.engine.harness import SHARED, Plans, Runner, engine, fresh
+from tests.examples import examples
 
 BLOCK = 16
 
@@ -128,7 +129,7 @@ def same(a: StepCommand, b: StepCommand) -> bool:
     return True
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(data=st.data())
 def test_bytes_give_the_result_back(data):
     codec = CommandCodec(shapes(SchedulerConfig(max_seqs=4, chunk_tokens=32), 2, BLOCK), 2, BLOCK)
@@ -160,7 +161,7 @@ def test_bytes_give_the_result_back(data):
             codec.decode_result(damaged)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(data=st.data())
 def test_bytes_give_the_command_back(data):
     config = SchedulerConfig(max_seqs=4, chunk_tokens=32, planner="cdsp")

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from jaxserve.cache.block_events import Medium, StoredBlocks
 from jaxserve.observe import kv_events
 from jaxserve.observe.kv_events import KvEvent, KvEventLog, block_hash
+from tests.examples import examples
 from tests.observe.kv_schema import DECODER, BlockRemoved, Index
 from tests.replica.holders import HOLDERS, Heard
 
@@ -151,7 +152,7 @@ OPERATIONS = st.lists(
 
 
 @given(OPERATIONS, st.integers(1, 12))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_a_router_ends_up_with_what_is_there_however_often_the_log_overflows(operations, room):
     log = KvEventLog(SIZE, max_waiting=room)
     index = Index()
