@@ -7,7 +7,7 @@ salt.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -63,6 +63,14 @@ class BlockHashes:
             tokens = self._tokens(first, first + self._block_size)
             self._keys.append(block_key(self._keys[-1], tokens))
         return self._keys[block + 1]
+
+    def keys(self, first: int, last: int) -> Iterator[bytes]:
+        """Yields the keys of the blocks `first` to before `last`, each computed when it is asked
+        for."""
+        known = self._keys[first + 1 : last + 1]
+        yield from known
+        for block in range(first + len(known), last):
+            yield self[block]
 
     def tokens(self, first: int, last: int) -> np.ndarray:
         """The tokens of the blocks `first` to before `last`, which are full; int32."""

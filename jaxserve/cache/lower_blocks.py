@@ -44,8 +44,7 @@ class LowerBlocks:
         gap."""
         if self.tiers is None:
             return []
-        keys = (hashes[block] for block in range(first, last))
-        return list(itertools.takewhile(self.tiers.holds, keys))
+        return list(itertools.takewhile(self.tiers.holds, hashes.keys(first, last)))
 
     def source_blocks(
         self, hashes: BlockHashes, first: int, last: int, size: int

@@ -197,10 +197,9 @@ class CacheManager:
         self.layouts[slot] = layout
         self._retention[slot] = retention
         if len(pages):
-            layout.start(pages)
+            self.table_updates.add_all(layout.start(pages))
             self.pages.ref(pages)
             self.stores.retain_longer(layout.pages, retention)
-            self.table_updates.add_all([*map(layout.entries, range(self.pages.lanes))])
         self.home[slot] = home
         self._changed(layout, taken=layout.pages)
 

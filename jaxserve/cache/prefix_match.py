@@ -41,8 +41,8 @@ def find_prefix(
     unchanged = pages.generation[last.pages] == last.generation
     known = len(last.pages) if unchanged.all() else int(unchanged.argmin())
     new: list[int] = []
-    while known + len(new) < blocks:
-        copies = pages.with_key.get(hashes[known + len(new)])
+    for key in hashes.keys(known, blocks):
+        copies = pages.with_key.get(key)
         if copies is None:
             break
         new.append(choose(copies))

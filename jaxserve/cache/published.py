@@ -46,7 +46,9 @@ class PublishedBlocks:
         self, table: Sequence[int], blocks: range, hashes: BlockHashes, retention: int
     ) -> None:
         """Publishes blocks of a sequence that has the pages `table`. retention: of its request."""
-        new = [block for block in blocks if self.pages.publish(table[block], hashes[block])]
+        publish = self.pages.publish
+        keys = zip(blocks, hashes.keys(blocks.start, blocks.stop))
+        new = [block for block, key in keys if publish(table[block], key)]
         if self.below.tiers is not None:
             self._retain(table, blocks, new, hashes, retention)
         self.stores.published((table[block], hashes[block]) for block in new)
@@ -73,7 +75,7 @@ class PublishedBlocks:
         for first, last in _runs(blocks):
             self.events.stored(
                 StoredBlocks(
-                    [hashes[block] for block in range(first, last)],
+                    list(hashes.keys(first, last)),
                     parent=hashes[first - 1] if first else None,
                     tokens=hashes.tokens(first, last),
                     salt=hashes.salt,

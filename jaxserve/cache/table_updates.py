@@ -29,9 +29,9 @@ class TableUpdates:
         elsewhere = (pending[:, LANE] != lane) | (pending[:, SLOT] != slot)
         self._many = [pending[elsewhere | (pending[:, INDEX] < start)], entries]
 
-    def add_all(self, entries: list[np.ndarray]) -> None:
+    def add_all(self, entries: np.ndarray) -> None:
         """Adds the entries [m, 5] of all rows of a slot that has none."""
-        self._many = [self.take(), *entries]
+        self._many = [self.take(), entries]
 
     def drop(self, slot: int) -> None:
         """Drops the pending entries of a slot that is emptied."""

@@ -94,12 +94,17 @@ class SequenceLayout:
         """The lane of each block `first` to before `last`, int32."""
         return np.asarray(self.pages[first:last], np.int32) // self.per_lane
 
-    def start(self, pages: np.ndarray) -> None:
-        """Gives an empty layout the matched `pages` of the first blocks."""
+    def start(self, pages: np.ndarray) -> np.ndarray:
+        """Gives an empty layout the matched `pages` [m] of the first blocks; returns their page
+        table entries [m, 5], lane by lane."""
         lanes = pages // self.per_lane
+        blocks = [np.flatnonzero(lanes == lane) for lane in range(len(self.by_lane))]
         self.pages = pages.tolist()
-        self.by_lane = np.bincount(lanes, minlength=len(self.by_lane)).tolist()
-        self.rows = [np.flatnonzero(lanes == lane).tolist() for lane in range(len(self.by_lane))]
+        self.rows = [row.tolist() for row in blocks]
+        self.by_lane = [len(row) for row in self.rows]
+        return np.concatenate(
+            [self._entries(lane, 0, row, pages[row]) for lane, row in enumerate(blocks)]
+        )
 
     def append(self, page: int, lane: int) -> int:
         """Puts the next block on a page of a lane; returns its index in the lane's row."""
@@ -143,12 +148,17 @@ class SequenceLayout:
     def entries(self, lane: int, start: int = 0) -> np.ndarray:
         """Page table entries [m, 5] int32 of the lane's row from index `start` on."""
         blocks = self.rows[lane][start:]
+        pages = np.array([self.pages[block] for block in blocks], np.intp)
+        return self._entries(lane, start, blocks, pages)
+
+    def _entries(
+        self, lane: int, start: int, blocks: list[int] | np.ndarray, pages: np.ndarray
+    ) -> np.ndarray:
         entries = np.empty((len(blocks), 5), np.int32)
         entries[:, LANE] = lane
         entries[:, SLOT] = self.slot
         entries[:, INDEX] = np.arange(start, start + len(blocks))
-        entries[:, PAGE] = [self.pages[block] for block in blocks]
-        entries[:, PAGE] -= lane * self.per_lane
+        entries[:, PAGE] = pages - lane * self.per_lane
         entries[:, BLOCK] = blocks
         return entries
 
