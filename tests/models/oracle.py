@@ -66,6 +66,25 @@ CASES = {
         },
         48,
     ),
+    "gemma3, tied": (
+        COMMON
+        | {
+            "architectures": ["Gemma3ForCausalLM"],
+            "model_type": "gemma3_text",
+            "num_hidden_layers": 4,
+            "head_dim": 32,
+            "tie_word_embeddings": True,
+            "hidden_act": "gelu_pytorch_tanh",
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": 2,
+            "sliding_window": 20,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
+        48,
+    ),
 }
 
 
@@ -74,13 +93,14 @@ def weights(config: dict, shapes: dict[str, tuple[int, ...]]) -> dict[str, np.nd
     are not one. A tied embedding is small and the last norm large: else a token is followed by
     itself for ever."""
     tied = config["tie_word_embeddings"]
+    stored_norm = 0 if config["model_type"].startswith("gemma") else 1  # stored less 1
     found = {}
     for name, shape in shapes.items():
         noise = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape)
         if name == "model.norm.weight":
-            value = 1 + 0.2 * noise + 40 * tied
+            value = stored_norm + 0.2 * noise + 12 * tied
         elif "norm" in name:
-            value = 1 + 0.2 * noise
+            value = stored_norm + 0.2 * noise
         elif name == "model.embed_tokens.weight":
             value = noise * (0.03 if tied else 1.0)
         elif name == "lm_head.weight":
@@ -96,13 +116,11 @@ def _answer(config: dict, length: int) -> dict:
     import torch
     import transformers
 
-    of = lambda suffix: getattr(
-        transformers, config["architectures"][0].replace("ForCausalLM", suffix)
-    )
+    decoder = getattr(transformers, config["architectures"][0])
     given = {k: v for k, v in config.items() if k not in ("architectures", "model_type")}
-    wanted = of("Config")(**given)
+    wanted = decoder.config_class(**given)
     wanted._attn_implementation = "eager"
-    model = of("ForCausalLM")(wanted).eval()
+    model = decoder(wanted).eval()
     tied = config["tie_word_embeddings"]
     shapes = {
         name: tuple(value.shape)
