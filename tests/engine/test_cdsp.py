@@ -97,7 +97,7 @@ def test_a_plan_that_is_cut_short_leaves_every_page_accounted_for(lanes, right, 
 
         def counted(slot, before, rebalance=rebalance, cache=cache):
             nonlocal full
-            full += bool(cache.behind(slot)) and 0 in cache.pages.available()
+            full += any(cache.layouts[slot].surplus) and 0 in cache.pages.available()
             return rebalance(slot, before)
 
         cache.rebalance = counted
