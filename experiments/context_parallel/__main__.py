@@ -38,7 +38,7 @@ PAPER = Paper(
         "simulated": "scheduler, cache and exchange chooser of a virtual replica",
     },
     others={
-        "1": "a drawing; the sharding is `placement=zigzag`, tested in tests/cache",
+        "1": "a drawing; the sharding is `placement=zigzag`, tested in tests/lanes",
         "2": "a drawing; as figure 1",
         "3": "a drawing; the exchange is `pass_kv`, tested in tests/sharding",
         "4": "a drawing; the exchange is `pass_q`, tested in tests/sharding",

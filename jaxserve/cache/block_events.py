@@ -1,8 +1,8 @@
-"""What a cache stores and loses, block by block, for whoever keeps a picture of it elsewhere.
+"""Sends listeners what a cache stores and loses, block by block.
 
 Routers send requests to the replica that has most of their prefix: the conductor's directory and
-the KV events for other people's routers are fed from here. A block is named by its key. Where
-nobody listens, the cache pays one look at an empty list.
+the KV events for other people's routers are fed from here. A block is named by its key. Without
+listeners the cache pays one look at an empty list.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 
 class Medium(Enum):
-    """What a block is on."""
+    """Kinds of memory that blocks are on."""
 
     DEVICE = "device"
     HOST = "host"
@@ -28,9 +28,9 @@ class StoredBlocks:
     """Consecutive blocks of one sequence, in order, that can be found by their keys from now on.
 
     parent: key of the block before the first; None where that begins the sequence. tokens
-    [len(keys) * block_size]: their tokens; None where listeners were told before, as of blocks that
-    are now on one more medium, or where the cache does not know them: then the blocks may be of
-    many sequences. salt: what keeps prefixes of tenants apart; '' for none.
+    [len(keys) * block_size]: their tokens; None where listeners have had them before, as of blocks
+    that are now on one more medium, or where the cache does not know them: then the blocks may be
+    of many sequences. salt: what keeps prefixes of tenants apart; '' for none.
     """
 
     keys: Sequence[bytes]
@@ -41,23 +41,23 @@ class StoredBlocks:
 
 
 class BlockListener(Protocol):
-    """Hears what a cache stores and loses. Called on the thread that changes the cache: it must be
-    short, must not block and must not raise."""
+    """Receives what a cache stores and loses. Called on the thread that changes the cache: it must
+    be short, must not block and must not raise."""
 
     def stored(self, blocks: StoredBlocks) -> None:
-        """These blocks are there now."""
+        """Notes blocks that can be found from now on."""
 
     def removed(self, keys: Sequence[bytes], medium: Medium) -> None:
-        """These blocks are no longer on this medium."""
+        """Notes blocks that are no longer on this medium."""
 
     def cleared(self, medium: Medium) -> None:
-        """No block is on this medium any more."""
+        """Notes that no block is on this medium any more."""
 
 
 class BlockEvents:
     """The listeners of one cache.
 
-    present: gives the blocks that can be found now, of which a new listener hears first.
+    present: gives the blocks that can be found now, which a new listener receives first.
     """
 
     def __init__(self, present: Callable[[], Iterable[StoredBlocks]] = tuple):
@@ -68,25 +68,28 @@ class BlockEvents:
         return bool(self._listeners)
 
     def subscribe(self, listener: BlockListener) -> None:
-        """Tells `listener` what is there, and from now on what changes. To be called on the thread
-        that changes the cache (see `Replica.post`)."""
+        """Sends `listener` what can be found, and from now on what changes. To be called on the
+        thread that changes the cache (see `Replica.post`)."""
         for blocks in self._present():
             listener.stored(blocks)
         self._listeners.append(listener)
 
     def unsubscribe(self, listener: BlockListener) -> None:
-        """Tells `listener` nothing more. To be called on the thread that changes the cache. Errors:
+        """Sends `listener` nothing more. To be called on the thread that changes the cache. Errors:
         ValueError where it does not listen."""
         self._listeners.remove(listener)
 
     def stored(self, blocks: StoredBlocks) -> None:
+        """Sends all listeners blocks that can be found from now on."""
         for listener in self._listeners:
             listener.stored(blocks)
 
     def removed(self, keys: Sequence[bytes], medium: Medium) -> None:
+        """Sends all listeners blocks that are no longer on this medium."""
         for listener in self._listeners:
             listener.removed(keys, medium)
 
     def cleared(self, medium: Medium) -> None:
+        """Sends all listeners that no block is on this medium any more."""
         for listener in self._listeners:
             listener.cleared(medium)

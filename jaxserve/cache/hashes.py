@@ -17,8 +17,8 @@ KEY_BYTES = 16
 
 
 class CacheIdentity(NamedTuple):
-    """What besides tokens tells the blocks of one model from another's: its fingerprint, and the
-    types of numbers."""
+    """The model that computes a cache's blocks: its fingerprint, and the types of its numbers.
+    Blocks of others have other keys."""
 
     fingerprint: str = ""
     dtype: str = ""
@@ -67,9 +67,9 @@ class BlockHashes:
     def keys(self, first: int, last: int) -> Iterator[bytes]:
         """Yields the keys of the blocks `first` to before `last`, each computed when it is asked
         for."""
-        known = self._keys[first + 1 : last + 1]
-        yield from known
-        for block in range(first + len(known), last):
+        computed = self._keys[first + 1 : last + 1]
+        yield from computed
+        for block in range(first + len(computed), last):
             yield self[block]
 
     def tokens(self, first: int, last: int) -> np.ndarray:
@@ -81,5 +81,5 @@ class BlockHashes:
         return BlockHashes(root, block_size, self._tokens, self.salt)
 
     def copy_from(self, other: BlockHashes, blocks: int) -> None:
-        """Takes over the keys of the first blocks, which are the same in both sequences."""
+        """Copies the keys of the first blocks, which are equal in both sequences."""
         self._keys = other._keys[: blocks + 1]

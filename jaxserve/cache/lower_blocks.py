@@ -1,4 +1,4 @@
-"""The way of blocks between the devices' pages and the tiers below them, both ways."""
+"""Brings blocks from the tiers below the devices to pages, and has blocks kept there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxserve.cache.tiers import Fetch, LowerTiers, SourceBlocks
 
 
 class LowerBlocks:
-    """What a cache asks of the tiers below it, and what it has them keep; nothing without tiers.
+    """The tiers below one cache, where it has any.
 
     stores: pages that are to be kept. events: of the cache. identity, block_size: of its blocks.
     """
@@ -40,8 +40,8 @@ class LowerBlocks:
     # --- up
 
     def fetchable(self, hashes: BlockHashes, first: int, last: int) -> list[bytes]:
-        """Keys of the blocks from `first` on, to before `last`, that lower tiers hold without a
-        gap."""
+        """Returns the keys of the blocks from `first` on, to before `last`, that lower tiers hold
+        without a gap."""
         if self.tiers is None:
             return []
         return list(itertools.takewhile(self.tiers.holds, hashes.keys(first, last)))
@@ -49,8 +49,8 @@ class LowerBlocks:
     def source_blocks(
         self, hashes: BlockHashes, first: int, last: int, size: int
     ) -> SourceBlocks | None:
-        """The blocks of `size` tokens, of another replica, that cover the blocks `first` to before
-        `last` of a sequence; None where its blocks have the size of those here."""
+        """Returns the blocks of `size` tokens, of another replica, that cover the blocks `first` to
+        before `last` of a sequence; None where its blocks have the size of those of this cache."""
         if size in (0, self._block_size):
             return None
         begin, end = first * self._block_size, last * self._block_size
@@ -89,14 +89,14 @@ class LowerBlocks:
             self.tiers.events.coming(key, self._events)
 
     def stores_at_the_end(self) -> PageStores:
-        """Pages whose blocks should outlast the devices; none where nothing below them does. No
-        more batch may come."""
+        """Returns the pages whose blocks should outlast the devices; none where nothing below them
+        does. No more batch may come."""
         return self._stores.all() if self.tiers is not None and self.tiers.outlasts else NO_STORES
 
     # --- events
 
     def present(self) -> Iterator[StoredBlocks]:
-        """The blocks that lower tiers hold, as far as listeners know."""
+        """Returns the blocks that lower tiers hold, as far as listeners know."""
         return iter(()) if self.tiers is None else self.tiers.events.present()
 
     def tell(self) -> None:

@@ -35,7 +35,7 @@ class PageWatcher(Protocol):
 
 
 class LaneRules(NamedTuple):
-    """What the programs of a replica ask of the places of blocks.
+    """Rules for the places of blocks that come from a replica's programs.
 
     stripe: consecutive blocks on a lane, of a prompt that is dealt out. most_moves: pages that a
     batch moves from a lane to another. ascending: the blocks of every row ascend, as for models
@@ -113,28 +113,28 @@ class CacheManager:
 
     @property
     def reach(self) -> int:
-        """Tokens of a sequence that a lane holds before the next one joins."""
+        """Tokens of a sequence that a lane holds before the next lane joins."""
         return min(self.placement.limit, self.pages.per_lane) * self.block_size
 
     def blocks(self, tokens: int) -> int:
-        """Blocks, and so pages, that this many tokens take."""
+        """Returns the blocks, and so pages, that this many tokens take."""
         return -(-tokens // self.block_size)
 
     def counts(self) -> PageCounts:
-        """Free, cached and held pages of all lanes."""
+        """Counts free, cached and held pages of all lanes."""
         return PageCounts(*map(sum, zip(*self.pages.by_lane())))
 
     # --- prefixes
 
     def block_hashes(self, salt: str, tokens: Callable[[int, int], np.ndarray]) -> BlockHashes:
-        """Block keys of a sequence, in this cache and under this salt. `tokens(a, b)` gives its
-        tokens [b - a] int32."""
+        """Makes the block keys of a sequence, in this cache and under this salt. `tokens(a, b)`
+        gives its tokens [b - a] int32."""
         root = root_key(*self.identity, self.block_size, salt)
         return BlockHashes(root, self.block_size, tokens, salt)
 
     def match(self, hashes: BlockHashes, blocks: int, last: PrefixMatch = NO_MATCH) -> PrefixMatch:
-        """Pages that hold the first blocks of a sequence, at most `blocks`. last: what was found
-        for it before, if that is known."""
+        """Finds pages that hold the first blocks of a sequence, at most `blocks`. last: what was
+        found for it before, if that is known."""
         return self.published.match(hashes, blocks, last) if self.prefix_caching else NO_MATCH
 
     def publish(self, slot: int, first: int, last: int, hashes: BlockHashes) -> None:
@@ -282,7 +282,7 @@ class CacheManager:
         self.pages.check(page for layout in self.layouts for page in layout.pages)
         for slot, layout in enumerate(self.layouts):
             layout.check()
-            kept = (self.blocks_per_lane[slot].tolist(), self.capacity[slot], self.group_size[slot])
-            right = (layout.by_lane, len(layout.pages) * self.block_size, layout.group_size)
-            assert kept == right, f"slot {slot}: {kept} are kept, {right} is the layout"
+            arrays = self.blocks_per_lane[slot].tolist(), self.capacity[slot], self.group_size[slot]
+            right = layout.by_lane, len(layout.pages) * self.block_size, layout.group_size
+            assert arrays == right, f"slot {slot}: arrays have {arrays}, the layout {right}"
             assert self.home[slot] == layout.home or not layout.pages

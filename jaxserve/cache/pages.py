@@ -22,7 +22,7 @@ PageNumbers = TypeVar("PageNumbers", int, np.ndarray)
 
 
 class PageState(Enum):
-    """What a page is, at any time exactly one of these."""
+    """State of a page."""
 
     FREE = "free"  # what is on it is not needed
     HELD = "held"  # by as many sequences as `PageAllocator.refs` says
@@ -62,46 +62,49 @@ class PageAllocator:
         self.on_evict: Callable[[int, bytes], None] | None = None
 
     def pages_of(self, lane: int) -> range:
-        """The numbers of a lane's pages."""
+        """Returns the numbers of a lane's pages."""
         return range(lane * self.per_lane, (lane + 1) * self.per_lane)
 
     def locate(self, pages: PageNumbers) -> tuple[PageNumbers, PageNumbers]:
-        """The lane of a page and its number on that lane, for one page or an array of them."""
+        """Returns the lane of a page and its number on that lane, for one page or an array of
+        them."""
         return divmod(pages, self.per_lane)
 
     def state(self, page: int) -> PageState:
-        """Whether the page is free, held or cached."""
+        """Returns whether the page is free, held or cached."""
         if self.refs[page]:
             return PageState.HELD
         lane, _ = self.locate(page)
         return PageState.CACHED if page in self.cached[lane] else PageState.FREE
 
     def by_lane(self) -> list[PageCounts]:
-        """Free, cached and held pages of each lane."""
+        """Counts free, cached and held pages of each lane."""
         sizes = ((len(free), len(cached)) for free, cached in zip(self.free, self.cached))
         return [PageCounts(free, cached, self.per_lane - free - cached) for free, cached in sizes]
 
     def available(self) -> list[int]:
-        """Pages that can be allocated on each lane: free ones, and cached ones by eviction."""
+        """Counts the pages that can be allocated on each lane: free ones, and cached ones by
+        eviction."""
         return [len(free) + len(cached) for free, cached in zip(self.free, self.cached)]
 
     def evictable(self, pages: np.ndarray) -> int:
-        """Number of these pages [n] that are not held: taking them makes as many fewer
+        """Counts those of these pages [n] that are not held: taking them makes that many fewer
         available."""
         return int(np.count_nonzero(self.refs[pages] == 0)) if len(pages) else 0
 
     def count_by_lane(self, pages: np.ndarray) -> np.ndarray:
-        """Numbers [lanes] of these pages [n] that each lane has."""
+        """Counts how many of these pages [n] each lane has [lanes]."""
         return np.bincount(pages // self.per_lane, minlength=self.lanes)
 
     def copies(self, page: int) -> tuple[int, ...]:
-        """All pages of the block on this page; the page alone where its block has no key."""
+        """Returns all pages of the block on this page; the page alone where its block has no
+        key."""
         key = self.key_of.get(page)
         return (page,) if key is None else self.with_key[key]
 
     def allocate(self, lane: int) -> int:
         """Takes a page of `lane`, held once: a free one, else the least recently used cached one.
-        Errors: KeyError where there is neither."""
+        Errors: KeyError where it has neither."""
         if self.free[lane]:
             page = self.free[lane].pop()
         else:
@@ -121,7 +124,7 @@ class PageAllocator:
 
     def unref(self, pages: Sequence[int]) -> None:
         """Takes a holder from each page of a sequence, given in the order of its blocks. Pages that
-        nobody holds then are cached if published, else free; the deepest is evicted first."""
+        are not held then are cached if published, else free; the deepest is evicted first."""
         deepest_first = np.asarray(pages, np.intp)[::-1]
         self.refs[deepest_first] -= 1
         for page in deepest_first[self.refs[deepest_first] == 0].tolist():
@@ -133,8 +136,8 @@ class PageAllocator:
 
     def move(self, pages: Sequence[int], lane: int) -> list[int]:
         """Allocates pages of `lane` in place of these of one other lane, each of which one sequence
-        holds: they take over the keys, and the old ones become free. Errors: KeyError where there
-        are not so many."""
+        holds: they take over the keys, and the old ones become free. Errors: KeyError where the
+        lane has fewer."""
         new = [self.allocate(lane) for _ in pages]
         keyed = [page for page in pages if page in self.key_of]
         for page, target in zip(pages, new):

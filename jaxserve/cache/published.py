@@ -38,8 +38,8 @@ class PublishedBlocks:
             self.pages.on_evict = self._evicted
 
     def match(self, hashes: BlockHashes, blocks: int, last: PrefixMatch) -> PrefixMatch:
-        """Pages that hold the first blocks of a sequence, at most `blocks`. last: what was found
-        before for it."""
+        """Finds pages that hold the first blocks of a sequence, at most `blocks`. last: what was
+        found before for it."""
         return find_prefix(self.pages, hashes, blocks, last, self.choose)
 
     def publish(
@@ -83,7 +83,8 @@ class PublishedBlocks:
             )
 
     def _present(self) -> Iterator[StoredBlocks]:
-        """The blocks that can be found now; of which sequences is not known any more."""
+        """Yields the blocks that can be found now, without their sequences, which are not known any
+        more."""
         if self.pages.with_key:
             yield StoredBlocks(list(self.pages.with_key))
         yield from self.below.present()
@@ -97,15 +98,16 @@ class PublishedBlocks:
             self.below.evicted(page, key)
 
     def retract(self, table: Sequence[int]) -> None:
-        """Has the blocks on these pages found no more: what they hold is damaged, and so are
-        copies of it."""
+        """Takes the keys from the blocks on these pages, whose content is damaged, and from their
+        copies."""
         self.stores.drop(copy for page in table for copy in self.pages.copies(page))
         self.pages.retract(table)
         self.below.recheck()
 
 
 def _runs(blocks: list[int]) -> Iterator[tuple[int, int]]:
-    """The first and the one after the last of each run of consecutive numbers in ascending ones."""
+    """Yields the first and the one after the last of each run of consecutive numbers in ascending
+    ones."""
     first = 0
     for place in range(1, len(blocks) + 1):
         if place == len(blocks) or blocks[place] != blocks[place - 1] + 1:

@@ -1,4 +1,4 @@
-"""Where the blocks of one running sequence lie: page, lane, and index in the lane's row.
+"""The places of the blocks of one running sequence: page, lane, and index in the lane's row.
 
 A sequence's blocks are numbered in the order of its tokens; each is on one page of one lane. The
 device keeps, per slot and lane, a row of pages, each with the number of its block.
@@ -79,19 +79,20 @@ class SequenceLayout:
 
     @property
     def decoding(self) -> bool:
-        """Whether the next block comes after all blocks of the prompt."""
+        """True where the next block comes after all blocks of the prompt."""
         return 0 < self.prompt_blocks <= len(self.pages)
 
     def key(self, block: int) -> bytes | None:
-        """The key of a block of the prompt, whether it has a page yet or not. None for the prompt's
-        last block, which may not be full, for decoded blocks, whose tokens are not known when they
-        get their pages, where the prompt's length is not known, and without prefix caching."""
+        """Returns the key of a block of the prompt, whether it has a page yet or not. None for the
+        prompt's last block, which may not be full, for decoded blocks, whose tokens are not known
+        when they get their pages, where the prompt's length is not known, and without prefix
+        caching."""
         if self._key_of is None or block >= self.prompt_blocks - 1:
             return None
         return self._key_of(block)
 
     def lanes_of(self, first: int, last: int) -> np.ndarray:
-        """The lane of each block `first` to before `last`, int32."""
+        """Returns the lane of each block `first` to before `last`, int32."""
         return np.asarray(self.pages[first:last], np.int32) // self.per_lane
 
     def start(self, pages: np.ndarray) -> np.ndarray:
@@ -115,7 +116,9 @@ class SequenceLayout:
         self.last_lane = lane
         return index
 
-    def move(self, blocks: list[int], to_lane: int, targets: list[int], before: int) -> dict:
+    def move(
+        self, blocks: list[int], to_lane: int, targets: list[int], before: int
+    ) -> dict[int, int]:
         """Moves blocks of one lane's row, in the order that they have there, to pages of another
         lane: in front of its blocks from number `before` on. Returns by lane the index from which
         its row differs."""
@@ -146,7 +149,7 @@ class SequenceLayout:
         return start
 
     def entries(self, lane: int, start: int = 0) -> np.ndarray:
-        """Page table entries [m, 5] int32 of the lane's row from index `start` on."""
+        """Returns page table entries [m, 5] int32 of the lane's row from index `start` on."""
         blocks = self.rows[lane][start:]
         pages = np.array([self.pages[block] for block in blocks], np.intp)
         return self._entries(lane, start, blocks, pages)

@@ -14,20 +14,21 @@ from jaxserve.lanes.layout import SequenceLayout
 
 class PageMoves:
     """Pages that the next batch moves from lane to lane, all at once: all are read before any is
-    written. per_lane: pages of a lane. most: pages that a batch moves from a lane to another."""
+    written. per_lane: pages of a lane. limit: pages that a batch moves from a lane to another."""
 
-    def __init__(self, per_lane: int, most: int):
+    def __init__(self, per_lane: int, limit: int):
         self._per_lane = per_lane
-        self._most = most
+        self._limit = limit
         self._source: dict[int, int] = {}  # by target
         self._count: Counter[tuple[int, int]] = Counter()  # by lane and target lane
 
     def room(self, lane: int, to_lane: int) -> int:
-        """Pages that the batch can yet move from a lane to another."""
-        return self._most - self._count[lane, to_lane]
+        """Returns the pages that the batch can yet move from a lane to another."""
+        return self._limit - self._count[lane, to_lane]
 
     def writes(self, page: int) -> bool:
-        """Whether the page is a target: what it will hold cannot move on in the same batch."""
+        """Returns whether the page is a target: what it will hold cannot move on in the same
+        batch."""
         return page in self._source
 
     def add(self, lane: int, to_lane: int, pages: Sequence[int], targets: Sequence[int]) -> None:
@@ -62,13 +63,13 @@ class MovablePages(Protocol):
 
 
 def regroup(layout: SequenceLayout, group: tuple[int, ...], pages: MovablePages) -> None:
-    """Deals the next blocks out over the lanes of `group`, and those so far, which
-    `Rebalance` moves bit by bit: as few as it takes until the lanes have equally many, but for one
-    (Tetris, section 4.1). Blocks that other sequences hold too stay where they are."""
-    alone = pages.refs[np.asarray(layout.pages, np.intp)] == 1
+    """Deals the next blocks out over the lanes of `group`, and those so far, which `Rebalance`
+    moves bit by bit: as few as it takes until the lanes have equally many, but for one (Tetris,
+    section 4.1). Blocks that other sequences hold too stay where they are."""
+    single = pages.refs[np.asarray(layout.pages, np.intp)] == 1
     lanes = layout.lanes_of(0, len(layout.pages))
-    movable = np.bincount(lanes[alone], minlength=len(layout.by_lane)).tolist()
-    fixed = [held - free for held, free in zip(layout.by_lane, movable)]
+    movable = np.bincount(lanes[single], minlength=len(layout.by_lane)).tolist()
+    fixed = [blocks - free for blocks, free in zip(layout.by_lane, movable)]
     layout.group = group
     layout.surplus = [free - wanted for free, wanted in zip(movable, _even(group, fixed, movable))]
 
@@ -111,13 +112,13 @@ class Rebalance:
             self.starts = {layout.home: 0}
 
     def _movable(self, lane: int, count: int) -> list[int]:
-        """The last `count` blocks of a lane's row, in its order, of those that the sequence alone
-        holds and that are on their pages already."""
+        """Returns the last `count` blocks of a lane's row, in its order, of those that the sequence
+        alone holds and that are on their pages already."""
         blocks: list[int] = []
         for block in reversed(self._layout.rows[lane]):
             page = self._layout.pages[block]
-            alone = block < self._before and self._pages.refs[page] == 1
-            if alone and not self._moves.writes(page):
+            movable = block < self._before and self._pages.refs[page] == 1
+            if movable and not self._moves.writes(page):
                 blocks.append(block)
                 if len(blocks) == count:
                     break
@@ -137,7 +138,7 @@ class Rebalance:
 
 
 def _even(group: tuple[int, ...], fixed: list[int], movable: list[int]) -> list[int]:
-    """Numbers of movable blocks that a sequence shall have on each lane, so that the lanes of the
+    """Returns the movable blocks that a sequence shall have on each lane, so that the lanes of the
     group have equally many, but for one, as far as that goes.
 
     fixed, movable: its blocks per lane that stay, and those that may move. Lanes outside the group

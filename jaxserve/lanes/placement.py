@@ -34,12 +34,13 @@ class Placement:
         self.stripe = stripe
 
     def dealt_over(self, home: int, blocks: int) -> tuple[int, ...]:
-        """The lanes that share a prompt of `blocks` blocks from its first ones on, if no planner
-        chooses them; none where lanes fill one after the other, or one holds the prompt."""
+        """Returns the lanes that share a prompt of `blocks` blocks from its first ones on, if no
+        planner chooses them; none where lanes fill one after the other, or one holds the
+        prompt."""
         return ()
 
     def next_lane(self, layout: SequenceLayout, available: list[int]) -> int:
-        """The lane for the block behind those of `layout`, whose key is `layout.key` of its number.
+        """Returns the lane for the block behind those of `layout`, whose key `layout.key` gives.
         available: pages that can be had on each lane, of which one has some; the lane that is
         returned has."""
         raise NotImplementedError
@@ -88,7 +89,7 @@ class Striped(Grow):
         return tuple(range(self.lanes)) if blocks > self.limit else ()
 
     def order(self, group: tuple[int, ...]) -> tuple[int, ...]:
-        """The lanes of consecutive stripes, which begins again at its end."""
+        """Returns the lanes of consecutive stripes; behind the last the first comes again."""
         return group
 
     def next_lane(self, layout: SequenceLayout, available: list[int]) -> int:
@@ -144,8 +145,8 @@ class Random(RoundRobin):
 def next_of_round(
     layout: SequenceLayout, available: list[int], limit: int = UNLIMITED
 ) -> int | None:
-    """The lane for a decoded block of a spread sequence: block by block round the lanes of its
-    group that have a page and hold fewer than `limit` of its blocks. None for other blocks, and
+    """Returns the lane for a decoded block of a spread sequence: block by block round the lanes of
+    its group that have a page and hold fewer than `limit` of its blocks. None for other blocks, and
     where no lane has.
 
     So KV grows evenly over a group, and the group stays as it is (context parallel paper, Alg. 4,
