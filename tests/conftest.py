@@ -6,6 +6,7 @@ import ctypes
 import gc
 import json
 import os
+import time
 from collections.abc import Generator
 from importlib import metadata
 from pathlib import Path
@@ -98,6 +99,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         is_lab, _ = place(item)
         item.add_marker(pytest.mark.lab if is_lab else pytest.mark.serving)
     items.sort(key=place)
+
+
+class Parts:
+    """Times the suite's two parts, by when their last tests end."""
+
+    def __init__(self) -> None:
+        self.began = time.monotonic()
+        self.ended: dict[str, float] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.ended["lab" if "lab" in report.keywords else "serving"] = time.monotonic()
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if len(self.ended) == 2:
+            times = (f"{part} after {at - self.began:.0f} s" for part, at in self.ended.items())
+            terminalreporter.write_line(f"over: {', '.join(times)}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # not in the processes of pytest-xdist
+        config.pluginmanager.register(Parts())
 
 
 @pytest.fixture(scope="session")
