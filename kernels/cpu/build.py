@@ -74,13 +74,13 @@ def library_name(name: str) -> str:
 
 
 def command(
-    found: InstructionSet, compiler: str, include: Path, to: Path, extra: tuple[str, ...] = ()
+    target: InstructionSet, compiler: str, include: Path, to: Path, extra: tuple[str, ...] = ()
 ) -> list[str]:
-    """The command that compiles the library `to`. include: the folder of XLA's headers."""
+    """Returns the command that compiles the library `to`. include: the folder of XLA's headers."""
     return [
         *compiler.split(),
         *FLAGS,
-        *found.flags,
+        *target.flags,
         *extra,
         "-isystem",
         str(include),
@@ -96,27 +96,29 @@ def build(folder: Path, include: Path) -> list[str]:
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         return ["no C++ compiler (g++ or c++, or CXX) was found"]
-    wanted = [found for found in INSTRUCTION_SETS if platform.machine() in found.machines]
-    if not wanted:
-        return [f"no kernels are written for {platform.machine()}"]
+    machine = platform.machine()
+    targets = [target for target in INSTRUCTION_SETS if machine in target.machines]
+    if not targets:
+        return [f"no kernels are written for {machine}"]
     folder.mkdir(parents=True, exist_ok=True)
 
-    def one(found: InstructionSet) -> str | None:
-        to = folder / library_name(found.name)
-        made = to.with_suffix(".new")  # replaced whole: a process may have the old one open
+    def one(target: InstructionSet) -> str | None:
+        to = folder / library_name(target.name)
+        new = to.with_suffix(".new")  # replaced whole: a process may have the old one open
         try:
             subprocess.run(
-                command(found, compiler, include, made),
+                command(target, compiler, include, new),
                 check=True,
                 capture_output=True,
                 text=True,
                 timeout=SECONDS,
             )
         except (subprocess.SubprocessError, OSError) as error:
-            said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
-            return f"{found.name}: {next((x for x in said if 'error' in x), said[-1])[:300]}"
-        made.replace(to)
+            lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+            reason = next((line for line in lines if "error" in line), lines[-1])
+            return f"{target.name}: {reason[:300]}"
+        new.replace(to)
         return None
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return [line for line in pool.map(one, wanted) if line is not None]
+        return [line for line in pool.map(one, targets) if line is not None]

@@ -45,14 +45,14 @@ def processor() -> Processor:
     return Processor(machine, fields.get("vendor_id", ""), frozenset(features))
 
 
-def best_instruction_set(found: Processor, choice: str = "") -> str | None:
-    """Name of the best instruction set that the processor has, or of the chosen one if it has
-    that; None if there is none."""
-    for known in INSTRUCTION_SETS:
-        runs = found.machine in known.machines and known.needs <= found.features
-        gains = not known.vendors or found.vendor in known.vendors
-        if runs and (known.name == choice if choice else gains):
-            return known.name
+def best_instruction_set(cpu: Processor, choice: str = "") -> str | None:
+    """Returns the name of the best instruction set that a processor has, or of the chosen one if it
+    has that; None if there is none."""
+    for candidate in INSTRUCTION_SETS:
+        runs = cpu.machine in candidate.machines and candidate.needs <= cpu.features
+        gains = not candidate.vendors or cpu.vendor in candidate.vendors
+        if runs and (candidate.name == choice if choice else gains):
+            return candidate.name
     return None
 
 
@@ -94,8 +94,8 @@ def _ffi_version() -> tuple[int, int]:
     """Version of XLA's foreign functions in the installed jaxlib. A library for a later one must
     not be registered: JAX would not start."""
     header = (Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h").read_text()
-    number = lambda name: int(re.search(rf"define XLA_FFI_API_{name} (\d+)", header)[1])  # type: ignore[index]
-    return number("MAJOR"), number("MINOR")
+    numbers = dict(re.findall(r"define XLA_FFI_API_(MAJOR|MINOR) (\d+)", header))
+    return int(numbers["MAJOR"]), int(numbers["MINOR"])
 
 
 def instruction_set() -> str | None:
