@@ -18,8 +18,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxserve.api.batch import DEFAULT_EXCHANGE
 from jaxserve.kernels import ops
 from jaxserve.kernels.kv_pages import KVPages
+from jaxserve.lanes import exchange as table
 from jaxserve.sharding.exchange import EXCHANGES, split, write_gathered
 from jaxserve.sharding.rows import Groups, Rows, write_kv
 
@@ -40,9 +42,9 @@ def attention(
     tokens = groups.local_tokens()
     pages = write_kv(pages, kv[:tokens], groups.local)
     # Everything is written before anything is read: XLA's CPU compiler would otherwise copy the
-    # pool for the readers. `gather` writes the keys and values that it gathers itself.
+    # pool for the readers. Exchanges without settled rows write what they gather themselves.
     for exchange, part, mine in parts:
-        if exchange == "gather":
+        if not table.EXCHANGES[exchange].settled:
             continue
         if part.settled:
             own = tuple(rows.computed_by(groups.lanes.index()) for rows in part.spread)
@@ -68,7 +70,7 @@ def _spread_parts(groups: Groups) -> list[tuple[str, Groups, slice]]:
         spread = tuple(rows for rows in groups.spread if rows.settled == settled)
         if spread:
             stop = at + sum(rows.pos.size for rows in spread) // groups.lanes.size
-            exchange = groups.exchange if settled or not groups.settled else "gather"
+            exchange = groups.exchange if settled or not groups.settled else DEFAULT_EXCHANGE
             out.append((exchange, dataclasses.replace(groups, spread=spread), slice(at, stop)))
             at = stop
     return out

@@ -26,12 +26,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxserve.api.batch import DEFAULT_EXCHANGE
 from jaxserve.kernels.kv_pages import KVPages
 from jaxserve.kernels.merge import merge
+from jaxserve.lanes.exchange import PIECE_TOKENS
 from jaxserve.sharding.lane_groups import LaneGroups
 from jaxserve.sharding.rows import Groups, Rows, write_kv
 
-KV_CHUNK_TOKENS = 2048  # of KV that a lane sends at once in `pass_kv`
 # For GPUs. Before jax 0.12, XLA's latency hiding scheduler takes custom calls (attention) for short
 # and waits for a transfer before the attention that should hide it; from 0.12 on, transfers are not
 # asynchronous without that scheduler.
@@ -95,7 +96,7 @@ def pass_kv(
     lanes = groups.lanes.size
     lane = groups.lanes.index()
     own = [rows.computed_by(lane) for rows in groups.spread]
-    width = max(1, KV_CHUNK_TOKENS // pages.kv.shape[4])  # pages of a chunk
+    width = max(1, PIECE_TOKENS // pages.kv.shape[4])  # pages of a chunk
     # entries of the sequences of this step on every lane
     entries = jnp.zeros((groups.table.shape[1], lanes), jnp.int32)  # [slots, lanes]
     for rows in groups.spread:
@@ -136,7 +137,7 @@ def pass_kv(
 
 
 EXCHANGES: dict[str, Callable[..., tuple[jax.Array, KVPages]]] = {
-    "gather": gather,
+    DEFAULT_EXCHANGE: gather,
     "pass_q": pass_q,
     "pass_kv": pass_kv,
 }
@@ -176,5 +177,5 @@ def _kv_chunk(
 def _merge_across(lanes: LaneGroups, out: jax.Array, lse: jax.Array) -> jax.Array:
     """Sends partial results (out [lanes, T, K, G, H], lse [lanes, T, K, G]: all tokens of the group
     over this lane's blocks) back to the tokens' lanes, and merges those of this lane's tokens."""
-    partials = lanes.exchange(jnp.concatenate([out, lse[..., None]], -1))
+    partials = lanes.all_to_all(jnp.concatenate([out, lse[..., None]], -1))
     return merge(partials[..., :-1], partials[..., -1])[0]

@@ -33,7 +33,7 @@ class LaneGroups:
         """Gathers x [R, ...] of each lane of the group: [size * R, ...], on all of them."""
         return lax.all_gather(x, KVP, tiled=True, axis_index_groups=self._members())
 
-    def exchange(self, x: jax.Array) -> Any:
+    def all_to_all(self, x: jax.Array) -> Any:
         """Sends x[i], of x [size, ...], to lane i of the group; returns what each sent to this
         one."""
         return lax.all_to_all(x, KVP, 0, 0, axis_index_groups=self._members())

@@ -20,7 +20,7 @@ def move_pages(pools: list[KVPages], pages: jax.Array, lanes: LaneGroups) -> lis
 
     def move(pool: jax.Array) -> jax.Array:
         count = pool.shape[1]
-        received = lanes.exchange(pool[0, pages[0].clip(0, count - 1)])  # [size, m, ...]
+        received = lanes.all_to_all(pool[0, pages[0].clip(0, count - 1)])  # [size, m, ...]
         return pool.at[0, targets].set(received.reshape(-1, *pool.shape[2:]), mode="drop")
 
     return jax.tree.map(move, pools)

@@ -21,7 +21,7 @@ import numpy as np
 from experiments.script import command_line
 from jaxserve.cache import CacheManager
 from jaxserve.cli.display import table
-from jaxserve.costs.predictor import Costs
+from jaxserve.costs.coefficients import Costs
 from jaxserve.lab.research.drive import LiveRun
 from jaxserve.lab.simulate.arrival import Arrival
 from jaxserve.lab.simulate.recorder import Outcome

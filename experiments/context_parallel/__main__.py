@@ -16,7 +16,7 @@ HEAD = """\
 
 Made by `python -m experiments.context_parallel`. Nothing here was measured on a GPU: all but \
 fig8_served is *computed* from the model by which jaxserve
-chooses how lanes exchange (`jaxserve/costs/exchange_choice.py`), calibrated on the paper's \
+chooses how lanes exchange (`jaxserve/lanes/exchange.py`), calibrated on the paper's \
 tables 5, 6 and 8 alone
 (`experiments/context_parallel/system.py`). Tables 5, 6 and 8 therefore show how well it fits, \
 tables 4 and 7 and the figures what it

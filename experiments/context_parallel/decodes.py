@@ -43,16 +43,16 @@ def rows(
     pass-Q take besides it, and which one is chosen; only of steps whose KV fits the GPUs. Errors:
     ConfigError for a mesh that cannot be."""
     system.check()
-    exchange = system.exchange("auto", BLOCK, "auto")
-    if exchange is None:
+    chooser = system.chooser("auto", BLOCK, "auto")
+    if chooser is None:
         raise ConfigError("lanes", "one lane exchanges nothing")
     for context in contexts:
         for batch in batches:
-            if context * batch > system.kv_tokens() * exchange.lanes:
+            if context * batch > system.kv_tokens() * chooser.lanes:
                 continue
-            share = -(-batch // exchange.lanes)
-            kv = context * batch / exchange.lanes
-            decision = exchange.decodes(share, kv)
+            share = -(-batch // chooser.lanes)
+            kv = context * batch / chooser.lanes
+            decision = chooser.decodes(share, kv)
             yield (
                 context,
                 batch,

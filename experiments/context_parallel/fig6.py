@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from experiments.context_parallel.figure import main
 from experiments.context_parallel.system import PaperHost, calibrated
 from experiments.figures import Claim, Figure, Panel, Row, Rows, cell, ratio
-from jaxserve.costs.profiles import Link
+from jaxserve.lanes.rates import Link
 
 LENGTHS = tuple(2000 * 2**n for n in range(7))  # 2K to 128K
 HOSTS = (1, 2, 4, 8)

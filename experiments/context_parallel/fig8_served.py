@@ -15,11 +15,11 @@ from experiments.context_parallel.paper import HEADS, MODEL
 from experiments.context_parallel.system import PaperHost, calibrated
 from experiments.figures import Claim, Figure, Panel, Row, Rows, cell
 from jaxserve.cache import CacheManager, LaneRules
-from jaxserve.costs.exchange_choice import ExchangeChooser
-from jaxserve.costs.predictor import Costs
+from jaxserve.costs.coefficients import Costs
 from jaxserve.lab.simulate.arrival import Arrival
 from jaxserve.lab.simulate.replica import VirtualReplica
 from jaxserve.lab.simulate.run import execute
+from jaxserve.lanes.choice import ExchangeChooser
 from jaxserve.scheduling import Scheduler
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 
@@ -55,9 +55,7 @@ def replica(hosts: int, exchange: str) -> VirtualReplica:
     """A lane per host, with room for a prompt on any of them."""
     host = calibrated()
     mesh = MeshConfig(kvp=hosts)
-    chooser = ExchangeChooser(
-        hosts, HEADS, host.prefill, "roofline" if exchange == "auto" else exchange, block=BLOCK
-    )
+    chooser = ExchangeChooser(hosts, HEADS, host.prefill, chooser=exchange, block=BLOCK)
     lanes = dict(placement="striped", lane_tokens=BLOCK) if hosts > 1 else {}
     cache = CacheConfig(block_size=BLOCK, pages=2**11, **lanes)
     config = SchedulerConfig(
@@ -65,7 +63,7 @@ def replica(hosts: int, exchange: str) -> VirtualReplica:
     )
     manager = CacheManager(cache, hosts, 1, rules=LaneRules(config.stripe(BLOCK)))
     scheduler = Scheduler(
-        config, manager, mesh, 2**31 - 1, costs=costs(host, hosts), exchange=chooser
+        config, manager, mesh, 2**31 - 1, costs=costs(host, hosts), chooser=chooser
     )
     return VirtualReplica(scheduler, cache, mesh)
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from experiments.context_parallel.boundary import Boundary, fit_boundary, fitted
 from experiments.context_parallel.figure import main
 from experiments.context_parallel.paper import FIT, TABLE4
 from experiments.context_parallel.system import RANKS, RINGS, calibrated
 from experiments.figures import Claim, Figure, Panel, Row, Rows, cell, matching
-from jaxserve.costs.exchange_choice import Boundary, ExchangeChooser, fit_boundary, fitted
+from jaxserve.lanes.choice import ExchangeChooser
 
 ROOFLINE = "roofline of the rings"
 ALL_THREE = "roofline"
@@ -21,11 +22,11 @@ def rules() -> dict[str, ExchangeChooser]:
     system = calibrated()
     refit = fit_boundary([(row.cached, row.new, row.pass_kv, row.pass_q) for row in TABLE4])
     return {
-        ALL_THREE: system.exchange(RANKS),
-        "alg1": system.exchange(RANKS, "alg1"),
-        "alg5": system.exchange(RANKS, "alg5"),
-        "the paper's fit": system.exchange(RANKS, fitted(Boundary(*FIT))),
-        "fit to table 4": system.exchange(RANKS, fitted(refit)),
+        ALL_THREE: system.chooser(RANKS),
+        "alg1": system.chooser(RANKS, "alg1"),
+        "alg5": system.chooser(RANKS, "alg5"),
+        "the paper's fit": system.chooser(RANKS, fitted(Boundary(*FIT))),
+        "fit to table 4": system.chooser(RANKS, fitted(refit)),
     }
 
 

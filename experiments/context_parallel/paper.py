@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from jaxserve.checkpoint.zoo import MODELS
-from jaxserve.costs.exchange_choice import Heads
+from jaxserve.lanes.work import Heads
 
 # Table 9, and the model's vocabulary.
 MODEL = MODELS["llama3.1-405b"]

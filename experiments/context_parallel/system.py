@@ -2,7 +2,7 @@
 then predictions.
 
 A layer takes its linear parts, by the tokens of one host or as long as weights are read, and the
-exchange between hosts (`jaxserve.costs.exchange_choice`). Prefill runs without CUDA graphs (section
+exchange between hosts (`jaxserve.lanes.exchange`). Prefill runs without CUDA graphs (section
 4.3): for every further host it also takes the time in which a step of the ring is issued, which
 nothing hides, and its all-to-all starts later than that of decode.
 
@@ -35,16 +35,10 @@ from experiments.context_parallel.paper import (
     LatencyRow,
     Step,
 )
-from jaxserve.costs.exchange_choice import (
-    TRAFFIC,
-    Chooser,
-    ExchangeBytes,
-    ExchangeChooser,
-    ExchangeRates,
-    ExchangeWork,
-    work_of,
-)
-from jaxserve.costs.profiles import Link
+from jaxserve.lanes.choice import ExchangeChooser, Pick
+from jaxserve.lanes.exchange import EXCHANGES, ExchangeBytes
+from jaxserve.lanes.rates import ExchangeRates, Link
+from jaxserve.lanes.work import ExchangeWork, work_of
 
 MICRO = 1e-6
 MILLI = 1e-3
@@ -65,16 +59,16 @@ class PaperHost:
     token: float = 0.0
     issue: float = 0.0
 
-    def exchange(self, hosts: int, chooser: str | Chooser = "roofline") -> ExchangeChooser:
+    def chooser(self, hosts: int, chooser: str | Pick = "auto") -> ExchangeChooser:
         """What chooses for prefill."""
-        return ExchangeChooser(hosts, HEADS, self.prefill, chooser)
+        return ExchangeChooser(hosts, HEADS, self.prefill, chooser=chooser)
 
     def linear(self, tokens: int) -> float:
         return max(self.floor, self.token * tokens)
 
     def prefill_attention(self, cached: int, new: int, hosts: int) -> dict[str, float]:
         """Seconds of a layer's attention and of what it sends, by strategy."""
-        return self.exchange(hosts).seconds(work_of([(cached, new)], hosts))
+        return self.chooser(hosts).seconds(work_of([(cached, new)], hosts))
 
     def decode_attention(self, context: int, hosts: int, batch: int = 1) -> dict[str, float]:
         return ExchangeChooser(hosts, HEADS, self.decode).seconds(
@@ -101,9 +95,7 @@ class PaperHost:
 
     def with_links(self, link: Link) -> PaperHost:
         """Decode with other links between hosts, one kind for all that is sent."""
-        return dataclasses.replace(
-            self, decode=dataclasses.replace(self.decode, hop=link, gather=link, exchange=link)
-        )
+        return dataclasses.replace(self, decode=self.decode.with_links(link))
 
     # --- tensor parallelism over hosts (section 4.2.2)
 
@@ -136,13 +128,13 @@ def calibrated(hidden: float | None = None) -> PaperHost:
     )
     hop = Link(latency, 1 / per_byte)
     late, soon, per_byte = _links(
-        [(0, _sent(row).exchanged, row.exchange) for row in TABLE5 if row.exchange]
-        + [(1, traffic.exchanged, row.exchange) for row, traffic in _decodes()]
+        [(0, _sent(row).returned, row.exchange) for row in TABLE5 if row.exchange]
+        + [(1, traffic.returned, row.exchange) for row, traffic in _decodes()]
     )
     decode = ExchangeRates(flops, read, launch, hop, hop, Link(soon, 1 / per_byte), _hidden())
     prefill = dataclasses.replace(
         decode,
-        exchange=Link(late, 1 / per_byte),
+        all_to_all=Link(late, 1 / per_byte),
         hidden=decode.hidden if hidden is None else hidden,
     )
     return _whole(PaperHost(prefill, decode))
@@ -186,7 +178,7 @@ def _links(points: Sequence[tuple[int, float, float]]) -> list[float]:
 
 
 def _sent(row: Step) -> ExchangeBytes:
-    return TRAFFIC[row.strategy](work_of([(row.cached, row.new)], RANKS), HEADS)
+    return EXCHANGES[row.strategy].traffic(work_of([(row.cached, row.new)], RANKS), HEADS)
 
 
 def _decodes() -> list[tuple[Decode, ExchangeBytes]]:
@@ -196,7 +188,7 @@ def _decodes() -> list[tuple[Decode, ExchangeBytes]]:
         for row in TABLE8
         if row.hosts > 1
     ]
-    return [(row, TRAFFIC["pass_q"](work, HEADS)) for row, work in works]
+    return [(row, EXCHANGES["pass_q"].traffic(work, HEADS)) for row, work in works]
 
 
 def _hidden() -> float:

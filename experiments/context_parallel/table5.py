@@ -5,22 +5,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from experiments.context_parallel.boundary import equal_miss, hides_pass_kv
 from experiments.context_parallel.figure import main
 from experiments.context_parallel.paper import HEADS, TABLE5
 from experiments.context_parallel.system import MICRO, RANKS, calibrated
 from experiments.figures import Claim, Figure, Panel, Row, Rows, cell
-from jaxserve.costs.exchange_choice import TRAFFIC, work_of
+from jaxserve.lanes.exchange import EXCHANGES
+from jaxserve.lanes.work import work_of
 
 
 def sweep(settings: None) -> Iterator[Row]:
-    exchange = calibrated().exchange(RANKS)
+    times = calibrated().chooser(RANKS)
     for row in TABLE5:
         work = work_of([(row.cached, row.new)], RANKS)
-        traffic = TRAFFIC[row.strategy](work, HEADS)
+        traffic = EXCHANGES[row.strategy].traffic(work, HEADS)
         ours = {
-            "hop": exchange.rates.hop(traffic.hop),
-            "attention": exchange.attention(work.pairs / RANKS**2, work.shard),
-            "exchange": exchange.rates.exchange(traffic.exchanged) if traffic.exchanged else 0.0,
+            "hop": times.rates.hop(traffic.hop),
+            "attention": times.attention(work.pairs / RANKS**2, work.shard),
+            "exchange": times.rates.all_to_all(traffic.returned) if traffic.returned else 0.0,
         }
         for part, seconds in ours.items():
             yield {
@@ -29,7 +31,7 @@ def sweep(settings: None) -> Iterator[Row]:
                 "part": part,
                 "ours_us": seconds / MICRO,
                 "paper_us": getattr(row, part) or 0.0,
-                "bytes": {"hop": traffic.hop, "exchange": traffic.exchanged}.get(part, 0),
+                "bytes": {"hop": traffic.hop, "exchange": traffic.returned}.get(part, 0),
             }
 
 
@@ -48,8 +50,8 @@ def _exposed(rows: Rows, miss: float) -> float:
 
 def _hidden_from(rows: Rows) -> float:
     """New tokens from which pass-KV is hidden (Eq. 2)."""
-    exchange = calibrated().exchange(RANKS)
-    return next(new for new in range(1, 128000) if exchange.hides_pass_kv(new))
+    times = calibrated().chooser(RANKS)
+    return next(new for new in range(1, 128000) if hides_pass_kv(times, new))
 
 
 PARTS = (("hop", "SendRecv"), ("attention", "ATTN"), ("exchange", "All2All"))
@@ -88,14 +90,14 @@ FIGURE = Figure(
         Claim(
             "bandwidth of the all-to-all",
             50,
-            lambda rows: calibrated().prefill.exchange.bytes_per_s / 1e9,
+            lambda rows: calibrated().prefill.all_to_all.bytes_per_s / 1e9,
             "4.1: 400 Gb/s",
             "GB/s",
         ),
         Claim(
             "share of new tokens where messages are equal",
             0.125,
-            lambda rows: calibrated().exchange(RANKS).equal_miss,
+            lambda rows: equal_miss(HEADS),
             "Eq. 1",
             "%",
         ),

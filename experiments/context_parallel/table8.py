@@ -12,7 +12,9 @@ from experiments.context_parallel.figure import main
 from experiments.context_parallel.paper import HEADS, TABLE8, Decode
 from experiments.context_parallel.system import MICRO, calibrated
 from experiments.figures import Claim, Figure, Panel, Row, Rows, cell, matching
-from jaxserve.costs.exchange_choice import ExchangeChooser, pass_q, work_of
+from jaxserve.lanes.choice import ExchangeChooser
+from jaxserve.lanes.exchange import pass_q_traffic
+from jaxserve.lanes.work import work_of
 
 PARTS = ("op", "loop", "hops", "exchange", "whole")
 NAMES = {
@@ -47,7 +49,7 @@ def parts(row: Decode) -> dict[str, float]:
     sequences."""
     rates = calibrated().decode
     work = work_of([(row.tokens - 1, 1)] * row.batch, row.hosts)
-    traffic = pass_q(work, HEADS)
+    traffic = pass_q_traffic(work, HEADS)
     each = math.ceil(row.batch / row.hosts) * row.tokens / row.hosts
     op = ExchangeChooser(row.hosts, HEADS, rates).attention(each, each)
     seconds = calibrated().decode_attention(row.tokens, row.hosts, row.batch)
@@ -55,7 +57,7 @@ def parts(row: Decode) -> dict[str, float]:
         "op": op,
         "loop": row.hosts * op,
         "hops": traffic.hops * rates.hop(traffic.hop) if traffic.hops else 0.0,
-        "exchange": rates.exchange(traffic.exchanged) if traffic.exchanged else 0.0,
+        "exchange": rates.all_to_all(traffic.returned) if traffic.returned else 0.0,
         "whole": seconds["pass_q"],
         "gather": seconds["gather"],
     }

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxserve.checkpoint.model import ModelConfig
-from jaxserve.costs.predictor import LaneLoad, Predictor
-from jaxserve.costs.profiles import ITEM, devices
+from jaxserve.costs.predictor import Predictor
+from jaxserve.costs.profiles import devices
 from jaxserve.lab.simulate.run import System, shape_of
+from jaxserve.lanes.load import LaneLoad
+from jaxserve.lanes.work import ITEM
 from jaxserve.settings.schema import MeshConfig
 
 POINTS = 400  # of the context at which steps of a prefill are looked at

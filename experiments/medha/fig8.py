@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from experiments.figures import Claim, Figure, Panel, Row, cell
 from experiments.medha.closed import Node
 from experiments.medha.figure import MedhaSettings, main
-from jaxserve.costs.profiles import ITEM, devices
+from jaxserve.costs.profiles import devices
 from jaxserve.lab.simulate.loongserve import LoongPool
+from jaxserve.lanes.work import ITEM
 from jaxserve.settings.schema import MeshConfig
 
 PROMPT = 1_000_000

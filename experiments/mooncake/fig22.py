@@ -13,7 +13,8 @@ from experiments.mooncake.node import (
     TRANSFER_BYTES_PER_S,
     prefill_seconds,
 )
-from jaxserve.costs.predictor import LaneLoad, Predictor
+from jaxserve.costs.predictor import Predictor
+from jaxserve.lanes.load import LaneLoad
 
 LENGTHS = (8192, 16_384, 32_768, 65_536, 131_072)  # tokens
 CACHED = (0.0, 0.95)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from jaxserve.costs.profiles import ITEM
+from jaxserve.lanes.work import ITEM
 
 ENGINES = {  # device -> engine -> version of its tables
     "a100": {"sglang": "0.5.10", "vllm": "0.14.0"},

@@ -21,8 +21,9 @@ from experiments.profiles import aiconfigurator, llmservingsim, parts, served, v
 from experiments.profiles.parts import DEGREES, ENGINES, LLAMA, LONG, OTHER, VIDUR
 from experiments.script import command_line
 from jaxserve.costs import profiles
-from jaxserve.costs.predictor import Costs
-from jaxserve.costs.profiles import Device, Link
+from jaxserve.costs.coefficients import Costs
+from jaxserve.costs.profiles import Device
+from jaxserve.lanes.rates import Link
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option
 from jaxserve.settings.schema import ConfigError

@@ -22,7 +22,8 @@ from experiments.profiles.least_squares import (
 )
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.checkpoint.zoo import MODELS
-from jaxserve.costs.profiles import ITEM, elementwise_bytes
+from jaxserve.costs.profiles import elementwise_bytes
+from jaxserve.lanes.work import ITEM
 
 LLAMA = {
     "llama3-8b": MODELS["llama3-8b"],

@@ -9,8 +9,9 @@ import numpy as np
 
 from experiments.profiles import aiconfigurator
 from jaxserve.checkpoint.zoo import MODELS
-from jaxserve.costs.predictor import LaneLoad, Predictor
+from jaxserve.costs.predictor import Predictor
 from jaxserve.costs.profiles import costs
+from jaxserve.lanes.load import LaneLoad
 from jaxserve.settings.schema import MeshConfig
 
 SHAPES = {

@@ -10,7 +10,7 @@ import numpy as np
 from experiments.figures import Claim, Figure, Panel, Row, cell
 from experiments.tetris.figure import TetrisSettings, main
 from experiments.tetris.model import LENGTHS, NODE, TABLE, K
-from jaxserve.scheduling.planning.cdsp import POLICIES, CdspPlan, Instances, Latency, occupied
+from jaxserve.lanes.cdsp import PLANNERS, CdspPlan, Instances, Latency, occupied
 
 RATE = 0.1
 
@@ -33,7 +33,7 @@ def plans(rule: str, queues: np.ndarray, *prompts: int) -> Iterator[CdspPlan]:
     """Of prompts that come at one moment."""
     policy, rate = RULES[rule]
     for prompt in prompts:
-        plan = POLICIES[policy](INSTANCES, queues, prompt, rate)
+        plan = PLANNERS[policy](INSTANCES, queues, prompt, rate)
         queues = occupied(queues, plan)
         yield plan
 
@@ -41,7 +41,7 @@ def plans(rule: str, queues: np.ndarray, *prompts: int) -> Iterator[CdspPlan]:
 def sweep(settings: TetrisSettings) -> Iterator[Row]:
     """Sixteen instances. 'queue': all have a second to go, then 32k and 16k tokens come; 'gap': 16k
     run on eight as 128k come."""
-    running = POLICIES["single"](INSTANCES, np.zeros(16), 16 * K, RATE)
+    running = PLANNERS["single"](INSTANCES, np.zeros(16), 16 * K, RATE)
     gap = occupied(np.zeros(16), running)
     for rule in RULES:
         first, second = plans(rule, np.ones(16), 32 * K, 16 * K)

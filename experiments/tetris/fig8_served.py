@@ -18,12 +18,12 @@ import numpy as np
 from experiments.figures import Claim, Figure, Panel, Row, Rows, cell
 from experiments.tetris.figure import TetrisSettings, main
 from experiments.tetris.model import hop
-from jaxserve.costs.profiles import Link
 from jaxserve.lab.simulate.replica import VirtualReplica
 from jaxserve.lab.simulate.run import System, execute, shape_of
 from jaxserve.lab.simulate.tetris import PrefillInstances, constant
-from jaxserve.scheduling.planning.cdsp import POLICIES
-from jaxserve.scheduling.planning.lanes import IMPROVEMENT, LanePlanner
+from jaxserve.lanes import cdsp
+from jaxserve.lanes.planner import IMPROVEMENT, LanePlanner
+from jaxserve.lanes.rates import Link
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 
 LANES = 8
@@ -64,7 +64,7 @@ def sweep(settings: TetrisSettings) -> Iterator[Row]:
             assert isinstance(plans, LanePlanner)
             outcome = execute(made, arrivals)
             apart = PrefillInstances(
-                plans.instances, LANES, POLICIES[planner], constant(IMPROVEMENT)
+                plans.instances, LANES, cdsp.PLANNERS[planner], constant(IMPROVEMENT)
             ).run(arrivals)
             yield {
                 "lengths": "generated: tetris mixes",

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from jaxserve.costs.profiles import costs, devices
 from jaxserve.lab.simulate.run import shape_of
-from jaxserve.scheduling.planning.cdsp import Instances, Latency, LatencyPoint, fit
+from jaxserve.lanes.cdsp import Instances, Latency, LatencyPoint, fit
 
 K = 1024
 NODE = 8  # GPUs

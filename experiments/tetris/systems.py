@@ -35,8 +35,8 @@ from jaxserve.lab.simulate.tetris import (
     best_rates,
     constant,
 )
-from jaxserve.scheduling.planning.cdsp import POLICIES, Policy
-from jaxserve.scheduling.planning.improvement import ImprovementRate
+from jaxserve.lanes.cdsp import PLANNERS, Planning
+from jaxserve.lanes.improvement import ImprovementRate
 
 MODELS = ("llama3-8b", "llama3-70b")
 NODES = {"llama3-8b": 4, "llama3-70b": 8}
@@ -99,10 +99,10 @@ def _run(
     return server(name, model, trace, load, settings, rate).run(settings.arrivals(trace, load))
 
 
-POLICY: dict[str, Policy] = (
-    dict(POLICIES)
-    | {"tetris": POLICIES["cdsp"], "single-chunk": POLICIES["single"]}
-    | dict.fromkeys(("loongserve", "loongserve-disagg"), POLICIES["single"])
+POLICY: dict[str, Planning] = (
+    dict(PLANNERS)
+    | {"tetris": PLANNERS["cdsp"], "single-chunk": PLANNERS["single"]}
+    | dict.fromkeys(("loongserve", "loongserve-disagg"), PLANNERS["single"])
 )
 
 

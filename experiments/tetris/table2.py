@@ -11,7 +11,7 @@ import numpy as np
 from experiments.figures import Claim, Figure, Panel, Row, cell
 from experiments.tetris.figure import TetrisSettings, main
 from experiments.tetris.model import BLOCK, NODE, K, latencies
-from jaxserve.scheduling.planning.cdsp import Instances, Latency, cdsp
+from jaxserve.lanes.cdsp import Instances, Latency, cdsp
 
 # us, mean and most
 PAPER = {8: (22.8, 52.5), 16: (25.8, 86.8), 32: (22.9, 53.4), 64: (24.9, 45.1), 128: (30.6, 73.7)}

@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.costs.predictor import Costs, Predictor
+from jaxserve.costs.coefficients import Costs
+from jaxserve.costs.predictor import Predictor
 from jaxserve.policies import POLICIES, PromptView
 from jaxserve.settings.schema import MeshConfig
 from vidur import config as settings

@@ -36,6 +36,8 @@ class PageStores:
 
 
 _NONE = np.zeros(0, np.int32)
+# the exchange of steps for which no other was chosen; any step may use it
+DEFAULT_EXCHANGE = "gather"
 NO_STORES = PageStores(_NONE, _NONE, _NONE, [])
 
 
@@ -78,8 +80,8 @@ class Batch:
     # rows of this batch whose sequence has just got its slot: set its sampling state
     admitted: tuple[int, ...]
     # how spread chunks of more than one token, or decodes where no chunk has more, reach KV on
-    # other lanes: a name of `costs.exchange_choice.TRAFFIC`
-    exchange: str = "gather"
+    # other lanes: a name of `lanes.exchange.EXCHANGES`
+    exchange: str = DEFAULT_EXCHANGE
     stores: PageStores = NO_STORES  # read before the step
 
     @property

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from jaxserve.api.errors import RequestError
 from jaxserve.cluster.assignments import Assignments
-from jaxserve.costs.predictor import LaneLoad, Predictor
+from jaxserve.costs.predictor import Predictor
+from jaxserve.lanes.load import LaneLoad
 
 MIN_RETRY_AFTER = 0.05  # seconds
 

@@ -1,7 +1,7 @@
 """Fits the coefficients of `Costs` to measured steps of an engine, and says how well they fit.
 
 Steps of local sequences come first. What steps with spread chunks take follows from these costs and
-from how fast lanes talk to each other (`ExchangeChooser`), but for a few numbers: what padding
+from how fast lanes send to each other (`ExchangeChooser`), but for a few numbers: what padding
 takes, how much lanes wait for each other's work, and for each exchange a factor and a constant.
 """
 
@@ -15,8 +15,11 @@ from typing import Any
 import numpy as np
 
 from jaxserve.api.batch import Batch
-from jaxserve.costs.exchange_choice import Correction, ExchangeChooser
-from jaxserve.costs.predictor import Costs, LaneLoad, Predictor, ShapeCost, SpreadShape
+from jaxserve.costs.coefficients import Costs, ShapeCost, SpreadShape
+from jaxserve.costs.predictor import Predictor
+from jaxserve.lanes.choice import Correction, ExchangeChooser
+from jaxserve.lanes.cost import lane_costs
+from jaxserve.lanes.load import LaneLoad
 from jaxserve.settings.schema import ConfigError, MeshConfig
 
 TRIALS = 50  # steps of the search for what spread chunks take
@@ -237,8 +240,8 @@ class _SpreadStep:
         fixed = dataclasses.replace(exchange, chooser=strategy, corrections={})
         # lanes that do the same take as long
         lanes = {
-            (lane.decodes, lane.context, lane.tokens, lane.exchange): lane
-            for lane in Predictor(costs, mesh, exchange=fixed).lanes(sample.batch)
+            (load.decodes, load.context, load.tokens, load.spread_seconds): load
+            for load in lane_costs(costs, mesh.kvp, fixed).loads(sample.batch)
         }
         return cls(strategy, sample.group_size, list(lanes.values()), sample.seconds)
 
@@ -246,8 +249,10 @@ class _SpreadStep:
         """The relative error of what these say of the step."""
         correction = corrections.get(self.exchange, Correction())
         lanes = [
-            dataclasses.replace(lane, exchange=correction(lane.exchange)) if lane.exchange else lane
-            for lane in self.lanes
+            dataclasses.replace(load, spread_seconds=correction(load.spread_seconds))
+            if load.spread_seconds
+            else load
+            for load in self.lanes
         ]
         return Predictor(costs, mesh).stage(lanes) / self.seconds - 1
 

@@ -15,12 +15,12 @@ from pathlib import Path
 
 from jaxserve.checkpoint.model import ModelConfig, declare, matrix_elements
 from jaxserve.checkpoint.zoo import MODELS
-from jaxserve.costs.predictor import Costs
+from jaxserve.costs.coefficients import Costs
+from jaxserve.lanes.rates import Link
+from jaxserve.lanes.work import ITEM, PARTIAL
 from jaxserve.settings.schema import ConfigError
 
 FILE = Path(__file__).with_name("profiles.json")
-ITEM = 2  # bytes of a bf16 weight, activation or KV element
-PARTIAL = 4  # bytes of an element of a lane's part of attention, and of its log-sum-exp
 
 
 def elementwise_bytes(model: ModelConfig, tp: int = 1) -> float:
@@ -37,17 +37,6 @@ def _matrices(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of a model's matrices by path: models with equal ones have equal costs."""
     declared = declare(model, range(model.layers))
     return {path: parameter.shape for path, parameter in declared.items() if parameter.inputs}
-
-
-@dataclasses.dataclass(frozen=True)
-class Link:
-    """A message of n bytes takes `seconds + n / bytes_per_s`."""
-
-    seconds: float
-    bytes_per_s: float
-
-    def __call__(self, size: float) -> float:
-        return self.seconds + size / self.bytes_per_s
 
 
 @dataclasses.dataclass(frozen=True)

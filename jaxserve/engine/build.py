@@ -8,7 +8,7 @@ import sys
 from jaxserve.cache import CacheManager, LaneRules
 from jaxserve.cache.tiers import LowerTiers
 from jaxserve.checkpoint.model import ModelConfig
-from jaxserve.costs.predictor import NOMINAL
+from jaxserve.costs.coefficients import NOMINAL
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.executor import CommandExecutor
 from jaxserve.engine.loading import cache_identity, hello_of, load_worker
@@ -22,9 +22,9 @@ from jaxserve.engine.worker_process import work
 from jaxserve.group.handshake import Certificate
 from jaxserve.group.layout import check_processes, described
 from jaxserve.group.member import LEADER, Member, Pulse, this_member
+from jaxserve.lanes.planner import LanePlanner, improvement_rates
 from jaxserve.progress import progress_bar
 from jaxserve.scheduling import Scheduler
-from jaxserve.scheduling.planning.lanes import LanePlanner, improvement_rates
 from jaxserve.settings.options import values_of
 from jaxserve.settings.schema import EngineConfig, SchedulerConfig
 from jaxserve.sharding.mesh import ensure_devices
@@ -145,7 +145,7 @@ def make_scheduler(
         plan.model.eos_ids,
         costs=NOMINAL if profile is None else profile.costs,
         planner=None if profile is None else _planner(config.scheduler, plan, profile, most),
-        exchange=None if profile is None else profile.chooser(plan, config.scheduler),
+        chooser=None if profile is None else profile.chooser(plan, config.scheduler),
     )
 
 
@@ -174,5 +174,5 @@ def _planner(
     """Plans which lanes compute which part of a prompt, where that is asked for."""
     if not plan.moves:
         return None
-    rates = improvement_rates(config, profile.improvement.get(config.planner, {}))
+    rates = improvement_rates(config.improvement, profile.improvement.get(config.planner, {}))
     return LanePlanner(config.planner, profile.instances(plan, config, max_len), rates)

@@ -120,10 +120,9 @@ class CommandBuilder:
         return StepCommand(number=batch.number, variant=GUIDED, masks=masks), ends
 
     def _shape(self, demand: StepDemand, exchange: str) -> StepShape:
-        """Picks the cheapest compiled shape with the exchange, or one that gathers where none fits
-        or no lanes meet."""
+        """Picks the cheapest compiled shape with the exchange, or with the default if none fits."""
         but = self._uncompiled()
-        shape = self._plan.shape_for(demand, exchange, but) if demand.meets else None
+        shape = self._plan.shape_for(demand, exchange, but)
         shape = shape or self._plan.shape_for(demand, but=but)
         assert shape is not None, f"no compiled shape holds {demand}"
         return shape

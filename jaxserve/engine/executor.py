@@ -8,11 +8,11 @@ from typing import Any, Protocol
 
 from jaxserve.api.batch import PageStores
 from jaxserve.cache.tiers import Fetch, LowerTiers
-from jaxserve.costs.profiles import Link
 from jaxserve.engine.block_mover import Arrival
 from jaxserve.engine.command import StepCommand, StepResult
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.step_shapes import StepShape
+from jaxserve.lanes.rates import Link
 
 
 class CommandExecutor(Protocol):

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Set
 from typing import Any
 
-from jaxserve.api.batch import Batch
+from jaxserve.api.batch import DEFAULT_EXCHANGE, Batch
 from jaxserve.checkpoint.model import ModelConfig, padded_vocab
 from jaxserve.engine.command import CommandCodec
 from jaxserve.engine.sampling_rows import mask_words
@@ -38,7 +38,10 @@ class StagePlan:
         return StepDemand.of(batch, self.mesh.kvp, self.tile, self.block_size)
 
     def shape_for(
-        self, demand: StepDemand, exchange: str = "gather", but: Set[StepShape] = frozenset()
+        self,
+        demand: StepDemand,
+        exchange: str = DEFAULT_EXCHANGE,
+        but: Set[StepShape] = frozenset(),
     ) -> StepShape | None:
         """Finds the cheapest shape with this exchange that holds a demand; None where none does.
         Every batch of the scheduler fits one that gathers queries. but: shapes to leave out, which

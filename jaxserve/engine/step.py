@@ -21,6 +21,7 @@ from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.engine import sampling, sampling_rows
 from jaxserve.engine.step_shapes import StepShape, layout
 from jaxserve.kernels.kv_pages import KVPages
+from jaxserve.lanes.exchange import EXCHANGES
 from jaxserve.models.decoder import Head, Stage, run_layers
 from jaxserve.sharding.lane_groups import LaneGroups
 from jaxserve.sharding.mesh import KVP
@@ -197,7 +198,7 @@ def _groups(
             [view["rows"][row : row + rows], view["held"][row - first : row - first + rows]], 1
         )
         mine = lanes.gather_rows(mine)  # each lane of a group needs all its spread rows
-        settled = shape.exchange != "gather" and width > 1
+        settled = EXCHANGES[shape.exchange].settled and width > 1
         slot, start, length = mine[:, :3].T
         spread.append(
             spread_rows(

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxserve.api.batch import Batch
 from jaxserve.engine.step_shapes import RowGroup, StepShape
+from jaxserve.lanes.exchange import EXCHANGES
 from jaxserve.lanes.groups import group_sizes
 
 
@@ -67,14 +68,9 @@ class StepDemand:
         local, spread = np.bincount(place, minlength=2 * lanes).reshape(2, lanes).max(1).tolist()
         group_size = int(batch.group_size.max())
         ring: tuple[LaneSlice, ...] = ()
-        if batch.exchange != "gather" and batch.block_lane.size:
+        if EXCHANGES[batch.exchange].settled and batch.block_lane.size:
             ring = _ring(batch, [chunk for chunk in long if chunk.spread], tile, block)
         return cls(local, spread, long, lanes, group_size, len(batch.moves) > 0, ring)
-
-    @property
-    def meets(self) -> bool:
-        """Whether lanes can meet around a ring: for decodes, or for spread chunks."""
-        return self.spread_singles > 0 or bool(self.ring)
 
     def fits(self, shape: StepShape) -> bool:
         """Whether the shape holds it."""

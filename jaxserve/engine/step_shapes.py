@@ -16,7 +16,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxserve.costs.exchange_choice import moves_per_pair
+from jaxserve.api.batch import DEFAULT_EXCHANGE
+from jaxserve.lanes.cost import moves_per_pair
+from jaxserve.lanes.exchange import EXCHANGES, decode_exchanges
 from jaxserve.lanes.groups import group_sizes
 from jaxserve.settings.schema import SchedulerConfig
 
@@ -52,7 +54,7 @@ class StepShape:
     group_size: int = 1  # lanes that meet for spread rows: see `lanes.groups`
     # how spread rows, of prompts where there are any, and blocks on other lanes meet: see
     # sharding.exchange
-    exchange: str = "gather"
+    exchange: str = DEFAULT_EXCHANGE
     moves: int = 0  # pages that it may move from each lane of a group to each, beside its layers
 
     @property
@@ -66,12 +68,12 @@ class StepShape:
     @property
     def decode_ring(self) -> bool:
         """Whether queries of decodes go round a ring: they do only where no other row is spread."""
-        return self.exchange != "gather" and not self.spread_prefill.rows
+        return EXCHANGES[self.exchange].ring and not self.spread_prefill.rows
 
     @property
     def prefill_ring(self) -> bool:
         """Whether spread chunks go round a ring."""
-        return self.exchange != "gather" and self.spread_prefill.rows > 0
+        return EXCHANGES[self.exchange].settled and self.spread_prefill.rows > 0
 
     @property
     def rows(self) -> int:
@@ -89,7 +91,7 @@ class StepShape:
         name = lambda groups: "+".join(f"{rows}x{width}" for rows, width in groups)
         if not self.spread:
             return name(self.local)
-        exchange = "" if self.exchange == "gather" else f"_{self.exchange}"
+        exchange = "" if self.exchange == DEFAULT_EXCHANGE else f"_{self.exchange}"
         moves = "_moves" if self.moves else ""
         spread = f"{name(self.spread)}_on_{self.group_size}{exchange}{moves}"
         return f"{name(self.local)}_spread_{spread}"
@@ -137,17 +139,17 @@ def _spread_shapes(config: SchedulerConfig, lanes: int, block: int) -> Iterator[
         moves = (0, moves_per_pair(config.chunk_tokens, block, lanes))
     for size in group_sizes(lanes)[1:]:
         of_size = functools.partial(StepShape, decodes, group_size=size)
-        for exchange in decode_exchanges(config):
+        for exchange in decode_choices(config):
             yield of_size(spread_decode=few_decodes, exchange=exchange)
         for exchange, spread, local, moved in itertools.product(
-            prefill_exchanges(config), (few_chunks, chunks), (EMPTY, chunks), moves
+            prefill_choices(config), (few_chunks, chunks), (EMPTY, chunks), moves
         ):
             rows = spread_rows(spread, exchange)
             yield of_size(local, few_decodes, rows, exchange=exchange, moves=moved)
     largest = functools.partial(StepShape, decodes, group_size=lanes)
-    for exchange in decode_exchanges(config):
+    for exchange in decode_choices(config):
         yield largest(spread_decode=decodes, exchange=exchange)
-    for exchange, moved in itertools.product(prefill_exchanges(config), moves):
+    for exchange, moved in itertools.product(prefill_choices(config), moves):
         rows = spread_rows(chunks, exchange)
         yield largest(chunks, decodes, rows, exchange=exchange, moves=moved)
 
@@ -155,7 +157,7 @@ def _spread_shapes(config: SchedulerConfig, lanes: int, block: int) -> Iterator[
 def spread_rows(chunks: RowGroup, exchange: str) -> RowGroup:
     """Rows for spread chunks that take these by gathering; around a ring some rows are short, where
     lanes change."""
-    return chunks._replace(rows=chunks.rows + (exchange != "gather"))
+    return chunks._replace(rows=chunks.rows + EXCHANGES[exchange].settled)
 
 
 def first_shapes(shapes: list[StepShape]) -> list[StepShape]:
@@ -173,19 +175,22 @@ def first_shapes(shapes: list[StepShape]) -> list[StepShape]:
     return [shape for shape in shapes if shape in chosen]
 
 
-def prefill_exchanges(config: SchedulerConfig) -> tuple[str, ...]:
-    """The exchanges that steps with spread chunks may choose."""
-    rings: tuple[str, ...] = ("pass_q", "pass_kv")
-    if config.exchange == "gather" or config.tile == 1:
-        return ("gather",)
-    if config.exchange in rings:
-        rings = (config.exchange,)
-    return ("gather", *rings)
+def prefill_choices(config: SchedulerConfig) -> list[str]:
+    """The exchanges that steps with spread chunks may choose: the default, for those that another
+    cannot have, and the one that is set, or all."""
+    rows = [row for row in EXCHANGES.values() if config.tile > 1 or not row.settled]
+    return _choices(config.exchange, [row.name for row in rows])
 
 
-def decode_exchanges(config: SchedulerConfig) -> tuple[str, ...]:
+def decode_choices(config: SchedulerConfig) -> list[str]:
     """The exchanges that steps may choose whose spread rows are decodes alone."""
-    return ("gather",) if config.decode_exchange == "gather" else ("gather", "pass_q")
+    return _choices(config.decode_exchange, list(decode_exchanges()))
+
+
+def _choices(chosen: str, names: list[str]) -> list[str]:
+    if chosen in EXCHANGES:
+        names = [name for name in names if name == chosen]
+    return list(dict.fromkeys([DEFAULT_EXCHANGE, *names]))
 
 
 def sample_sizes(config: SchedulerConfig) -> list[int]:

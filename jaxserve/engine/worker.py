@@ -21,7 +21,6 @@ import numpy as np
 
 from jaxserve.api.batch import PageStores
 from jaxserve.cache.tiers import Fetch
-from jaxserve.costs.profiles import Link
 from jaxserve.engine.block_mover import Arrival, BlockMover
 from jaxserve.engine.command import (
     NO_SAMPLING,
@@ -38,6 +37,7 @@ from jaxserve.engine.sampling_rows import VARIANTS
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.stages import HiddenStates, Loader, SampledTokens, Stages
 from jaxserve.engine.step_shapes import StepShape
+from jaxserve.lanes.rates import Link
 from jaxserve.store.peers import PeerBlocks
 from jaxserve.store.tiered import TieredBlocks
 

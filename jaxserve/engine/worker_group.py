@@ -19,7 +19,6 @@ from typing import Any
 
 from jaxserve.api.batch import PageStores
 from jaxserve.cache.tiers import Fetch
-from jaxserve.costs.profiles import Link
 from jaxserve.engine.block_mover import Arrival
 from jaxserve.engine.command import NO_STEP, StepCommand, StepResult, WorkersLost
 from jaxserve.engine.profiling.measure import first_token
@@ -32,6 +31,7 @@ from jaxserve.group.connection import ChannelError
 from jaxserve.group.handshake import Certificate
 from jaxserve.group.member import Member
 from jaxserve.group.messages import Hello, Kind
+from jaxserve.lanes.rates import Link
 from jaxserve.settings.schema import ConfigError
 
 HANGS = 3  # times hang_timeout that a step may take before the workers are given up

@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from jaxserve.lanes.exchange import EXCHANGES
+
 PREFIX = "jaxserve:"
 REASONS = ("stop", "length", "cancelled", "deadline", "error")
-EXCHANGES = ("gather", "pass_q", "pass_kv")
 REJECTIONS = (
     "queue",
     "ttft",
@@ -138,7 +139,7 @@ class Distribution(NamedTuple):
 LABEL_VALUES: Mapping[str, Sequence[str]] = {
     "finished_reason": (*REASONS, OTHER),
     "reason": (*REJECTIONS, OTHER),
-    "exchange": EXCHANGES,
+    "exchange": tuple(EXCHANGES),
 }
 COUNTERS: Mapping[str, str] = {
     "prompt_tokens": (

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from jaxserve.costs.predictor import LaneLoad, Predictor
+from jaxserve.costs.predictor import Predictor
 from jaxserve.lanes.groups import lanes_of
+from jaxserve.lanes.load import LaneLoad
 
 # share of a long prompt's remaining work: prompts with at most so much may share its step
 SHARER_WORK_RATIO = 1 / 8

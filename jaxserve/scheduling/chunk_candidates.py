@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from jaxserve.cache import CacheManager
 from jaxserve.lanes.groups import lanes_of
+from jaxserve.lanes.planner import Planner, PlanPart, part_at
 from jaxserve.scheduling.budget import BlocksPerLane
 from jaxserve.scheduling.fetches import Fetch, Fetches
 from jaxserve.scheduling.page_admission import PageAdmission
 from jaxserve.scheduling.prefetch import QueuePrefetch
 from jaxserve.scheduling.prefill_step import PrefillStep
-from jaxserve.scheduling.sequence import NO_SLOT, PlanPart, Sequence, part_at
+from jaxserve.scheduling.sequence import NO_SLOT, Sequence
 from jaxserve.scheduling.slots import SlotTable
 
 # seconds of work by which a lane that can take no more tokens in this step seems busier to planners
@@ -43,17 +44,6 @@ class FirstChunk(NamedTuple):
     pages: np.ndarray  # these hold its first blocks already
     plan: tuple[PlanPart, ...]  # () where the cache chooses lanes block by block
     fetch: Fetch | None  # of its next blocks, before anything is computed
-
-
-class Planner(Protocol):
-    """Plans which lanes compute which part of a prompt."""
-
-    def arrived(self, now: float) -> None:
-        """Notes a request that comes at this clock second."""
-
-    def __call__(self, pending: list[float], start: int, target: int) -> tuple[PlanPart, ...]:
-        """Returns a plan for tokens `start` to before `target`; pending: seconds of prefill that
-        each lane has to do first."""
 
 
 class ChunkCandidates:

@@ -15,7 +15,8 @@ import numpy as np
 
 from jaxserve.api.batch import Batch
 from jaxserve.cache import CacheManager
-from jaxserve.costs.predictor import LaneLoad, Predictor
+from jaxserve.costs.predictor import Predictor
+from jaxserve.lanes.load import LaneLoad
 from jaxserve.policies import PromptView
 from jaxserve.scheduling.budget import MIN_PREFILL_SHARE
 from jaxserve.scheduling.completion_lengths import CompletionLengths

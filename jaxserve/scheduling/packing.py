@@ -21,10 +21,10 @@ import dataclasses
 
 import numpy as np
 
-from jaxserve.api.batch import Batch
+from jaxserve.api.batch import DEFAULT_EXCHANGE, Batch
 from jaxserve.cache import CacheManager
-from jaxserve.costs.exchange_choice import TRAFFIC
 from jaxserve.costs.predictor import Predictor
+from jaxserve.lanes.exchange import EXCHANGES
 from jaxserve.scheduling.budget import StepBudget
 from jaxserve.scheduling.prefill_packing import PrefillPacker
 from jaxserve.scheduling.prefill_step import PrefillChunk
@@ -73,22 +73,16 @@ class BatchPacker:
     def _exchanged(self, batch: Batch) -> Batch:
         """Returns the batch with the exchange of its spread chunks, and its seconds with that, now
         that it is known where blocks are."""
-        predictor = self.predictor
-        if predictor.exchange is None:
-            if self.config.exchange not in TRAFFIC:
-                return batch
-            return dataclasses.replace(batch, exchange=self.config.exchange)
-        chunks = predictor.exchanged(batch)
-        seconds = predictor.seconds(batch, chunks)
-        return dataclasses.replace(batch, exchange=chunks.strategy, seconds=seconds)
+        exchanged = self.predictor.lane_costs.exchanged(batch)
+        if exchanged is None:
+            return dataclasses.replace(batch, exchange=_fixed(self.config.exchange))
+        seconds = self.predictor.seconds(batch, exchanged)
+        return dataclasses.replace(batch, exchange=exchanged.strategy, seconds=seconds)
 
     def _decode_exchange(self, budget: StepBudget) -> str:
         """Returns the exchange by which spread decodes reach KV on other lanes."""
-        decision = budget.lanes[0].decode_exchange
-        if decision is not None:
-            return decision.strategy
-        fixed = self.config.decode_exchange
-        return fixed if fixed in TRAFFIC else "gather"
+        choice = budget.lanes[0].decode_choice
+        return _fixed(self.config.decode_exchange) if choice is None else choice.strategy
 
     def _budget(self, decodes: np.ndarray) -> StepBudget:
         """Returns the budget that a step with these decodes has for prefill. A token passes all
@@ -234,3 +228,9 @@ class BatchPacker:
             if chunk.group_size > 1 and chunk.stop - chunk.start > 1
         ]
         return np.concatenate([NOTHING, *lanes])
+
+
+def _fixed(setting: str) -> str:
+    """The exchange that a setting names; the default where it asks for one to be chosen, and no
+    rates are known to choose by."""
+    return setting if setting in EXCHANGES else DEFAULT_EXCHANGE

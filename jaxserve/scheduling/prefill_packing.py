@@ -14,9 +14,10 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from jaxserve.cache import CacheManager
+from jaxserve.lanes.planner import Planner
 from jaxserve.policies import POLICIES, relative_slack
 from jaxserve.scheduling.budget import CHUNKING, SHARER_WORK_RATIO, StepBudget
-from jaxserve.scheduling.chunk_candidates import ChunkCandidate, ChunkCandidates, Planner
+from jaxserve.scheduling.chunk_candidates import ChunkCandidate, ChunkCandidates
 from jaxserve.scheduling.chunk_issue import ChunkIssuer
 from jaxserve.scheduling.fetches import Fetches
 from jaxserve.scheduling.page_admission import PageAdmission

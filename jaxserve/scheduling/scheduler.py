@@ -18,11 +18,13 @@ from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Accepted, Event, Logprobs
 from jaxserve.api.request import Request
 from jaxserve.cache import CacheManager
-from jaxserve.costs.exchange_choice import ExchangeChooser
-from jaxserve.costs.predictor import NOMINAL, Costs, Predictor
+from jaxserve.costs.coefficients import NOMINAL, Costs
+from jaxserve.costs.predictor import Predictor
+from jaxserve.lanes.choice import ExchangeChooser
+from jaxserve.lanes.cost import lane_costs
+from jaxserve.lanes.planner import Planner
 from jaxserve.scheduling.admission import AdmissionController
 from jaxserve.scheduling.batch_reader import BatchReader, Events, StepResults
-from jaxserve.scheduling.chunk_candidates import Planner
 from jaxserve.scheduling.completion_lengths import CompletionLengths
 from jaxserve.scheduling.decode_reserve import DecodeReserve
 from jaxserve.scheduling.events import Admitted, BatchPacked, EventBus
@@ -56,8 +58,8 @@ class Scheduler:
     waits or that a batch in flight contains.
 
     costs: what steps cost; NOMINAL if unknown. planner: plans which lanes compute which part of a
-    prompt; None: the cache chooses. exchange: how lanes exchange what spread chunks need, and what
-    that costs; None if unknown. What happens is published on `bus`.
+    prompt; None: the cache chooses. chooser: chooses how lanes exchange what spread chunks need;
+    None if no rates are known. What happens is published on `bus`.
     """
 
     def __init__(
@@ -69,14 +71,14 @@ class Scheduler:
         eos_ids: Iterable[int] = (),
         costs: Costs = NOMINAL,
         planner: Planner | None = None,
-        exchange: ExchangeChooser | None = None,
+        chooser: ExchangeChooser | None = None,
     ):
         self.config = config
         self.cache = cache
         self.max_len = max_len
         self.bus = EventBus()
-        deals = cache.placement.deals
-        self.predictor = Predictor(costs, mesh, cache.reach, exchange=exchange, dealt=deals)
+        lanes = lane_costs(costs, mesh.kvp, chooser, cache.reach, cache.placement.deals)
+        self.predictor = Predictor(costs, mesh, lanes)
         self.times = PrefillTimes(config, self.predictor)
         self.slots = SlotTable(config.max_seqs, cache, self.times.seconds)
         self.sequences = self.slots.by_number

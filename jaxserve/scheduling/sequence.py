@@ -13,23 +13,9 @@ from jaxserve.api.request import Request
 from jaxserve.cache import NO_MATCH
 from jaxserve.cache.hashes import BlockHashes
 from jaxserve.cache.tiers import Lookup
+from jaxserve.lanes.planner import PlanPart, part_at
 
 NO_SLOT = -1
-
-
-class PlanPart(NamedTuple):
-    """A part of a plan for a prompt: the tokens from the part before to before `stop` are computed
-    by these lanes, over which all blocks so far are dealt out by then. The lanes of the part before
-    are among them (Tetris, section 3.1)."""
-
-    stop: int
-    lanes: tuple[int, ...]
-
-
-def part_at(plan: tuple[PlanPart, ...], start: int, stop: int) -> PlanPart:
-    """Returns the part of a plan with the token at `start`; where the plan is empty, all tokens to
-    before `stop`, without lanes."""
-    return next((part for part in plan if start < part.stop), PlanPart(stop, ()))
 
 
 class History:

@@ -21,7 +21,7 @@ from jaxserve.cli.devices import Devices, NoDevices, look
 from jaxserve.cli.doctor import checks
 from jaxserve.cli.doctor import command as doctor
 from jaxserve.cli.doctor.forecast import forecast, launch_lines, seconds, shown
-from jaxserve.costs.predictor import Costs
+from jaxserve.costs.coefficients import Costs
 from jaxserve.engine.build import build
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.memory import sizes

@@ -7,7 +7,8 @@ import pytest
 from jaxserve.api.errors import RequestError
 from jaxserve.cluster.admission import ADMISSION, AdmissionView, tbt, tbt_at
 from jaxserve.cluster.assignments import Assignments
-from jaxserve.costs.predictor import Costs, Predictor
+from jaxserve.costs.coefficients import Costs
+from jaxserve.costs.predictor import Predictor
 from jaxserve.settings.schema import MeshConfig
 
 GOOD = AdmissionView(ttft=1, tbt_now=0.05, tbt_later=0.05, ttft_objective=2, tbt_objective=0.1)

@@ -9,13 +9,7 @@ import json
 import numpy as np
 import pytest
 
-from jaxserve.costs.exchange_choice import (
-    TRAFFIC,
-    Correction,
-    ExchangeChooser,
-    Heads,
-    rates_of,
-)
+from jaxserve.costs.coefficients import Costs, ShapeCost, SpreadShape
 from jaxserve.costs.fit import (
     SpreadSample,
     StepSample,
@@ -25,9 +19,13 @@ from jaxserve.costs.fit import (
     predicted,
     to_json,
 )
-from jaxserve.costs.predictor import Costs, Predictor, ShapeCost, SpreadShape
-from jaxserve.costs.profiles import Link
+from jaxserve.costs.predictor import Predictor
 from jaxserve.engine.profiling.measure import MeasurePoint, batch_of
+from jaxserve.lanes.choice import Correction, ExchangeChooser
+from jaxserve.lanes.cost import lane_costs
+from jaxserve.lanes.exchange import EXCHANGES
+from jaxserve.lanes.rates import Link
+from jaxserve.lanes.work import Heads
 from jaxserve.settings.schema import ConfigError, MeshConfig
 
 SHAPES = [
@@ -130,14 +128,14 @@ SPREAD_SHAPES = tuple(
     SpreadShape(size, exchange, 4, rows, 4 + 64 * rows)
     for rows in (2, 5)
     for size in (2, 4)
-    for exchange in TRAFFIC
+    for exchange in EXCHANGES
 )
 LIVE = dataclasses.replace(
     TRUE, spread_shapes=SPREAD_SHAPES, padding=0.3, shared=0.4, linear_base=1e-3, linear_token=2e-5
 )
 HEADS = Heads(9, 3, 64, 4)
 LINK = Link(1e-4, 1e9)
-RATES = dataclasses.replace(rates_of(TRUE, HEADS), hop=LINK, gather=LINK, exchange=LINK)
+RATES = TRUE.exchange_rates(HEADS).with_links(LINK)
 CORRECTIONS = {
     "gather": Correction(5e-4, 1.5),
     "pass_q": Correction(2e-3, 0.8),
@@ -153,8 +151,10 @@ def spread_samples(noise: float = 0.0) -> list[SpreadSample]:
     """As many as `spread_grid` has at most, of an engine that costs LIVE and CORRECTIONS."""
     dice = np.random.default_rng(0)
     out = []
-    for size, exchange in itertools.product((2, 4), TRAFFIC):
-        known = Predictor(LIVE, FOUR, exchange=chooser(exchange, corrections=CORRECTIONS))
+    for size, exchange in itertools.product((2, 4), EXCHANGES):
+        known = Predictor(
+            LIVE, FOUR, lane_costs(LIVE, 4, chooser(exchange, corrections=CORRECTIONS))
+        )
         points = [
             dict(cached=cached, new=rows * 64 * size)
             for cached in (0, 2048, 16_384)
@@ -173,21 +173,21 @@ def spread_samples(noise: float = 0.0) -> list[SpreadSample]:
 
 
 def test_what_spread_steps_take_besides_is_found_again():
-    found = fit_spread(LIVE, FOUR, chooser("roofline"), spread_samples())
+    found = fit_spread(LIVE, FOUR, chooser("auto"), spread_samples())
     assert found.costs.padding == pytest.approx(LIVE.padding, abs=0.05)
     assert found.costs.shared == pytest.approx(LIVE.shared, abs=0.05)
     for name, true in CORRECTIONS.items():
         assert found.corrections[name].factor == pytest.approx(true.factor, rel=0.1)
-    assert set(found.held_out) == set(itertools.product(TRAFFIC, (2, 4)))
+    assert set(found.held_out) == set(itertools.product(EXCHANGES, (2, 4)))
     assert max(found.held_out.values()) < 0.03
 
 
 def test_noise_of_five_percent_costs_spread_steps_no_more_than_fifteen():
-    found = fit_spread(LIVE, FOUR, chooser("roofline"), spread_samples(0.05))
+    found = fit_spread(LIVE, FOUR, chooser("auto"), spread_samples(0.05))
     assert np.mean(list(found.held_out.values())) < 0.10
     assert max(found.held_out.values()) < 0.15
 
 
 def test_a_fit_of_spread_steps_needs_some():
     with pytest.raises(ConfigError, match="points with spread chunks"):
-        fit_spread(LIVE, FOUR, chooser("roofline"), [])
+        fit_spread(LIVE, FOUR, chooser("auto"), [])

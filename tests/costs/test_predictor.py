@@ -9,10 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.checkpoint.zoo import MODELS
-from jaxserve.costs.exchange_choice import ExchangeChooser, ExchangeRates, Heads
-from jaxserve.costs.predictor import Costs, LaneLoad, Predictor, ShapeCost, smooth_max
-from jaxserve.costs.profiles import Link, costs
+from jaxserve.costs.coefficients import Costs, ShapeCost, smooth_max
+from jaxserve.costs.predictor import Predictor
+from jaxserve.costs.profiles import costs
+from jaxserve.lanes.choice import ExchangeChooser
+from jaxserve.lanes.cost import lane_costs
 from jaxserve.lanes.groups import group_around, size_of
+from jaxserve.lanes.load import LaneLoad
+from jaxserve.lanes.rates import ExchangeRates, Link
+from jaxserve.lanes.work import Heads
 from jaxserve.scheduling import Batch
 from jaxserve.settings.schema import MeshConfig
 from tests.examples import examples
@@ -237,13 +242,14 @@ RATES = ExchangeRates(1e15, 1e12, 1e-6, LINK, LINK, LINK)
 
 def ringing(decode_exchange: str) -> Predictor:
     """Four lanes with a slow link."""
-    exchange = ExchangeChooser(4, Heads(8, 2, 64), RATES, decode_exchange=decode_exchange)
-    return Predictor(Costs(layers=1, decode_kv=1e-9), MeshConfig(kvp=4), exchange=exchange)
+    chooser = ExchangeChooser(4, Heads(8, 2, 64), RATES, decode_chooser=decode_exchange)
+    costs = Costs(layers=1, decode_kv=1e-9)
+    return Predictor(costs, MeshConfig(kvp=4), lane_costs(costs, 4, chooser))
 
 
 def of_decodes(predictor: Predictor, *rows) -> str:
     """The strategy that a batch's spread decodes get."""
-    return predictor.lanes(chunks(*rows))[0].decode_exchange.strategy
+    return predictor.lane_costs.loads(chunks(*rows))[0].decode_choice.strategy
 
 
 def test_a_step_of_decodes_takes_what_the_exchange_that_is_chosen_does():
@@ -266,8 +272,8 @@ def test_a_step_of_decodes_takes_what_the_exchange_that_is_chosen_does():
             ringing("gather").seconds(chunks(*beside))
         )
     assert of_decodes(ringing("auto"), (50, 1, [1, 1, 0, 0])) == "gather"
-    (local, *_) = ringing("auto").lanes(chunks((50, 1, [1, 0, 0, 0])))
-    assert local.decode_exchange is None
+    (local, *_) = ringing("auto").lane_costs.loads(chunks((50, 1, [1, 0, 0, 0])))
+    assert local.decode_choice is None
 
 
 def test_a_chunk_that_joins_spread_decodes_has_their_queries_gathered():
@@ -275,14 +281,16 @@ def test_a_chunk_that_joins_spread_decodes_has_their_queries_gathered():
     joined = []
     for name in ("gather", "pass_q"):
         predictor = ringing(name)
-        lanes = predictor.lanes(chunks(*rows))
+        lanes = predictor.lane_costs.loads(chunks(*rows))
         joined.append(predictor.with_chunk(lanes, 0, None, 0, 8))
     assert joined[0] == joined[1]
 
 
 def test_a_batch_is_its_decodes_and_its_chunks():
     predictor = Predictor(Costs(layers=1, pair=1), MeshConfig(kvp=2))
-    lanes = predictor.lanes(chunks((8, 1, [0, 2]), (20, 4, [3, 3]), (0, 10, [0, 2]), home=1))
+    lanes = predictor.lane_costs.loads(
+        chunks((8, 1, [0, 2]), (20, 4, [3, 3]), (0, 10, [0, 2]), home=1)
+    )
     assert [(lane.decodes, lane.context, lane.tokens, lane.spread) for lane in lanes] == [
         (0, 0, 2, 4),
         (1, 8, 12, 4),
@@ -426,7 +434,7 @@ def test_prefill_over_lanes_is_the_sum_of_its_steps(total, lanes):
     made = Costs(layers=2, linear_token=1, pair=1e-3, chunk=1, launch=3, kvp=7, kvp_token=0.25)
     reach = 4096
     chunk = 512
-    predictor = Predictor(made, MeshConfig(kvp=lanes), reach)
+    predictor = Predictor(made, MeshConfig(kvp=lanes), lane_costs(made, lanes, reach=reach))
     steps = 0.0
     start = 0
     while start < total:

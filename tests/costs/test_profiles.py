@@ -17,8 +17,10 @@ import pytest
 from experiments.medha.closed import prefill_flops
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.checkpoint.zoo import MODELS
-from jaxserve.costs.predictor import Costs, LaneLoad, Predictor
+from jaxserve.costs.coefficients import Costs
+from jaxserve.costs.predictor import Predictor
 from jaxserve.costs.profiles import FILE, costs, devices, profiles
+from jaxserve.lanes.load import LaneLoad
 from jaxserve.settings.schema import ConfigError, MeshConfig
 
 ROOT = Path(__file__).parents[2]

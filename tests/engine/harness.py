@@ -19,16 +19,16 @@ from jaxserve.api.events import Event, Finished, Token
 from jaxserve.api.request import Request
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.cache import CacheManager, LaneRules
-from jaxserve.costs.exchange_choice import ExchangeChooser
-from jaxserve.costs.predictor import NOMINAL, Costs
+from jaxserve.costs.coefficients import NOMINAL, Costs
 from jaxserve.engine.build import build
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.stages import HiddenStates
 from jaxserve.engine.step_shapes import StepShape
+from jaxserve.lanes.choice import ExchangeChooser
+from jaxserve.lanes.planner import PlanPart
 from jaxserve.scheduling import Batch, Scheduler
 from jaxserve.scheduling.events import StepIssued
 from jaxserve.scheduling.prefill_packing import Planner
-from jaxserve.scheduling.sequence import PlanPart
 from jaxserve.settings.schema import (
     CacheConfig,
     EngineConfig,
@@ -79,7 +79,7 @@ def fresh(
     pages: int | None = None,
     planner: Planner | None = None,
     costs: Costs = NOMINAL,
-    exchange: ExchangeChooser | None = None,
+    chooser: ExchangeChooser | None = None,
     **settings,
 ) -> Engine:
     """An engine on the same devices with an empty cache, another placement, so many of the pages,
@@ -98,7 +98,7 @@ def fresh(
         plan.model.eos_ids,
         costs,
         planner,
-        exchange=exchange,
+        chooser=chooser,
     )
     return Engine(config, old.worker, scheduler)
 

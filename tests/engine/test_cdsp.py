@@ -9,8 +9,7 @@ import re
 import pytest
 
 from jaxserve.engine.build import build
-from jaxserve.scheduling.planning.lanes import LanePlanner
-from jaxserve.scheduling.sequence import PlanPart
+from jaxserve.lanes.planner import LanePlanner, PlanPart
 from jaxserve.settings.schema import (
     CacheConfig,
     EngineConfig,

@@ -14,7 +14,6 @@ from jaxserve.api.batch import Batch, PageStores
 from jaxserve.api.request import Request
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.cache import CacheManager, LaneRules
-from jaxserve.costs.exchange_choice import moves_per_pair
 from jaxserve.engine.command import (
     NO_SAMPLING,
     NO_STEP,
@@ -29,8 +28,9 @@ from jaxserve.engine.step_demand import StepDemand
 from jaxserve.engine.step_rows import StepRows
 from jaxserve.engine.step_shapes import layout, shapes
 from jaxserve.engine.worker import Worker
+from jaxserve.lanes.cost import moves_per_pair
+from jaxserve.lanes.planner import PlanPart
 from jaxserve.scheduling import Scheduler
-from jaxserve.scheduling.sequence import PlanPart
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 from tests.engine.harness import SHARED, Plans, Runner, engine, fresh
 from tests.examples import examples

@@ -13,7 +13,7 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxserve.costs.predictor import Costs
+from jaxserve.costs.coefficients import Costs
 from jaxserve.kernels.cpu import library
 from tests.engine.harness import (
     InGroups,

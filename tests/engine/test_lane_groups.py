@@ -8,12 +8,13 @@ import re
 
 import pytest
 
-from jaxserve.costs.exchange_choice import ExchangeChooser, ExchangeRates, Heads
-from jaxserve.costs.profiles import Link
 from jaxserve.engine.step_shapes import layout
+from jaxserve.lanes.choice import ExchangeChooser
 from jaxserve.lanes.groups import group_around, group_sizes, size_around, size_of
+from jaxserve.lanes.planner import PlanPart
+from jaxserve.lanes.rates import ExchangeRates, Link
+from jaxserve.lanes.work import Heads
 from jaxserve.scheduling.events import StepIssued
-from jaxserve.scheduling.sequence import PlanPart
 from tests.engine.harness import Runner, assert_empty, engine, fresh, generate
 
 LANES = 8
@@ -134,8 +135,8 @@ def test_decodes_go_round_a_ring_where_that_is_predicted_to_be_faster(rings, rig
     """By the step; in the smallest group, and never beside a chunk of a prompt."""
     rates = dataclasses.replace(RATES, hop=link, gather=link)
     block = rings.config.cache.block_size
-    chooser = ExchangeChooser(4, Heads(4, 2, 16), rates, block=block, decode_exchange="auto")
-    real = fresh(rings, "striped", planner=Lanes({300: (0, 1), 250: (2, 3)}), exchange=chooser)
+    chooser = ExchangeChooser(4, Heads(4, 2, 16), rates, block=block, decode_chooser="auto")
+    real = fresh(rings, "striped", planner=Lanes({300: (0, 1), 250: (2, 3)}), chooser=chooser)
     steps = []
     plan = real.worker.plan
     real.bus.subscribe(

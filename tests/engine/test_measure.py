@@ -10,7 +10,6 @@ from collections import Counter
 
 import pytest
 
-from jaxserve.costs.exchange_choice import TRAFFIC
 from jaxserve.engine.build import build
 from jaxserve.engine.profiling import profile_file as profile
 from jaxserve.engine.profiling.measure import (
@@ -21,6 +20,7 @@ from jaxserve.engine.profiling.measure import (
     spread_grid,
 )
 from jaxserve.engine.step_shapes import shapes
+from jaxserve.lanes.exchange import EXCHANGES
 from jaxserve.lanes.groups import group_sizes
 from jaxserve.settings.schema import (
     CacheConfig,
@@ -170,7 +170,7 @@ def test_a_grid_of_spread_points_is_bounded(lanes):
     compiled = shapes(config, lanes, 16)
     points = list(spread_grid(compiled, lanes, 8192, 4))
     kinds = Counter((point.exchange, point.group_size) for point in points)
-    assert set(kinds) == set(itertools.product(TRAFFIC, group_sizes(lanes)[1:]))
+    assert set(kinds) == set(itertools.product(EXCHANGES, group_sizes(lanes)[1:]))
     assert max(kinds.values()) <= 10
     assert all(point.longest() <= 8192 for point in points)
     assert len({point.cached for point in points}) >= 3
@@ -184,11 +184,11 @@ def test_steps_with_spread_chunks_are_measured_and_kept(two_lanes, tmp_path):
     worker = two_lanes.worker
     found = profile.measure_costs(worker, MAX_LEN, 1, False)
     spread = [one for one in found.points if one.point.group_size > 1]
-    assert {one.shape.exchange for one in spread} == set(TRAFFIC)
+    assert {one.shape.exchange for one in spread} == set(EXCHANGES)
     assert all(one.shape.exchange == one.point.exchange for one in spread)
-    assert set(found.spread_held_out) == {(exchange, 2) for exchange in TRAFFIC}
+    assert set(found.spread_held_out) == {(exchange, 2) for exchange in EXCHANGES}
     kept = found.profile
-    assert set(kept.corrections) == set(TRAFFIC) and kept.costs.spread_shapes
+    assert set(kept.corrections) == set(EXCHANGES) and kept.costs.spread_shapes
     assert 0 <= kept.costs.padding <= 1 and 0 <= kept.costs.shared <= 1
     identity = profile.identity_of(worker, two_lanes.info.max_model_len)
     file = tmp_path / "kept.json"

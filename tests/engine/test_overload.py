@@ -11,7 +11,7 @@ import pytest
 
 from jaxserve.api.errors import RequestError
 from jaxserve.cache import CacheManager
-from jaxserve.costs.predictor import Costs
+from jaxserve.costs.coefficients import Costs
 from jaxserve.engine.engine import Engine
 from jaxserve.scheduling import Scheduler
 from jaxserve.settings.schema import SchedulerConfig

@@ -12,7 +12,7 @@ import pytest
 from jaxserve.api.errors import RequestError
 from jaxserve.api.request import EPHEMERAL
 from jaxserve.cache.block_events import Medium
-from jaxserve.costs.predictor import Costs
+from jaxserve.costs.coefficients import Costs
 from jaxserve.engine import build, loading, page_io
 from jaxserve.observe.kv_events import MEDIA, KvEventLog, block_hash
 from jaxserve.scheduling import fetches

@@ -9,9 +9,9 @@ import pytest
 from experiments import figures
 from experiments.context_parallel import __main__ as every
 from experiments.context_parallel import decodes, fig9, paper, table4, table7, table8
+from experiments.context_parallel.boundary import Boundary
 from experiments.context_parallel.system import RANKS, RINGS, calibrated
 from experiments.script import command_line
-from jaxserve.costs.exchange_choice import Boundary
 from tests.experiments.figure_checks import check_all, made_small
 
 FIGURES = {made.name: made for made in every.PAPER.figures()}
@@ -81,7 +81,7 @@ def test_fitted_rates_are_those_of_the_machines():
     assert 480e12 < system.prefill.flops_per_s < 540e12  # alone, attention reaches 540 (appendix A)
     # peak of the memory: 2.4 TB/s (section 4.1)
     assert 1.9e12 < system.decode.read_bytes_per_s < 2.4e12
-    assert 45e9 < system.prefill.exchange.bytes_per_s < 50e9  # line rate: 400 Gb/s
+    assert 45e9 < system.prefill.all_to_all.bytes_per_s < 50e9  # line rate: 400 Gb/s
     assert (
         20e9 < system.prefill.hop.bytes_per_s < 50e9 and 30e-6 < system.prefill.hop.seconds < 36e-6
     )
@@ -144,7 +144,7 @@ def test_every_part_of_table8_is_within_20_percent_on_average(rows):
     ],
 )
 def test_the_chooser_on_table4(new, strategy):
-    decision = calibrated().exchange(RANKS).choose([(128_000 - new, new)])
+    decision = calibrated().chooser(RANKS).choose([(128_000 - new, new)])
     assert decision.strategy == strategy
     assert fig9.rules()["alg1"].choose([(128_000 - new, new)]).strategy == strategy
 

@@ -24,7 +24,7 @@ from experiments.vidur.comparison import (
     run_vidur,
     simulated,
 )
-from jaxserve.costs.predictor import Costs
+from jaxserve.costs.coefficients import Costs
 from jaxserve.settings.schema import ConfigError
 
 LOAD = Load("medha-0", 4.0)

@@ -18,7 +18,7 @@ from jaxserve.cache import CacheManager
 from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.cluster.conductor import Conductor
 from jaxserve.cluster.member import Member
-from jaxserve.costs.predictor import Costs
+from jaxserve.costs.coefficients import Costs
 from jaxserve.lab.simulate.replica import VirtualReplica
 from jaxserve.replica.protocol import Replica
 from jaxserve.scheduling import Scheduler

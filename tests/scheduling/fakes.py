@@ -17,7 +17,7 @@ from jaxserve.api.events import Event, Finished, Progress, Token
 from jaxserve.api.request import Request
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.cache import CacheIdentity, CacheManager
-from jaxserve.costs.predictor import NOMINAL, Costs
+from jaxserve.costs.coefficients import NOMINAL, Costs
 from jaxserve.lanes.groups import group_around, group_sizes
 from jaxserve.scheduling import Batch, Scheduler
 from jaxserve.scheduling.sequence import Sequence

@@ -13,7 +13,7 @@ from jaxserve.api.events import Token
 from jaxserve.api.request import Request, Slo
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.cache import CacheManager
-from jaxserve.costs.predictor import Costs
+from jaxserve.costs.coefficients import Costs
 from jaxserve.policies import POLICIES, Policy
 from jaxserve.scheduling import Scheduler
 from jaxserve.settings.options import options_of

@@ -14,7 +14,7 @@ from jaxserve.api.request import Request, Slo
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.cache import CacheManager
 from jaxserve.cli.engine_flags import engine_config, engine_groups
-from jaxserve.costs.predictor import NOMINAL, Costs
+from jaxserve.costs.coefficients import NOMINAL, Costs
 from jaxserve.scheduling import Scheduler
 from jaxserve.settings.flags import Command, parse
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig

@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.costs.predictor import Costs, LaneLoad, Predictor
+from jaxserve.costs.coefficients import Costs
+from jaxserve.costs.predictor import Predictor
+from jaxserve.lanes.load import LaneLoad
 from jaxserve.scheduling.budget import CHUNKING, StepBudget, adaptive
 from jaxserve.settings.schema import MeshConfig
 from tests.examples import examples

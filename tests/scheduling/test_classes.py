@@ -12,7 +12,7 @@ from jaxserve.api.errors import RequestError
 from jaxserve.api.request import Request, Slo
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.cache import CacheManager
-from jaxserve.costs.predictor import Costs
+from jaxserve.costs.coefficients import Costs
 from jaxserve.scheduling import Scheduler
 from jaxserve.settings.schema import (
     CacheConfig,

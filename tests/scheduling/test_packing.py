@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxserve.costs.predictor import Costs
+from jaxserve.costs.coefficients import Costs
 from jaxserve.scheduling import Batch
 from jaxserve.scheduling.prefill_packing import FULL_SHARE_AT
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig

@@ -18,7 +18,7 @@ from jaxserve.api.request import Request, Slo
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.cache import NO_MATCH, CacheManager, PrefixMatch
 from jaxserve.cache.hashes import BlockHashes
-from jaxserve.costs.predictor import Costs
+from jaxserve.costs.coefficients import Costs
 from jaxserve.lab.simulate.arrival import Arrival, to_request
 from jaxserve.lab.simulate.run import drive
 from jaxserve.policies import PATIENCE, POLICIES

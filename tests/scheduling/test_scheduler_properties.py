@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from jaxserve.api.errors import RequestError
-from jaxserve.costs.predictor import NOMINAL, Costs
+from jaxserve.costs.coefficients import NOMINAL, Costs
 from jaxserve.lanes.placement import PLACEMENTS
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 from tests.examples import examples

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
 from experiments.multihost.hlo import collectives
-from jaxserve.costs import exchange_choice as traffic
-from jaxserve.costs.exchange_choice import DECODE_TRAFFIC, ExchangeWork, Heads, work_of_decodes
 from jaxserve.kernels.kv_pages import KVPages
+from jaxserve.lanes import exchange as table
+from jaxserve.lanes.work import ExchangeWork, Heads, work_of_decodes
 from jaxserve.sharding import attention, exchange
 from jaxserve.sharding.exchange import EXCHANGES
 from jaxserve.sharding.lane_groups import LaneGroups
@@ -98,7 +98,7 @@ def program(strategy: str, lanes: LaneGroups, alone: bool, everywhere, rows, pag
     at = 0
     for number, width in ((DECODES, 1),) if alone else ((DECODES, 1), (ROWS, WIDTH)):
         mine = lanes.gather_rows(rows[0, at : at + number])
-        settled = strategy != "gather" and width > 1
+        settled = table.EXCHANGES[strategy].settled and width > 1
         groups.append(
             spread_rows(*mine[:, :3].T, mine[:, 3:], lane, width, table, PAGES, C, settled)
         )
@@ -182,9 +182,7 @@ def assert_dense(case: Case, strategy: str, alone: bool = False) -> None:
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(
-        exchange, "KV_CHUNK_TOKENS", 3 * C
-    )  # several of them, the last one not full
+    monkeypatch.setattr(exchange, "PIECE_TOKENS", 3 * C)  # several of them, the last one not full
 
 
 @pytest.mark.parametrize("lanes, group_size", GROUPS)
@@ -248,7 +246,7 @@ def crossed(strategy: str, lanes: int, group_size: int, alone: bool = False) -> 
 
 @pytest.mark.parametrize("lanes, group_size", GROUPS[1:])
 def test_what_crosses_lanes_is_what_the_formulas_say(lanes, group_size):
-    """Compares compiled programs with the formulas of `costs.exchange_choice`, which are those of
+    """Compares compiled programs with the formulas of `lanes.exchange`, which are those of
     the Context Parallelism paper; all rows of a step count as new tokens."""
     K, G = HEADS[lanes]
     heads = Heads(K * G, K, H, item=4, partial=4)
@@ -262,39 +260,41 @@ def test_what_crosses_lanes_is_what_the_formulas_say(lanes, group_size):
         shard=3 * C,
         touched=0,
     )
-    said = traffic.gather(new, heads)
+    said = table.gather_traffic(new, heads)
     assert crossed("gather", lanes, group_size) == {
         "all-gather": said.gathered,
-        "all-to-all": said.exchanged,
+        "all-to-all": said.returned,
         "collective-permute": 0,
     }
     # of rows that are not settled
-    few = traffic.gather(dataclasses.replace(new, share=DECODES), heads)
+    few = table.gather_traffic(dataclasses.replace(new, share=DECODES), heads)
     new = dataclasses.replace(new, share=rows)
-    said = traffic.pass_q(new, heads)
+    said = table.pass_q_traffic(new, heads)
     assert crossed("pass_q", lanes, group_size) == {
         "all-gather": few.gathered,
-        "all-to-all": few.exchanged + said.exchanged,
+        "all-to-all": few.returned + said.returned,
         "collective-permute": said.hops * said.hop,
     }
-    said = traffic.pass_kv(new, heads, piece=3 * C)
+    said = table.pass_kv_traffic(new, heads, piece=3 * C)
     assert said.rounds == 1
     assert crossed("pass_kv", lanes, group_size) == {
         "all-gather": few.gathered,
-        "all-to-all": few.exchanged,
+        "all-to-all": few.returned,
         "collective-permute": said.hops * said.hop,
     }
 
 
 @pytest.mark.parametrize("lanes, group_size", GROUPS[1:])
-@pytest.mark.parametrize("strategy", DECODE_TRAFFIC)
+@pytest.mark.parametrize("strategy", table.decode_exchanges())
 def test_what_crosses_lanes_for_decodes_alone_is_what_the_formulas_say(strategy, lanes, group_size):
     K, G = HEADS[lanes]
     heads = Heads(K * G, K, H, item=4, partial=4)
-    said = DECODE_TRAFFIC[strategy](work_of_decodes(group_size, DECODES, 0.0), heads)
+    said = table.EXCHANGES[strategy].decode_traffic(
+        work_of_decodes(group_size, DECODES, 0.0), heads
+    )
     assert crossed(strategy, lanes, group_size, alone=True) == {
         "all-gather": said.gathered,
-        "all-to-all": said.exchanged,
+        "all-to-all": said.returned,
         "collective-permute": said.hops * said.hop,
     }
 

@@ -79,7 +79,7 @@ def forecast(scheduler: Scheduler) -> Forecast | None:
 def _tpot(scheduler: Scheduler, batch: int, context: int) -> float:
     predictor = scheduler.predictor
     lanes = predictor.mesh.kvp
-    size = lanes if context > predictor.reach else 1
+    size = lanes if context > predictor.lane_costs.reach else 1
     loads = predictor.decodes(
         np.full(batch, context),
         np.arange(batch) % lanes,

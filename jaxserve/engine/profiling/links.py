@@ -1,5 +1,4 @@
-"""How fast lanes talk to each other: what the choice of an exchange between them needs to know of
-this mesh."""
+"""Measures how fast the lanes of this mesh send to each other."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxserve.costs.profiles import Link
+from jaxserve.lanes.rates import Link
 from jaxserve.sharding.lane_groups import LaneGroups
 from jaxserve.sharding.mesh import KVP
 
@@ -23,8 +22,7 @@ CALLS = 4  # in a row, each of which needs the one before
 
 
 def measure_links(mesh: Mesh) -> dict[str, Link]:
-    """hop: to the next lane of a ring; gather: an all-gather, by the bytes that a lane receives;
-    exchange: an all-to-all, by the bytes that a lane sends. All ranks of a stage talk at once, as
+    """Measures the links of `lanes.rates.ExchangeRates`. All ranks of a stage talk at once, as
     while serving."""
     return {name: _fitted(mesh, f) for name, f in _PROGRAMS.items()}
 
@@ -33,13 +31,13 @@ def _hop(x: jax.Array) -> jax.Array:
     return LaneGroups(lax.axis_size(KVP)).send_to_next(x)
 
 
-def _gather(x: jax.Array) -> jax.Array:
+def _all_gather(x: jax.Array) -> jax.Array:
     """A lane receives as much as x from the others."""
     lanes = lax.axis_size(KVP)
     return lax.all_gather(x[: len(x) // (lanes - 1)], KVP, tiled=True)[: len(x)]
 
 
-def _exchange(x: jax.Array) -> jax.Array:
+def _all_to_all(x: jax.Array) -> jax.Array:
     """A lane sends as much as x to the others."""
     lanes = lax.axis_size(KVP)
     part = len(x) // (lanes - 1)
@@ -48,8 +46,8 @@ def _exchange(x: jax.Array) -> jax.Array:
 
 _PROGRAMS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "hop": _hop,
-    "gather": _gather,
-    "exchange": _exchange,
+    "all_gather": _all_gather,
+    "all_to_all": _all_to_all,
 }
 
 

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxserve.api.batch import DEFAULT_EXCHANGE, Batch
 from jaxserve.engine.command import NO_SAMPLING, StepCommand, StepResult
 from jaxserve.engine.command_builder import GREEDY
 from jaxserve.engine.executor import CommandExecutor
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.step_rows import StepArrays, StepRows
 from jaxserve.engine.step_shapes import EMPTY, StepShape, spread_rows
-from jaxserve.scheduling import Batch
 
 STEPS = 3  # whose time is taken at once,
 LONG = 0.1  # or that of one, where that takes so many seconds
@@ -42,7 +42,7 @@ class MeasurePoint:
     new: int = 0
     sample: bool = True
     group_size: int = 1
-    exchange: str = "gather"
+    exchange: str = DEFAULT_EXCHANGE
     groups: int = 0  # 0: all
 
     def longest(self) -> int:

@@ -18,13 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.costs.exchange_choice import (
-    CHOOSERS,
-    Correction,
-    ExchangeChooser,
-    Heads,
-    rates_of,
-)
+from jaxserve.costs.coefficients import Costs, SpreadShape
 from jaxserve.costs.fit import (
     SpreadSample,
     StepSample,
@@ -33,23 +27,26 @@ from jaxserve.costs.fit import (
     from_json,
     to_json,
 )
-from jaxserve.costs.predictor import Costs, Predictor, SpreadShape
-from jaxserve.costs.profiles import Link
+from jaxserve.costs.predictor import Predictor
 from jaxserve.engine.executor import CommandExecutor
 from jaxserve.engine.profiling.measure import MeasuredStep, grid, measure, spread_grid
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.step_shapes import StepShape
 from jaxserve.folders import cache_folder, private_folder
 from jaxserve.kernels.cpu import library
-from jaxserve.kernels.kv_pages import FP8, SCALE_DTYPE
+from jaxserve.kernels.kv_pages import FP8
+from jaxserve.lanes.cdsp import Instances
+from jaxserve.lanes.choice import Correction, ExchangeChooser
+from jaxserve.lanes.cost import lane_costs
+from jaxserve.lanes.exchange import EXCHANGES, PIECE_TOKENS
+from jaxserve.lanes.planner import instances_of
+from jaxserve.lanes.rates import Link
+from jaxserve.lanes.work import Heads, stored_bytes
 from jaxserve.progress import progress_bar
-from jaxserve.scheduling.planning.cdsp import Instances
-from jaxserve.scheduling.planning.lanes import instances_of
 from jaxserve.settings.schema import ConfigError, EngineConfig, SchedulerConfig
-from jaxserve.sharding.exchange import EXCHANGES, KV_CHUNK_TOKENS
 
 log = logging.getLogger(__name__)
-FORMAT = 5  # of the file
+FORMAT = 6  # of the file
 Search = Callable[["EngineProfile"], dict[str, dict[float, float]]]
 QUICK = 2**20  # most pairs of a step that is measured when nobody asked for a profile
 
@@ -66,35 +63,34 @@ class EngineProfile:
     corrections: dict[str, Correction] = dataclasses.field(default_factory=dict)
 
     def chooser(self, plan: StagePlan, scheduler: SchedulerConfig) -> ExchangeChooser:
-        """Chooses how spread sequences and their blocks meet. An exchange that is none of CHOOSERS
-        is taken as 'roofline'."""
+        """Returns what chooses how spread sequences and their blocks meet."""
         model = plan.model
         tp = plan.mesh.tp
         item = np.dtype(plan.dtype).itemsize
-        stored = (
-            model.head_dim + SCALE_DTYPE.itemsize if plan.kv_dtype == FP8 else model.head_dim * item
-        )
+        stored = stored_bytes(model.head_dim, item, plan.kv_dtype == FP8)
         heads = Heads(model.heads // tp, model.kv_heads // tp, model.head_dim, item, stored=stored)
         links: dict[str, Any] = self.links
         return ExchangeChooser(
             plan.mesh.kvp,
             heads,
-            dataclasses.replace(rates_of(self.costs, heads), **links),
-            scheduler.exchange if scheduler.exchange in CHOOSERS else "roofline",
-            piece=KV_CHUNK_TOKENS,
+            dataclasses.replace(self.costs.exchange_rates(heads), **links),
+            piece=PIECE_TOKENS,
             costs=self.costs,
+            chooser=scheduler.exchange,
+            decode_chooser=scheduler.decode_exchange,
             block=plan.block_size,
             moves=plan.moves,
-            decode_exchange=scheduler.decode_exchange,
             corrections=self.corrections,
         )
 
     def instances(self, plan: StagePlan, scheduler: SchedulerConfig, max_len: int) -> Instances:
         """The lanes, to plan with; sequences have at most `max_len` tokens."""
         longest = min(max_len, plan.width * plan.block_size * plan.mesh.kvp)
-        exchange = self.chooser(plan, scheduler)
-        predictor = Predictor(self.costs, plan.mesh, exchange=exchange, dealt=True)
-        return instances_of(predictor, scheduler.chunk_tokens, longest, plan.block_size)
+        lanes = lane_costs(self.costs, plan.mesh.kvp, self.chooser(plan, scheduler), dealt=True)
+        predictor = Predictor(self.costs, plan.mesh, lanes)
+        seconds = predictor.prefill_on
+        kvp = plan.mesh.kvp
+        return instances_of(seconds, kvp, scheduler.chunk_tokens, longest, plan.block_size)
 
 
 @dataclasses.dataclass(frozen=True)

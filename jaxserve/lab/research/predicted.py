@@ -11,15 +11,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from jaxserve.costs.exchange_choice import Chooser, ExchangeChooser
-from jaxserve.costs.predictor import Predictor
 from jaxserve.lab.research.frames import TIMELINE
 from jaxserve.lab.simulate.arrival import Arrival
 from jaxserve.lab.simulate.plan import CHUNKS, PlanQuestion, PlanRunner, meshes, plans, search
 from jaxserve.lab.simulate.run import System
 from jaxserve.lab.simulate.tetris import PrefillInstances, constant
-from jaxserve.scheduling.planning.cdsp import POLICIES, Instances
-from jaxserve.scheduling.planning.lanes import instances_of
+from jaxserve.lanes.cdsp import PLANNERS, Instances
+from jaxserve.lanes.choice import ExchangeChooser, Pick
 from jaxserve.settings.schema import ConfigError
 
 BLOCK = 16  # tokens of a page
@@ -27,13 +25,17 @@ STEP = 8192  # prefill tokens of a step for each lane
 QUEUED = "queued"  # kind of a lane's work that is there already
 
 
-def exchange_chooser(system: System, chooser: str | Chooser = "roofline") -> ExchangeChooser:
-    """What chooses how the lanes of a system exchange, by the costs of its devices. Errors:
+def exchange_chooser(system: System, chooser: str | Pick = "auto") -> ExchangeChooser:
+    """Returns what chooses how the lanes of a system exchange, by the costs of its devices. Errors:
     ConfigError."""
-    found = system.exchange("auto", BLOCK)
-    if found is None:
+    return dataclasses.replace(_chooser(system, BLOCK), chooser=chooser)
+
+
+def _chooser(system: System, block: int) -> ExchangeChooser:
+    chooser = system.chooser("auto", block)
+    if chooser is None:
         raise ConfigError("mesh", f"{system.mesh} has one lane, which exchanges nothing")
-    return dataclasses.replace(found, chooser=chooser)
+    return chooser
 
 
 def exchanges(
@@ -55,9 +57,7 @@ def exchanges(
 def lanes(system: System, longest: int, block: int = BLOCK, step: int = STEP) -> Instances:
     """The lanes of a system to plan with, for contexts up to `longest` tokens, in steps of `step`
     tokens for each lane. Errors: ConfigError."""
-    exchange = system.exchange("auto", block)
-    predictor = Predictor(system.costs, system.mesh, exchange=exchange, dealt=True)
-    return instances_of(predictor, step, longest, block)
+    return system.instances(_chooser(system, block), longest, step)
 
 
 def planned(
@@ -66,7 +66,7 @@ def planned(
     """A prompt's plan as a timeline, with the `degree` of each chunk (lanes); before it what the
     lanes have to do first, `queues` in seconds, as chunks of kind QUEUED. rate: share of the time
     that more lanes must save. Errors: ConfigError."""
-    plan = POLICIES[policy](instances, queues, tokens, rate)
+    plan = PLANNERS[policy](instances, queues, tokens, rate)
     before = [
         (0.0, seconds, 0, (lane,), "others", QUEUED, 0, 1)
         for lane, seconds in enumerate(queues)
@@ -103,12 +103,12 @@ def degrees(
 def _of_plan(
     instances: Instances, queues: np.ndarray, prompt: int, rate: float
 ) -> dict[str, float]:
-    plan = POLICIES["cdsp"](instances, queues, prompt, rate)
+    plan = PLANNERS["cdsp"](instances, queues, prompt, rate)
     return {
         "degree": sum(chunk.tokens * len(chunk.group) for chunk in plan.chunks) / prompt,
         "chunks": len(plan.chunks),
         "ttft": plan.ttft,
-        "ttft_single": POLICIES["single"](instances, queues, prompt, rate).ttft,
+        "ttft_single": PLANNERS["single"](instances, queues, prompt, rate).ttft,
     }
 
 
@@ -121,7 +121,7 @@ def streams(
     fixed = [(f"fixed-{size}", 0.0) for size in instances.latencies]
     rows = []
     for policy, rate in [*(("cdsp", rate) for rate in rates), *fixed]:
-        served = PrefillInstances(instances, count, POLICIES[policy], constant(rate)).run(arrivals)
+        served = PrefillInstances(instances, count, PLANNERS[policy], constant(rate)).run(arrivals)
         rows.append({"policy": policy, "rate": rate, "ttft": float(served.ttft.mean())})
     return pd.DataFrame(rows)
 

@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxserve.costs.predictor import Costs, smooth_max
-from jaxserve.costs.profiles import Link
+from jaxserve.costs.coefficients import Costs, smooth_max
 from jaxserve.lab.simulate.arrival import Arrival, class_of
 from jaxserve.lab.simulate.recorder import Recorder, RequestRecord
+from jaxserve.lanes.rates import Link
 
 MAX_CONSIDERED = 16  # waiting prompts that the dynamic program looks at, which takes their cube
 

@@ -21,21 +21,20 @@ from jaxserve.api.request import Request, Slo
 from jaxserve.cache import CacheManager, LaneRules
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.checkpoint.zoo import MODELS
-from jaxserve.costs.exchange_choice import (
-    CHOOSERS,
-    PIECE,
-    ExchangeChooser,
-    Heads,
-    moves_per_pair,
-    rates_of,
-)
-from jaxserve.costs.predictor import Costs, Predictor
-from jaxserve.costs.profiles import ITEM, Link, costs, devices
+from jaxserve.costs.coefficients import Costs
+from jaxserve.costs.predictor import Predictor
+from jaxserve.costs.profiles import costs, devices
 from jaxserve.lab.simulate.arrival import Arrival, kind_of, to_request
 from jaxserve.lab.simulate.recorder import Outcome, Recorder, RequestRecord, span_of
 from jaxserve.lab.simulate.replica import VirtualReplica
+from jaxserve.lanes.cdsp import Instances
+from jaxserve.lanes.choice import ExchangeChooser
+from jaxserve.lanes.cost import lane_costs, moves_per_pair
+from jaxserve.lanes.exchange import PIECE_TOKENS
+from jaxserve.lanes.planner import LanePlanner, improvement_rates, instances_of
+from jaxserve.lanes.rates import Link
+from jaxserve.lanes.work import ITEM, Heads, stored_bytes
 from jaxserve.scheduling import Scheduler
-from jaxserve.scheduling.planning.lanes import LanePlanner, improvement_rates, instances_of
 from jaxserve.settings.schema import (
     CacheConfig,
     ConfigError,
@@ -47,7 +46,6 @@ from jaxserve.settings.schema import (
 NODE_DEVICES = 8  # ranks of tp stay within a node
 MEMORY_SHARE = 0.9  # of a device's memory, for weights and KV
 PLANNED_TOKENS = 2**19  # of the longest prompt that plans' latencies are fitted to
-FP8_SCALE = 2  # bytes of the scale of a key or value in FP8
 TIERS = ("host_cache_gib", "disk_cache", "kv_store")  # settings of what is below the devices
 PERCENTILES = (50, 90, 99)
 
@@ -104,8 +102,7 @@ class System:
     @property
     def kv_vector_bytes(self) -> int:
         """Bytes of a key or a value of one head."""
-        size = self.shape.head_dim
-        return size + FP8_SCALE if self.kv_cache_dtype == "fp8" else ITEM * size
+        return stored_bytes(self.shape.head_dim, ITEM, self.kv_cache_dtype == "fp8")
 
     @property
     def link(self) -> Link:
@@ -115,28 +112,26 @@ class System:
             return device.ranks[min(device.ranks)]
         return device.node
 
-    def exchange(
+    def chooser(
         self, exchange: str, block: int, decode_exchange: str = "gather", moves: int = 0
     ) -> ExchangeChooser | None:
-        """How lanes exchange what spread sequences need, with pages of `block` tokens, of which a
-        step moves so many from each lane to each; None on one lane. exchange, decode_exchange: the
-        settings."""
+        """Returns what chooses how lanes exchange what spread sequences need; None on one lane.
+        exchange, decode_exchange: the settings. block: tokens of a page; moves: pages that a step
+        moves from each lane to each."""
         if self.mesh.kvp == 1:
             return None
         heads, kv_heads = self.shape.rank_heads(self.mesh.tp)
         sizes = Heads(heads, kv_heads, self.shape.head_dim, stored=self.kv_vector_bytes)
-        link = self.link
-        rates = rates_of(self.costs, sizes)
         return ExchangeChooser(
             self.mesh.kvp,
             sizes,
-            dataclasses.replace(rates, hop=link, gather=link, exchange=link),
-            exchange if exchange in CHOOSERS else "roofline",
-            piece=PIECE,
+            self.costs.exchange_rates(sizes).with_links(self.link),
+            piece=PIECE_TOKENS,
             costs=self.costs,
+            chooser=exchange,
+            decode_chooser=decode_exchange,
             block=block,
             moves=moves,
-            decode_exchange=decode_exchange,
         )
 
     def check(self) -> None:
@@ -196,7 +191,7 @@ class System:
         moves = moves_per_pair(scheduler.chunk_tokens, cache.block_size, lanes)
         rules = LaneRules(stripe, moves)
         manager = CacheManager(cache, lanes, scheduler.max_seqs, rules=rules)
-        exchange = system.exchange(
+        chooser = system.chooser(
             scheduler.exchange, cache.block_size, scheduler.decode_exchange, moves
         )
         return VirtualReplica(
@@ -206,8 +201,8 @@ class System:
                 self.mesh,
                 2**31 - 1,
                 costs=system.costs,
-                planner=system.planner(scheduler, exchange),
-                exchange=exchange,
+                planner=system.planner(scheduler, chooser),
+                chooser=chooser,
             ),
             cache,
             self.mesh,
@@ -216,15 +211,21 @@ class System:
             platform=self.device,
         )
 
+    def instances(self, chooser: ExchangeChooser, longest: int, step: int) -> Instances:
+        """Returns the lanes, to plan with, for contexts up to `longest` tokens, in steps of `step`
+        tokens for each lane."""
+        lanes = lane_costs(self.costs, self.mesh.kvp, chooser, dealt=True)
+        seconds = Predictor(self.costs, self.mesh, lanes).prefill_on
+        return instances_of(seconds, self.mesh.kvp, step, longest, chooser.block)
+
     def planner(
-        self, scheduler: SchedulerConfig, exchange: ExchangeChooser | None
+        self, scheduler: SchedulerConfig, chooser: ExchangeChooser | None
     ) -> LanePlanner | None:
         """Plans which lanes compute which part of a prompt; None where that is not asked for."""
-        if scheduler.planner == "none" or exchange is None:
+        if scheduler.planner == "none" or chooser is None:
             return None
-        predictor = Predictor(self.costs, self.mesh, exchange=exchange, dealt=True)
-        lanes = instances_of(predictor, scheduler.chunk_tokens, PLANNED_TOKENS, exchange.block)
-        return LanePlanner(scheduler.planner, lanes, improvement_rates(scheduler))
+        lanes = self.instances(chooser, PLANNED_TOKENS, scheduler.chunk_tokens)
+        return LanePlanner(scheduler.planner, lanes, improvement_rates(scheduler.improvement))
 
 
 def drive(

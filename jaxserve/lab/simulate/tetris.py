@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxserve.lab.simulate.arrival import Arrival
-from jaxserve.scheduling.planning.cdsp import Instances, Policy
+from jaxserve.lanes.cdsp import Instances, Planning
 
 # improvement rates that are tried (Tetris, 7.1)
 IMPROVEMENT_RATES = (0.05, 0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75)
@@ -48,7 +48,7 @@ class PrefillInstances:
 
     instances: Instances
     count: int
-    policy: Policy
+    policy: Planning
     rate: Rate
     held: Held | None = None
 
@@ -82,7 +82,7 @@ class PrefillInstances:
 def best_rates(
     instances: Instances,
     count: int,
-    policy: Policy,
+    policy: Planning,
     arrivals: Callable[[float], Sequence[Arrival]],
     loads: Iterable[float],
     rates: Sequence[float] = IMPROVEMENT_RATES,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from jaxserve.api.errors import ConfigError
+from jaxserve.lanes.choice import CHOOSERS
 from jaxserve.lanes.placement import PLACEMENTS
 from jaxserve.settings.fields import Settings, option
 from jaxserve.settings.schema.cache import CacheConfig
@@ -71,8 +72,8 @@ class EngineConfig(Settings):
         check_lanes(self.mesh, self.cache, self.scheduler)
         scheduler = self.scheduler
         for name, value, needs_costs in (
-            ("exchange", scheduler.exchange, scheduler.exchange in ("auto", "alg1", "alg5")),
-            ("decode_exchange", scheduler.decode_exchange, scheduler.decode_exchange == "auto"),
+            ("exchange", scheduler.exchange, scheduler.exchange in CHOOSERS),
+            ("decode_exchange", scheduler.decode_exchange, scheduler.decode_exchange in CHOOSERS),
             ("planner", scheduler.planner, scheduler.planner != "none"),
         ):
             if self.profile == "none" and needs_costs:

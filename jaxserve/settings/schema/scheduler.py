@@ -6,6 +6,9 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from jaxserve.api.batch import DEFAULT_EXCHANGE
+from jaxserve.lanes.cdsp import PLANNERS
+from jaxserve.lanes.choice import DECODE_CHOICES, EXCHANGE_CHOICES
 from jaxserve.policies import POLICIES
 from jaxserve.settings.fields import option
 from jaxserve.settings.schema.objectives import Objectives, objectives_by_class
@@ -55,25 +58,24 @@ class SchedulerConfig(Objectives):
         "for requests without one",
     )
     exchange: str = option(
-        "gather",
-        "how attention reaches KV on other lanes: queries go to all lanes (gather) or round a ring "
-        "(pass_q), KV goes round a ring (pass_kv), whichever is predicted to be fastest in each "
-        "step (auto), or as the context parallel paper's Algorithms 1 and 5 choose (alg1, alg5)",
-        choices=("gather", "pass_q", "pass_kv", "auto", "alg1", "alg5"),
+        DEFAULT_EXCHANGE,
+        "how attention reaches KV on other lanes: "
+        + "; ".join(f"{row.summary} ({name})" for name, row in EXCHANGE_CHOICES.items()),
+        choices=EXCHANGE_CHOICES.keys(),
     )
     decode_exchange: str = option(
-        "gather",
+        DEFAULT_EXCHANGE,
         "how decodes of sequences on several lanes reach KV on other lanes, in steps that compute "
-        "no prompt: queries go to all lanes (gather) or round a ring (pass_q), or whichever is "
-        "predicted to be faster in each step (auto)",
-        choices=("gather", "pass_q", "auto"),
+        "no prompt: "
+        + "; ".join(f"{row.summary} ({name})" for name, row in DECODE_CHOICES.items()),
+        choices=DECODE_CHOICES.keys(),
     )
     planner: str = option(
         "none",
         "how many lanes compute a prompt: chosen for each of its chunks so that it ends soonest "
         "(cdsp), chosen once for all of it (single), always N (fixed-N), or by lane_tokens (none); "
         "needs a placement of striped or zigzag",
-        choices=("none", "single", "cdsp", "fixed-2", "fixed-4", "fixed-8", "fixed-16"),
+        choices=("none", *(name for name in PLANNERS if name != "fixed-1")),  # as good as none,
     )
     improvement: float | None = option(
         None,

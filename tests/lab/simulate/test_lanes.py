@@ -10,21 +10,25 @@ import numpy as np
 import pytest
 
 from jaxserve.checkpoint.zoo import MODELS
-from jaxserve.costs import exchange_choice
-from jaxserve.costs.exchange_choice import TRAFFIC, Correction, ExchangeChooser, moves_per_pair
-from jaxserve.costs.predictor import Costs, LaneLoad, Predictor, ShapeCost, SpreadShape
-from jaxserve.costs.profiles import Link, devices
+from jaxserve.costs.coefficients import Costs, ShapeCost, SpreadShape
+from jaxserve.costs.predictor import Predictor
+from jaxserve.costs.profiles import devices
+from jaxserve.kernels.kv_pages import SCALE_DTYPE
 from jaxserve.lab.simulate.arrival import Arrival
 from jaxserve.lab.simulate.replica import VirtualReplica
 from jaxserve.lab.simulate.run import Outcome, System, execute
+from jaxserve.lanes.choice import EXCHANGE_CHOICES, Correction, ExchangeChooser
+from jaxserve.lanes.cost import ExchangeCosts, GatherCosts, moves_per_pair
+from jaxserve.lanes.exchange import EXCHANGES
+from jaxserve.lanes.load import LaneLoad, SpreadChunks
+from jaxserve.lanes.planner import PlanPart
+from jaxserve.lanes.rates import Link
+from jaxserve.lanes.work import SCALE_ITEM
 from jaxserve.scheduling import Batch
-from jaxserve.scheduling.sequence import PlanPart
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
-from jaxserve.sharding.exchange import KV_CHUNK_TOKENS
 
 SHAPE = MODELS["llama3-8b"]
 PLANNERS = ("none", "single", "cdsp", "fixed-2", "fixed-4")
-EXCHANGES = ("gather", "pass_q", "pass_kv", "auto", "alg1", "alg5")
 ARRIVALS = [
     Arrival(0.0, 60_000, 20),
     Arrival(0.1, 3_000, 30),
@@ -89,7 +93,7 @@ def pairs() -> list[Any]:
     """Every exchange under every planner that may go with it, by default as many as have each of
     them twice."""
     found: list[Any] = [("gather", "none")]
-    for number, exchange in enumerate(EXCHANGES[1:]):
+    for number, exchange in enumerate(list(EXCHANGE_CHOICES)[1:]):
         for place, planner in enumerate(PLANNERS):
             always = place in (number, (number + 1) % len(PLANNERS))
             marks = () if always else pytest.mark.matrix
@@ -196,24 +200,24 @@ class Live(System):
                 SpreadShape(size, exchange, 16, rows, 20 + 64 * rows)
                 for rows in (2, 8)
                 for size in (2, 4)
-                for exchange in TRAFFIC
+                for exchange in EXCHANGES
             ),
             padding=0.1,
             shared=0.5,
         )
 
-    def exchange(self, *settings: Any) -> ExchangeChooser | None:
-        made = super().exchange(*settings)
+    def chooser(self, *settings: Any) -> ExchangeChooser | None:
+        made = super().chooser(*settings)
         return made and dataclasses.replace(
-            made, corrections=dict.fromkeys(TRAFFIC, Correction(1e-2, 1.5))
+            made, corrections=dict.fromkeys(EXCHANGES, Correction(1e-2, 1.5))
         )
 
 
 class LiveSilent(Live, Silent):
     """The same where lanes exchange in no time."""
 
-    def exchange(self, *settings: Any) -> ExchangeChooser | None:
-        made = super().exchange(*settings)
+    def chooser(self, *settings: Any) -> ExchangeChooser | None:
+        made = super().chooser(*settings)
         return made and dataclasses.replace(made, corrections={})
 
 
@@ -232,14 +236,14 @@ def test_what_was_measured_of_an_exchange_changes_what_the_scheduler_does(exchan
 @pytest.mark.parametrize("exchange", ["gather", "auto"])
 def test_the_exchange_of_a_step_is_decided_once_and_said_in_its_batch(exchange, monkeypatch):
     decided = []
-    decide = Predictor.exchanged
+    decide = ExchangeCosts.exchanged
     counted = lambda *args: decided.append(decide(*args)) or decided[-1]
-    monkeypatch.setattr(Predictor, "exchanged", counted)
+    monkeypatch.setattr(ExchangeCosts, "exchanged", counted)
     _, batches = run(replica(exchange, chunking="static"), [Arrival(0.0, 100_000, 3)])
     spread = [batch for batch in batches if batch.block_lane.size]
     assert len(decided) == len(spread) > 2
     assert [batch.exchange for batch in spread] == [each.strategy for each in decided]
-    known = {"gather"} if exchange == "gather" else set(TRAFFIC)
+    known = {"gather"} if exchange == "gather" else set(EXCHANGES)
     assert {batch.exchange for batch in spread} <= known
 
 
@@ -248,7 +252,7 @@ def test_the_exchange_is_the_one_that_is_predicted_to_be_fastest():
     alone = [Arrival(0.0, PROMPT, 1)]
     seconds = {
         name: run(replica(name, chunking="static"), alone)[0].records[0].ttft
-        for name in ("auto", *TRAFFIC)
+        for name in ("auto", *EXCHANGES)
     }
     assert seconds["auto"] <= min(seconds.values()) * 1.001
 
@@ -261,17 +265,17 @@ def test_a_prompt_alone_takes_what_was_predicted_of_it(exchange):
     assert outcome.records[0].ttft == pytest.approx(predicted, rel=0.04)
 
 
-@pytest.mark.parametrize("strategy", TRAFFIC)
+@pytest.mark.parametrize("strategy", EXCHANGES)
 def test_a_step_takes_what_the_exchange_says(strategy):
     """Linear parts of a lane's share, and what the chooser says of attention and hops: of one chunk
     over all four lanes."""
     made = replica(strategy, chunking="static")
     _, batches = run(made, [Arrival(0.0, 100_000, 1)])
     predictor = made.scheduler.predictor
-    exchange = predictor.exchange
+    chooser = predictor.lane_costs.chooser
     batch = batches[1]
     cached, new = int(batch.start[0]), int(batch.length[0])
-    layer = exchange.choose([(cached, new)]).seconds[strategy] + predictor.costs.linear(new // 4)
+    layer = chooser.choose([(cached, new)]).seconds[strategy] + predictor.costs.linear(new // 4)
     assert batch.seconds == pytest.approx(
         predictor.costs.launch + predictor.layers * layer, rel=1e-3
     )
@@ -280,8 +284,8 @@ def test_a_step_takes_what_the_exchange_says(strategy):
 def test_pages_that_change_lanes_take_time():
     """As long however few they are, beside the layers."""
     predictor = replica("pass_q", "cdsp").scheduler.predictor
-    assert predictor.exchange.moves == moves_per_pair(8192, 64, 4) == 64
-    launch = predictor.layers * predictor.exchange.move()
+    assert predictor.lane_costs.chooser.moves == moves_per_pair(8192, 64, 4) == 64
+    launch = predictor.layers * predictor.lane_costs.chooser.move_seconds()
     batch = run(replica("pass_q"), [Arrival(0.0, 5_000, 1)])[1][0]
     without = predictor.seconds(batch)
     moves = np.array([[0, 0, 1, 0]])
@@ -316,7 +320,7 @@ def test_a_growing_group_moves_pages_and_the_clock_knows():
     assert len(moving.moves) == 3 * 64
     predictor = made.scheduler.predictor
     without = predictor.seconds(dataclasses.replace(moving, moves=moving.moves[:0]))
-    launch = predictor.layers * predictor.exchange.move()
+    launch = predictor.layers * predictor.lane_costs.chooser.move_seconds()
     assert moving.seconds == pytest.approx(max(launch, without))
 
 
@@ -332,25 +336,25 @@ def test_what_a_step_cannot_move_goes_with_the_next_ones():
 
 def test_a_small_group_passes_a_ring_of_its_own_lanes():
     """Half of the lanes take twice as long to attend, and have one hop of three."""
-    exchange = replica("pass_kv").scheduler.predictor.exchange
+    chooser = replica("pass_kv").scheduler.predictor.lane_costs.chooser
     works = []
     for lanes in (2, 4):
         share = (np.arange(4) < lanes) / lanes
-        works.append(exchange.nothing().plus(50_000, 4096, share, share, range(lanes)).work())
+        works.append(SpreadChunks.none(4).plus(50_000, 4096, share, share, range(lanes)).work())
     half, whole = works
     assert (half.lanes, whole.lanes) == (half.holders, whole.holders) == (2, 4)
     assert half.share == 2 * whole.share
 
     def seconds(hop: Link) -> list[float]:
-        rates = dataclasses.replace(exchange.rates, hop=hop)
+        rates = dataclasses.replace(chooser.rates, hop=hop)
         return [
-            dataclasses.replace(exchange, lanes=work.lanes, rates=rates).seconds(work)["pass_kv"]
+            dataclasses.replace(chooser, lanes=work.lanes, rates=rates).seconds(work)["pass_kv"]
             for work in works
         ]
 
     computing = seconds(Link(0.0, 1e30))
     assert 1.5 < computing[0] / computing[1] < 2  # half of the lanes, and what each call takes
-    rounds = [-(-work.shard // exchange.piece) for work in works]
+    rounds = [-(-work.shard // chooser.piece) for work in works]
     assert seconds(Link(1.0, 1e30)) == pytest.approx([rounds[0], 3 * rounds[1]], rel=0.01)
 
 
@@ -398,11 +402,11 @@ def test_memory_for_kv_is_as_it_is_given():
     assert half.kv_tokens() < system.kv_tokens()
 
 
-def test_a_piece_of_the_ring_is_as_long_as_the_engine_sends():
-    assert exchange_choice.PIECE == KV_CHUNK_TOKENS
+def test_a_scale_has_as_many_bytes_as_the_engine_stores():
+    assert SCALE_DTYPE.itemsize == SCALE_ITEM
 
 
 def test_without_a_chooser_queries_are_gathered():
     """By the costs alone, as where nothing was measured."""
     made = Costs(layers=1, linear_token=1, kvp=5)
-    assert Predictor(made, MeshConfig(kvp=2)).exchange is None
+    assert type(Predictor(made, MeshConfig(kvp=2)).lane_costs) is GatherCosts

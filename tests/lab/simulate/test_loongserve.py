@@ -12,14 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.checkpoint.zoo import MODELS
-from jaxserve.costs.predictor import Costs
-from jaxserve.costs.profiles import Link, costs
+from jaxserve.costs.coefficients import Costs
+from jaxserve.costs.profiles import costs
 from jaxserve.lab.simulate.arrival import Arrival
 from jaxserve.lab.simulate.baselines import BASELINES, compare, pool
 from jaxserve.lab.simulate.loongserve import LoongPool, LoongServe, group_prompts
 from jaxserve.lab.simulate.recorder import RequestRecord
 from jaxserve.lab.simulate.run import System, execute
 from jaxserve.lab.simulate.workload import parse
+from jaxserve.lanes.rates import Link
 from jaxserve.settings.schema import CacheConfig, ConfigError, MeshConfig, SchedulerConfig
 from tests.examples import examples
 

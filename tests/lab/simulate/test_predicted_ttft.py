@@ -12,7 +12,7 @@ from jaxserve.api.events import Accepted, Event, Finished
 from jaxserve.api.request import Slo
 from jaxserve.cache import CacheManager
 from jaxserve.checkpoint.zoo import MODELS
-from jaxserve.costs.predictor import NOMINAL, Costs
+from jaxserve.costs.coefficients import NOMINAL, Costs
 from jaxserve.lab.simulate.arrival import Arrival, to_request
 from jaxserve.lab.simulate.replica import VirtualReplica
 from jaxserve.lab.simulate.run import System

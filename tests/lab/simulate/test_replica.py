@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from jaxserve.api.request import Request, Slo
 from jaxserve.cache import CacheManager
-from jaxserve.costs.predictor import Costs, Predictor
+from jaxserve.costs.coefficients import Costs
+from jaxserve.costs.predictor import Predictor
 from jaxserve.lab.simulate.arrival import Arrival, to_request
 from jaxserve.lab.simulate.recorder import Recorder, RequestRecord
 from jaxserve.lab.simulate.replica import VirtualReplica

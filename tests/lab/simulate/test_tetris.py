@@ -9,8 +9,8 @@ import pytest
 from jaxserve.lab.simulate.arrival import Arrival
 from jaxserve.lab.simulate.tetris import PrefillInstances, best_rates, constant
 from jaxserve.lab.simulate.workload import parse
-from jaxserve.scheduling.planning.cdsp import POLICIES, Instances, Latency
-from jaxserve.scheduling.planning.improvement import ImprovementRate
+from jaxserve.lanes.cdsp import PLANNERS, Instances, Latency
+from jaxserve.lanes.improvement import ImprovementRate
 from jaxserve.settings.schema import ConfigError
 
 # A token takes 1 s on one instance; groups share the work, and each one more than doubles what is
@@ -27,7 +27,7 @@ SIMPLE = Instances(
 
 def play(policy: str, *arrivals: tuple[float, int], rate: float = 0.0, **more) -> np.ndarray:
     """TTFT of requests of (time, tokens) on four instances."""
-    server = PrefillInstances(SIMPLE, 4, POLICIES[policy], constant(rate), **more)
+    server = PrefillInstances(SIMPLE, 4, PLANNERS[policy], constant(rate), **more)
     return server.run([Arrival(time, tokens, 1) for time, tokens in arrivals]).ttft
 
 
@@ -52,7 +52,7 @@ def test_an_instance_that_decodes_is_not_free():
 
 
 def test_busy_is_what_was_computed():
-    served = PrefillInstances(SIMPLE, 4, POLICIES["fixed-2"], constant(0.0)).run(
+    served = PrefillInstances(SIMPLE, 4, PLANNERS["fixed-2"], constant(0.0)).run(
         [Arrival(0.0, 10, 1), Arrival(0.0, 20, 1)]
     )
     assert served.busy == pytest.approx(
@@ -64,7 +64,7 @@ def test_busy_is_what_was_computed():
 def test_idle_is_what_a_group_waits_for_its_last_member():
     """Two tokens run on one instance, then 100 on all four: three wait for 2 s. A chunk before
     fills that time on two of them."""
-    waits = lambda policy: PrefillInstances(SIMPLE, 4, POLICIES[policy], constant(0.0)).run(
+    waits = lambda policy: PrefillInstances(SIMPLE, 4, PLANNERS[policy], constant(0.0)).run(
         [Arrival(0.0, 2, 1), Arrival(0.0, 100, 1)]
     )
     assert (
@@ -78,16 +78,16 @@ def arrivals(load: float) -> list[Arrival]:
 
 
 def test_a_lower_rate_is_best_where_instances_idle_and_a_higher_one_where_they_do_not():
-    table = best_rates(SIMPLE, 4, POLICIES["cdsp"], arrivals, loads=(0.01, 0.12), rates=(0.05, 0.7))
+    table = best_rates(SIMPLE, 4, PLANNERS["cdsp"], arrivals, loads=(0.01, 0.12), rates=(0.05, 0.7))
     assert table == {0.01: 0.05, 0.12: 0.7}
 
 
 def test_a_rate_that_follows_the_load_is_near_the_best_at_every_load():
     loads = (0.01, 0.06, 0.12)
     rates = (0.05, 0.3, 0.7)
-    table = best_rates(SIMPLE, 4, POLICIES["cdsp"], arrivals, loads, rates)
+    table = best_rates(SIMPLE, 4, PLANNERS["cdsp"], arrivals, loads, rates)
     mean = lambda load, rate: (
-        PrefillInstances(SIMPLE, 4, POLICIES["cdsp"], rate).run(arrivals(load)).ttft.mean()
+        PrefillInstances(SIMPLE, 4, PLANNERS["cdsp"], rate).run(arrivals(load)).ttft.mean()
     )
     for load in loads:
         follows = ImprovementRate(table, window=1000.0, every=100.0)
@@ -98,7 +98,7 @@ def test_a_rate_that_follows_the_load_is_near_the_best_at_every_load():
 
 def test_cdsp_serves_a_loaded_cluster_sooner_than_one_chunk_and_fixed_groups():
     mean = lambda name: (
-        PrefillInstances(SIMPLE, 4, POLICIES[name], constant(0.3)).run(arrivals(0.1)).ttft.mean()
+        PrefillInstances(SIMPLE, 4, PLANNERS[name], constant(0.3)).run(arrivals(0.1)).ttft.mean()
     )
     means = {name: mean(name) for name in ("cdsp", "single", "fixed-4")}
     assert means["cdsp"] <= 1.02 * means["single"] < means["fixed-4"]
@@ -106,4 +106,4 @@ def test_cdsp_serves_a_loaded_cluster_sooner_than_one_chunk_and_fixed_groups():
 
 def test_errors_are_the_policys():
     with pytest.raises(ConfigError, match="queues"):
-        PrefillInstances(SIMPLE, 3, POLICIES["cdsp"], constant(0.0)).run([Arrival(0.0, 1, 1)])
+        PrefillInstances(SIMPLE, 3, PLANNERS["cdsp"], constant(0.0)).run([Arrival(0.0, 1, 1)])

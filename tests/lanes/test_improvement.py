@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxserve.scheduling.planning.improvement import ImprovementRate
+from jaxserve.lanes.improvement import ImprovementRate
 from jaxserve.settings.schema import ConfigError
 
 TABLE = {0.5: 0.1, 1.0: 0.3, 5.0: 0.7}

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 
-from jaxserve.settings.schema import ConfigError
+from jaxserve.api.errors import ConfigError
 
 
 class ImprovementRate:

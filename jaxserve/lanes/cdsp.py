@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.settings.schema import ConfigError
+from jaxserve.api.errors import ConfigError
 
 Queues = Sequence[float] | np.ndarray
 
@@ -158,7 +158,7 @@ class CdspPlan:
         return self.chunks[-1].end
 
 
-Policy = Callable[..., CdspPlan]  # instances, queues, tokens, rate, history
+Planning = Callable[..., CdspPlan]  # instances, queues, tokens, rate, history
 
 
 def occupied(queues: Queues, plan: CdspPlan) -> np.ndarray:
@@ -268,7 +268,7 @@ class _AlignedGroups:
         return group[0]
 
 
-# --- policies
+# --- planners
 
 
 def cdsp(
@@ -315,9 +315,9 @@ def fixed(
     )
 
 
-POLICIES: Mapping[str, Policy] = {
-    "cdsp": cdsp,
+PLANNERS: Mapping[str, Planning] = {
     "single": single,
+    "cdsp": cdsp,
     **{f"fixed-{size}": functools.partial(fixed, size=size) for size in (1, 2, 4, 8, 16)},
 }
 

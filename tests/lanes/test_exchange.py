@@ -9,23 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.checkpoint.zoo import MODELS
-from jaxserve.costs.exchange_choice import (
-    CHOOSERS,
-    DECODE_TRAFFIC,
-    TRAFFIC,
+from experiments.context_parallel.boundary import (
     Boundary,
-    ExchangeChooser,
-    ExchangeRates,
-    Heads,
+    equal_miss,
     fit_boundary,
     fitted,
-    rates_of,
-    work_of,
-    work_of_decodes,
+    hides_pass_kv,
+    hides_pass_q,
 )
-from jaxserve.costs.predictor import NOMINAL
-from jaxserve.costs.profiles import Link, devices
+from jaxserve.checkpoint.zoo import MODELS
+from jaxserve.costs.coefficients import NOMINAL
+from jaxserve.costs.profiles import devices
+from jaxserve.lanes.choice import DECODE_CHOICES, EXCHANGE_CHOICES, ExchangeChooser
+from jaxserve.lanes.exchange import EXCHANGES, ExchangeBytes, decode_exchanges
+from jaxserve.lanes.rates import ExchangeRates, Link
+from jaxserve.lanes.work import ExchangeWork, Heads, work_of, work_of_decodes
 from jaxserve.settings.schema import ConfigError
 
 # of one of 8 ranks of the paper's model
@@ -39,8 +37,12 @@ CHUNKS = st.lists(
 LANES = st.sampled_from([1, 2, 3, 4, 8])
 
 
-def exchange(lanes: int = 4, chooser: str = "roofline", **fields) -> ExchangeChooser:
-    return ExchangeChooser(lanes, HEADS, RATES, chooser, **fields)
+def exchange(lanes: int = 4, chooser: str = "auto", **fields) -> ExchangeChooser:
+    return ExchangeChooser(lanes, HEADS, RATES, chooser=chooser, **fields)
+
+
+def sent(name: str, work: ExchangeWork) -> ExchangeBytes:
+    return EXCHANGES[name].traffic(work, HEADS)
 
 
 # --- bytes
@@ -59,11 +61,13 @@ def test_bytes_by_hand():
     """The row of Table 5 with 3200 new tokens of 128000 on 4 ranks: shards of 32000 and 800 tokens,
     512 B of KV and 4096 of queries."""
     work = work_of([(124_800, 3200)], 4)
-    kv, q, all_lanes = (TRAFFIC[name](work, HEADS) for name in ("pass_kv", "pass_q", "gather"))
+    kv, q, all_lanes = (
+        EXCHANGES[name].traffic(work, HEADS) for name in ("pass_kv", "pass_q", "gather")
+    )
     assert (kv.hops, kv.hop, kv.messages, kv.bytes) == (3, 32_000 * 512, 3, 3 * 16_384_000)
-    assert (q.hops, q.hop, q.messages, q.exchanged) == (3, 800 * 4096, 6, 3 * 800 * 16 * 129 * 2)
+    assert (q.hops, q.hop, q.messages, q.returned) == (3, 800 * 4096, 6, 3 * 800 * 16 * 129 * 2)
     assert (all_lanes.hops, all_lanes.messages) == (0, 6)
-    assert (all_lanes.gathered, all_lanes.exchanged) == (3 * 800 * (4096 + 512), q.exchanged)
+    assert (all_lanes.gathered, all_lanes.returned) == (3 * 800 * (4096 + 512), q.returned)
 
 
 @pytest.mark.parametrize("lanes", [2, 4, 8])
@@ -72,21 +76,24 @@ def test_bytes_are_the_formulas(lanes, cached, new):
     work = work_of([(cached, new)], lanes)
     heads = Heads(32, 8, 64, 2, 4)
     assert (
-        TRAFFIC["pass_kv"](work, heads).bytes
+        EXCHANGES["pass_kv"].traffic(work, heads).bytes
         == (lanes - 1) * 2 * (new + cached) // lanes * 8 * 64 * 2
     )
     back = (lanes - 1) * new // lanes * 32 * 65 * 4
-    assert TRAFFIC["pass_q"](work, heads).bytes == (lanes - 1) * new // lanes * 32 * 64 * 2 + back
     assert (
-        TRAFFIC["gather"](work, heads).bytes
+        EXCHANGES["pass_q"].traffic(work, heads).bytes
+        == (lanes - 1) * new // lanes * 32 * 64 * 2 + back
+    )
+    assert (
+        EXCHANGES["gather"].traffic(work, heads).bytes
         == (lanes - 1) * new // lanes * (32 + 2 * 8) * 64 * 2 + back
     )
 
 
 def test_pass_kv_sends_the_fullest_lanes_shard_in_padded_pieces():
     work = work_of([(1000, 8), (100, 4)], 2, shards=[900, 52])
-    assert TRAFFIC["pass_kv"](work, HEADS).bytes == 952 * 512
-    cut = TRAFFIC["pass_kv"](work, HEADS, 256)
+    assert EXCHANGES["pass_kv"].traffic(work, HEADS).bytes == 952 * 512
+    cut = EXCHANGES["pass_kv"].traffic(work, HEADS, 256)
     assert (cut.rounds, cut.hops, cut.bytes) == (4, 4, 4 * 256 * 512)
 
 
@@ -95,11 +102,12 @@ def test_kv_goes_round_as_it_is_stored():
     stored yet."""
     work = work_of([(10_000, 100)], 2)
     narrow = dataclasses.replace(HEADS, stored=130)
-    assert TRAFFIC["pass_kv"](work, narrow).bytes == 5050 * 2 * 130
+    assert EXCHANGES["pass_kv"].traffic(work, narrow).bytes == 5050 * 2 * 130
     assert all(
-        TRAFFIC[name](work, narrow) == TRAFFIC[name](work, HEADS) for name in ("gather", "pass_q")
+        EXCHANGES[name].traffic(work, narrow) == EXCHANGES[name].traffic(work, HEADS)
+        for name in ("gather", "pass_q")
     )
-    assert ExchangeChooser(2, narrow, RATES).equal_miss == pytest.approx(0.125 * 130 / 256)
+    assert equal_miss(narrow) == pytest.approx(0.125 * 130 / 256)
 
 
 @given(CHUNKS, LANES)
@@ -107,16 +115,17 @@ def test_bytes_of_queries_do_not_depend_on_what_is_cached(chunks, lanes):
     bare = work_of([(0, new) for _, new in chunks], lanes)
     work = work_of(chunks, lanes)
     for name in ("gather", "pass_q"):
-        assert TRAFFIC[name](work, HEADS) == TRAFFIC[name](bare, HEADS)
-    assert TRAFFIC["pass_kv"](work, HEADS).bytes >= TRAFFIC["pass_kv"](bare, HEADS).bytes
+        assert EXCHANGES[name].traffic(work, HEADS) == EXCHANGES[name].traffic(bare, HEADS)
+    assert (
+        EXCHANGES["pass_kv"].traffic(work, HEADS).bytes
+        >= EXCHANGES["pass_kv"].traffic(bare, HEADS).bytes
+    )
 
 
 @given(CHUNKS)
 def test_one_lane_sends_nothing_and_all_strategies_are_one(chunks):
     work = work_of(chunks, 1)
-    assert not any(
-        traffic(work, HEADS).bytes or traffic(work, HEADS).messages for traffic in TRAFFIC.values()
-    )
+    assert not any(sent(name, work).bytes or sent(name, work).messages for name in EXCHANGES)
     assert len(set(exchange(1).seconds(work).values())) == 1
 
 
@@ -134,11 +143,11 @@ def test_bytes_of_decodes_by_hand():
     """Of five on four lanes, of which two are at home on one: all lanes send two rows of 4096 B of
     queries and 512 of keys and values, and 4128 of partials, to three others."""
     work = work_of_decodes(4, 2, 1000.0)
-    ring, all_lanes = (DECODE_TRAFFIC[name](work, HEADS) for name in ("pass_q", "gather"))
+    ring, all_lanes = (EXCHANGES[name].decode_traffic(work, HEADS) for name in ("pass_q", "gather"))
     assert (ring.hops, ring.hop) == (3, 2 * 4096)
-    assert (ring.gathered, ring.exchanged) == (3 * 2 * 512, 3 * 2 * 4128)
+    assert (ring.gathered, ring.returned) == (3 * 2 * 512, 3 * 2 * 4128)
     assert (all_lanes.hops, all_lanes.gathered) == (0, 3 * 2 * (4096 + 512))
-    assert all_lanes.exchanged == ring.exchanged
+    assert all_lanes.returned == ring.returned
 
 
 # --- seconds
@@ -177,8 +186,10 @@ def test_decodes_read_a_shard_once_whatever_the_strategy():
     found = exchange().seconds(work_of([(64_000, 1)] * 4, 4))
     shard = 16_001 * 512 / 2e12
     small = lambda link, size: link.seconds + size / link.bytes_per_s
-    back = small(RATES.exchange, 3 * 16 * 129 * 2)
-    assert found["gather"] == pytest.approx(small(RATES.gather, 3 * 4608) + 5e-6 + 4 * shard + back)
+    back = small(RATES.all_to_all, 3 * 16 * 129 * 2)
+    assert found["gather"] == pytest.approx(
+        small(RATES.all_gather, 3 * 4608) + 5e-6 + 4 * shard + back
+    )
     assert found["pass_q"] == pytest.approx(
         3 * max(small(RATES.hop, 4096), 5e-6 + shard) + 5e-6 + shard + back
     )
@@ -212,13 +223,13 @@ def test_gathered_decode_gets_faster_with_lanes_where_the_ring_gets_slower():
 def test_rates_come_from_a_profile():
     shape = MODELS["llama3.1-405b"]
     device = devices()["h100"]
-    rates = rates_of(device.costs(shape, 8), Heads(16, 1, 128))
+    rates = device.costs(shape, 8).exchange_rates(Heads(16, 1, 128))
     assert rates.flops_per_s == pytest.approx(device.attention_flops_per_s)
-    assert rates.hop == rates.gather == rates.exchange and rates.hop.seconds == pytest.approx(
+    assert rates.hop == rates.all_gather == rates.all_to_all and rates.hop.seconds == pytest.approx(
         device.node.seconds
     )
     assert rates.hop.bytes_per_s == pytest.approx(device.node.bytes_per_s)
-    nothing = ExchangeChooser(4, HEADS, rates_of(NOMINAL, HEADS)).choose([(1000, 10)])
+    nothing = ExchangeChooser(4, HEADS, NOMINAL.exchange_rates(HEADS)).choose([(1000, 10)])
     assert nothing.strategy == "gather" and set(nothing.seconds.values()) == {0.0}
 
 
@@ -226,10 +237,10 @@ def test_rates_come_from_a_profile():
 
 
 @given(CHUNKS, LANES)
-def test_roofline_is_the_least_and_a_strategys_name_is_itself(chunks, lanes):
+def test_auto_is_the_least_and_a_strategys_name_is_itself(chunks, lanes):
     decision = exchange(lanes).choose(chunks)
     assert decision.seconds[decision.strategy] == min(decision.seconds.values())
-    for name in TRAFFIC:
+    for name in EXCHANGES:
         fixed = exchange(lanes, name).choose(chunks)
         assert fixed.strategy == name and fixed.seconds == decision.seconds
 
@@ -253,9 +264,9 @@ def test_thresholds_of_the_paper():
     """Eq. 1: 12.5 %. Eq. 2: N C N_KV e / (2 N_H BW) = 5000 tokens here. Appendix C lowers the first
     by 4 T BW / (N C e)."""
     some = exchange()
-    assert some.equal_miss == 0.125
-    assert some.hides_pass_kv(5000) and not some.hides_pass_kv(4999)
-    assert some.hides_pass_q(40_000) and not some.hides_pass_q(39_999)  # Eq. 3: N e C / (4 BW)
+    assert equal_miss(HEADS) == 0.125
+    assert hides_pass_kv(some, 5000) and not hides_pass_kv(some, 4999)
+    assert hides_pass_q(some, 40_000) and not hides_pass_q(some, 39_999)  # Eq. 3: N e C / (4 BW)
     first, fifth = (exchange(chooser=name) for name in ("alg1", "alg5"))
     assert [first.choose([(8000 - new, new)]).strategy for new in (999, 1000)] == [
         "pass_q",
@@ -322,8 +333,8 @@ def test_points_of_one_length_still_give_a_line():
         ("hidden", lambda: dataclasses.replace(RATES, hidden=1.1)),
         ("hop", lambda: dataclasses.replace(RATES, hop=Link(0, 0))),
         ("launch", lambda: dataclasses.replace(RATES, launch=-1)),
-        ("chooser", lambda: exchange(chooser="alg2")),
-        ("chooser", lambda: exchange(chooser="fitted")),
+        ("exchange", lambda: exchange(chooser="alg2")),
+        ("exchange", lambda: exchange(chooser="roofline")),
         ("lanes", lambda: exchange(0)),
         ("piece", lambda: exchange(piece=-1)),
         ("points", lambda: fit_boundary([(0, 10, 1.0, 2.0)])),
@@ -337,8 +348,9 @@ def test_what_is_wrong_is_named(field, make):
 
 
 def test_choosers_and_strategies_have_their_names():
-    assert list(TRAFFIC) == ["gather", "pass_kv", "pass_q"]
-    assert list(CHOOSERS) == ["roofline", "alg1", "alg5", *TRAFFIC]
+    assert list(EXCHANGES) == ["gather", "pass_q", "pass_kv"]
+    assert list(EXCHANGE_CHOICES) == [*EXCHANGES, "auto", "alg1", "alg5"]
+    assert list(DECODE_CHOICES) == ["gather", "pass_q", "auto"]
 
 
 # --- decodes
@@ -377,24 +389,24 @@ def test_decodes_go_round_a_ring_where_they_are_many_and_their_contexts_long(
 ):
     """Few have queries that are gathered sooner than a ring makes its calls of attention; short
     contexts hide no hop."""
-    decision = exchange(4, decode_exchange="auto").decodes(share, share * context)
+    decision = exchange(4, decode_chooser="auto").decodes(share, share * context)
     assert decision.strategy == fastest == min(decision.seconds, key=decision.seconds.get)
-    for fixed in DECODE_TRAFFIC:
-        found = exchange(4, decode_exchange=fixed).decodes(share, share * context)
+    for fixed in decode_exchanges():
+        found = exchange(4, decode_chooser=fixed).decodes(share, share * context)
         assert (found.strategy, found.seconds) == (fixed, decision.seconds)
 
 
 @pytest.mark.parametrize(("bytes_per_s", "fastest"), [(25e9, "pass_q"), (2.5e12, "gather")])
 def test_a_slow_link_favours_the_ring_of_long_decodes(bytes_per_s, fastest):
     link = Link(1e-6, bytes_per_s)
-    rates = dataclasses.replace(RATES, hop=link, gather=link, exchange=link)
-    chooser = ExchangeChooser(8, HEADS, rates, decode_exchange="auto")
+    rates = RATES.with_links(link)
+    chooser = ExchangeChooser(8, HEADS, rates, decode_chooser="auto")
     assert chooser.decodes(64, 64 * 500_000).strategy == fastest
 
 
 def test_a_smaller_group_of_as_many_decodes_a_lane_says_less():
     two, four, eight = (exchange(lanes).decodes(4, 1e5).seconds for lanes in (2, 4, 8))
-    for name in DECODE_TRAFFIC:
+    for name in decode_exchanges():
         assert two[name] < four[name] < eight[name]
 
 
@@ -406,5 +418,5 @@ def test_attention_of_decodes_takes_what_a_profile_says():
 
 
 def test_an_exchange_of_decodes_that_is_not_known_is_refused():
-    with pytest.raises(ConfigError, match="decode_exchange: 'pass_kv' is not one of auto, gather"):
-        exchange(4, decode_exchange="pass_kv")
+    with pytest.raises(ConfigError, match="'pass_kv' is not one of gather, pass_q, auto"):
+        exchange(4, decode_chooser="pass_kv")

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.scheduling.planning.cdsp import (
-    POLICIES,
+from jaxserve.lanes.cdsp import (
+    PLANNERS,
     CdspPlan,
     Instances,
     Latency,
@@ -125,7 +125,7 @@ def two(policies: Sequence[tuple[str, float]], queues: np.ndarray) -> tuple[floa
     """TTFT of 32k tokens and of 16k that come at the same moment, each by a policy and a rate."""
     found = []
     for tokens, (policy, rate) in zip((32 * K, 16 * K), policies):
-        plan = POLICIES[policy](EXACT, queues, tokens, rate)
+        plan = PLANNERS[policy](EXACT, queues, tokens, rate)
         queues = occupied(queues, plan)
         found.append(plan.ttft)
     return found[0], found[1]
@@ -316,7 +316,7 @@ def replayed(plan: CdspPlan, instances: Instances, queues: Sequence[float]) -> f
 @given(case=cases(), policy=st.sampled_from(["cdsp", "single"]))
 def test_a_plan_is_whole_and_takes_as_long_as_it_says(case, policy):
     instances, queues, tokens, rate = case
-    plan = POLICIES[policy](instances, queues, tokens, rate)
+    plan = PLANNERS[policy](instances, queues, tokens, rate)
     history = 0
     for before, chunk in zip((None, *plan.chunks), plan.chunks):
         assert chunk.history == history and chunk.tokens > 0 and chunk.end > chunk.start

@@ -1,0 +1,162 @@
+"""Chooses the exchange of a step: by the least predicted seconds, by Algorithms 1 and 5 of the
+Context Parallelism paper, or always the same one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import ChainMap
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxserve.api.batch import DEFAULT_EXCHANGE
+from jaxserve.lanes.exchange import EXCHANGES, decode_exchanges
+from jaxserve.lanes.rates import ExchangeTimes
+from jaxserve.lanes.work import ExchangeWork, require, work_of, work_of_decodes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Decision:
+    """The exchange that was chosen, and the predicted seconds per layer of all."""
+
+    strategy: str
+    seconds: Mapping[str, float]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Correction:
+    """Corrects an exchange by measured steps: it takes `factor` times as long as predicted, and
+    `seconds` per layer."""
+
+    seconds: float = 0.0
+    factor: float = 1.0
+
+    def __call__(self, predicted: float) -> float:
+        return self.seconds + self.factor * predicted
+
+
+# picks an exchange by a group's times, a step's work and the predicted seconds by exchange
+Pick = Callable[[ExchangeTimes, ExchangeWork, Mapping[str, float]], str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """A rule by which steps choose their exchange. summary: for help texts."""
+
+    summary: str
+    pick: Pick
+
+
+def least_seconds(times: ExchangeTimes, work: ExchangeWork, seconds: Mapping[str, float]) -> str:
+    """Picks the least predicted time; the first of the table where all take as long."""
+    return min(seconds, key=seconds.__getitem__)
+
+
+def _passes_kv(times: ExchangeTimes, work: ExchangeWork, returned: float) -> bool:
+    """Whether the paper's algorithms pass KV: where attention hides its hops (Eq. 2), or its
+    messages are smaller than those of queries (Eq. 1). returned: the share of new tokens by which
+    the all-to-all of pass-Q lowers that threshold (appendix C)."""
+    heads = times.heads
+    rates = times.rates
+    hidden = (
+        work.tokens * 4 * heads.heads * heads.head_dim * rates.hop.bytes_per_s
+        >= times.lanes * rates.flops_per_s * heads.kv_bytes
+    )
+    equal_miss = heads.kv_bytes / heads.query_bytes
+    return hidden or work.tokens / work.context >= equal_miss - returned
+
+
+def algorithm_1(times: ExchangeTimes, work: ExchangeWork, seconds: Mapping[str, float]) -> str:
+    """Picks pass-KV where it is hidden or its messages are smaller."""
+    return _PAPER[_passes_kv(times, work, 0.0)]
+
+
+def algorithm_5(times: ExchangeTimes, work: ExchangeWork, seconds: Mapping[str, float]) -> str:
+    """Picks as Algorithm 1 does, with the all-to-all of pass-Q counted (appendix C)."""
+    rates = times.rates
+    flops = work.lanes * rates.flops_per_s * times.heads.item
+    return _PAPER[_passes_kv(times, work, 4 * work.tokens * rates.hop.bytes_per_s / flops)]
+
+
+_PAPER = {False: "pass_q", True: "pass_kv"}  # the exchanges that its algorithms choose from
+CHOOSERS: dict[str, Rule] = {
+    "auto": Rule("whichever is predicted to be fastest in each step", least_seconds),
+    "alg1": Rule("as the context parallel paper's Algorithm 1 chooses", algorithm_1),
+    "alg5": Rule("as its Algorithm 5 chooses", algorithm_5),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ExchangeChooser(ExchangeTimes):
+    """Chooses for steps in which groups of `lanes` lanes meet, and predicts how long what it
+    chooses takes.
+
+    chooser: a name of `CHOOSERS` or of an exchange, which is then always chosen, or a rule of one's
+    own. decode_chooser: the exchange of steps whose spread rows are decodes alone; auto: that of
+    least seconds. block: tokens of a page. moves: pages that a step moves from each lane to each,
+    where it moves some. corrections: by exchange, where steps were measured. Errors: ConfigError
+    that names the field.
+    """
+
+    chooser: str | Pick = "auto"
+    decode_chooser: str = DEFAULT_EXCHANGE
+    block: int = 1
+    moves: int = 0
+    corrections: Mapping[str, Correction] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        names = list(EXCHANGE_CHOICES)
+        fits = callable(self.chooser) or self.chooser in names
+        require(fits, "exchange", repr(self.chooser), f"one of {', '.join(names)}")
+        names = list(DECODE_CHOICES)
+        fits = self.decode_chooser in names
+        require(fits, "decode_exchange", repr(self.decode_chooser), f"one of {', '.join(names)}")
+
+    def choose(
+        self, chunks: Sequence[tuple[int, int]], shards: Sequence[int] | None = None
+    ) -> Decision:
+        """Decides for a step's spread chunks of (cached, new) tokens. Errors: see `work_of`."""
+        return self.decide(work_of(chunks, self.lanes, shards))
+
+    def decide(self, work: ExchangeWork) -> Decision:
+        """Decides for the spread chunks of a step."""
+        seconds = self.seconds(work)
+        if self.corrections:
+            seconds = {
+                name: self.corrections.get(name, Correction())(each)
+                for name, each in seconds.items()
+            }
+        return Decision(self._picked(work, seconds), seconds)
+
+    def _picked(self, work: ExchangeWork, seconds: Mapping[str, float]) -> str:
+        if not isinstance(self.chooser, str):
+            return self.chooser(self, work, seconds)
+        if self.chooser in CHOOSERS:
+            return CHOOSERS[self.chooser].pick(self, work, seconds)
+        return self.chooser
+
+    def seconds(self, work: ExchangeWork) -> dict[str, float]:
+        """Seconds per layer of attention and what lanes send for it, by exchange; without
+        corrections."""
+        if self.lanes == 1:
+            return dict.fromkeys(EXCHANGES, self.attention(work.pairs, work.shard, work.tokens))
+        return {name: row.of_chunks(work, self) for name, row in EXCHANGES.items()}
+
+    def decodes(self, share: int, kv: float) -> Decision:
+        """Decides for a step whose spread rows are decodes alone: see `work_of_decodes`. The
+        seconds are those that lanes take besides the attention of as many decodes of their own."""
+        work = work_of_decodes(self.lanes, share, kv)
+        seconds = {name: row.of_decodes(work, self) for name, row in decode_exchanges().items()}
+        if self.decode_chooser == "auto":
+            return Decision(least_seconds(self, work, seconds), seconds)
+        return Decision(self.decode_chooser, seconds)
+
+    def move_seconds(self) -> float:
+        """Seconds per layer in which a step moves pages between lanes, however few they are."""
+        size = (self.lanes - 1) * self.moves * self.block * self.heads.kv_bytes
+        return self.rates.all_to_all(size)
+
+
+# What the settings --exchange and --decode_exchange may be: an exchange or a rule that chooses one.
+EXCHANGE_CHOICES: Mapping[str, Any] = ChainMap[str, Any](CHOOSERS, EXCHANGES)
+DECODE_CHOICES: Mapping[str, Any] = {**decode_exchanges(), "auto": CHOOSERS["auto"]}

@@ -1,0 +1,386 @@
+"""What several lanes add to the time of a step: attention over KV on other lanes, and messages.
+
+`LaneCosts` is of one lane, where nothing is spread; `GatherCosts` of lanes that gather queries, at
+the costs of a profile; `ExchangeCosts` of lanes that choose an exchange by rates that were
+measured. `lane_costs` makes the right one, so that callers need not tell them apart.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from jaxserve.api.batch import DEFAULT_EXCHANGE, Batch
+from jaxserve.lanes.choice import Decision, ExchangeChooser
+from jaxserve.lanes.exchange import EXCHANGES
+from jaxserve.lanes.groups import group_around, group_sizes, lanes_of, size_around
+from jaxserve.lanes.load import ExchangedChunks, LaneLoad, SpreadChunks
+
+MOVED_PER_TOKEN = 4  # tokens of KV that a step moves to another lane for each that a lane computes
+MOST_MOVES = 256  # pages that a lane sends to all lanes of a replica in a step
+
+
+def moves_per_pair(chunk_tokens: int, block: int, lanes: int) -> int:
+    """Pages that a step moves from each lane to each, at most. chunk_tokens: that a lane computes
+    in a step; block: tokens of a page; lanes: of a replica.
+
+    A token's KV is sent in far less time than its linear layers take: with 4 KiB a layer at 200
+    GB/s in 0.02 us, beside 0.7 us on an H100 for Llama-3 8B.
+    """
+    return max(1, min(MOVED_PER_TOKEN * chunk_tokens // block, MOST_MOVES // lanes))
+
+
+class StepCosts(Protocol):
+    """Seconds of a step's parts: see `costs.coefficients.Costs`."""
+
+    @property
+    def launch(self) -> float:
+        """Seconds of a step in one stage, whatever it does."""
+
+    @property
+    def tile(self) -> int:
+        """Tokens of a row of prefill."""
+
+    def attend_chunk(self, cached: float, new: int, part: float | None = None) -> float:
+        """Seconds of one layer's attention of a chunk, or of a lane's part of it."""
+
+    def gathered(self, tokens: float, times: int = 1) -> float:
+        """Seconds of one layer's messages in `times` steps that gather queries of `tokens`."""
+
+    def chunks(self, steps: int, new: float, context: float, part: float) -> float:
+        """Seconds of one layer in `steps` steps with a chunk each, of `new` tokens together."""
+
+    def layer(self, load: LaneLoad, messages: float) -> float:
+        """Seconds of one layer on one lane."""
+
+
+class PrefillPart(NamedTuple):
+    """Tokens `start` to before `stop` of a prompt, computed on a group of `lanes` lanes."""
+
+    lanes: int
+    start: float
+    stop: float
+
+
+class LaneCosts:
+    """Costs of one lane, on which nothing is spread; the base of those of several.
+
+    reach: tokens of a sequence that a lane holds before the next one joins; dealt: whether longer
+    prompts are dealt over all lanes from their first token on.
+    """
+
+    def __init__(
+        self, costs: StepCosts, lanes: int = 1, reach: float = math.inf, dealt: bool = False
+    ):
+        self.costs = costs
+        self.lanes = lanes
+        self.reach = reach if lanes > 1 else math.inf
+        self.dealt = dealt
+
+    # --- one step
+
+    def decodes(
+        self,
+        context: np.ndarray,
+        lane: np.ndarray,
+        group_size: np.ndarray,
+        blocks: np.ndarray,
+        alone: bool = True,
+    ) -> list[LaneLoad]:
+        """Loads of chunks of one token: context [n] tokens, home lane [n], group_size [n] lanes
+        that meet, blocks [n, lanes] on each. alone: whether no lane has another chunk so far;
+        beside these, queries of decodes are gathered."""
+        count = len(context)
+        longest = float(context.max(initial=0))
+        return [LaneLoad(count, float(context.sum()), longest, samples=count)]
+
+    def joined(
+        self, loads: list[LaneLoad], lane: int, blocks: Sequence[int] | None, cached: int, new: int
+    ) -> list[tuple[int, LaneLoad]]:
+        """The lanes that a prefill chunk bears on with it, and others that have to know of it.
+        lane: its home; blocks: of its sequence on each lane, None where it is local."""
+        attention = self.costs.attend_chunk(cached, new)
+        return [(lane, loads[lane].plus(new, self.costs.tile, attention))]
+
+    def exchanged(self, batch: Batch) -> ExchangedChunks | None:
+        """Decides how a batch's spread chunks of more than one token reach KV on other lanes; None
+        where no rates are known to decide by."""
+        return None
+
+    def loads(self, batch: Batch, exchanged: ExchangedChunks | None = None) -> list[LaneLoad]:
+        """A batch as the work of each lane. exchanged: the result of `exchanged`, if it was
+        called."""
+        single = batch.length == 1
+        loads = self.decodes(
+            batch.start[single],
+            batch.lane[single],
+            batch.group_size[single],
+            batch.blocks_per_lane[single],
+            alone=bool(single.all()),
+        )
+        for row in self._separate(batch, ~single).tolist():
+            blocks = batch.blocks_per_lane[row].tolist() if batch.spread[row] else None
+            lane = int(batch.lane[row])
+            chunk = int(batch.start[row]), int(batch.length[row])
+            for index, load in self.joined(loads, lane, blocks, *chunk):
+                loads[index] = load
+        return loads
+
+    def _separate(self, batch: Batch, long: np.ndarray) -> np.ndarray:
+        """Rows of the `long` chunks of a batch that join one by one."""
+        return np.flatnonzero(long)
+
+    def messages(self, load: LaneLoad) -> float:
+        """Seconds per layer of messages that no attention is part of."""
+        return 0.0
+
+    def with_moves(self, batch: Batch, stage: float, layers: int, scale: float) -> float:
+        """Seconds of a step of `stage` seconds with the pages that it moves beside its layers."""
+        return stage
+
+    # --- a whole prompt
+
+    def parts(self, cached: float, total: float) -> Iterator[PrefillPart]:
+        """Yields the parts of a prompt's tokens `cached` to before `total` as lanes join."""
+        if self.dealt and total > self.reach:
+            yield PrefillPart(self.lanes, cached, total)
+            return
+        for lanes in group_sizes(self.lanes):
+            stop = total if lanes == self.lanes else min(total, self.reach * lanes)
+            yield PrefillPart(lanes, cached, stop)
+            cached = max(cached, stop)
+
+    def prefill(self, part: PrefillPart, chunk: int, layers: int) -> float:
+        """Seconds of a part in steps of `chunk` tokens of all its lanes together, alone, in
+        `layers` layers: the sum of the steps' paces (Medha, Eq. 4)."""
+        lanes, start, stop = part
+        new = stop - start
+        steps = math.ceil(new / chunk)
+        context = (start + stop) / 2 if lanes == 1 else self._fullest(part)
+        layer = self.costs.chunks(steps, new, context, new / steps / lanes)
+        if lanes > 1:
+            layer += self.costs.gathered(new, steps)
+        return steps * self.costs.launch + layers * layer
+
+    def _fullest(self, part: PrefillPart) -> float:
+        """Tokens on the fullest lane, on average while a context grows: `reach`, and once all hold
+        that, a share."""
+        lanes, start, stop = part
+        even = min(max(start, self.reach * lanes), stop)  # from here on all lanes hold as much
+        shared = (stop - even) * (even + stop) / 2 / lanes
+        return (self.reach * (even - start) + shared) / (stop - start)
+
+
+class GatherCosts(LaneCosts):
+    """Costs of lanes that gather queries, as a profile's coefficients say."""
+
+    def decodes(
+        self,
+        context: np.ndarray,
+        lane: np.ndarray,
+        group_size: np.ndarray,
+        blocks: np.ndarray,
+        alone: bool = True,
+    ) -> list[LaneLoad]:
+        """Loads of chunks of one token: see `LaneCosts.decodes`."""
+        lanes = range(self.lanes)
+        count = np.bincount(lane, minlength=self.lanes).tolist()
+        spread = group_size > 1
+        local = np.bincount(lane, np.where(spread, 0, context), self.lanes)
+        blocks = blocks[spread]
+        tokens = context[spread]
+        shards = (tokens[:, None] * blocks / np.maximum(blocks.sum(1, keepdims=True), 1)).sum(0)
+        choice = None
+        if len(tokens):
+            share = int(np.bincount(lane[spread]).max())
+            choice = self._decode_choice(int(group_size.max()), share, float(shards.max()), alone)
+        longest = [float(context[lane == index].max(initial=0)) for index in lanes]
+        return [
+            LaneLoad(n, float(kv), most, spread=len(tokens), samples=n, decode_choice=choice)
+            for n, kv, most in zip(count, local + shards, longest)
+        ]
+
+    def _decode_choice(self, size: int, share: int, kv: float, alone: bool) -> Decision | None:
+        """How spread decodes in groups of `size` lanes exchange; None where no rates are known."""
+        return None
+
+    def joined(
+        self, loads: list[LaneLoad], lane: int, blocks: Sequence[int] | None, cached: int, new: int
+    ) -> list[tuple[int, LaneLoad]]:
+        """Deals the tokens of a spread chunk over the lanes of its group, each of which attends,
+        for all of them, over what it holds."""
+        if blocks is None:
+            return super().joined(loads, lane, None, cached, new)
+        group = lanes_of(lane, blocks)
+        part = -(-new // len(group))
+        spread = new if len(group) > 1 else 0
+        total = sum(blocks) or 1
+        out = []
+        for index in group:
+            share = blocks[index] / total
+            attention = self.costs.attend_chunk(cached * share, new, new * share)
+            out.append((index, loads[index].plus(part, self.costs.tile, attention, spread)))
+        return out
+
+    def messages(self, load: LaneLoad) -> float:
+        """Seconds per layer in which queries are gathered and partials come home."""
+        return self.costs.gathered(load.spread) if load.spread else 0.0
+
+
+class ExchangeCosts(GatherCosts):
+    """Costs of lanes that choose how they exchange what a step needs."""
+
+    def __init__(
+        self, costs: StepCosts, chooser: ExchangeChooser, reach: float = math.inf, dealt=False
+    ):
+        super().__init__(costs, chooser.lanes, reach, dealt)
+        self.chooser = chooser
+        self._block = chooser.block
+        self._nothing = SpreadChunks.none(chooser.lanes)
+        self._choosers = {  # by size of the groups of lanes that meet
+            size: dataclasses.replace(chooser, lanes=size) for size in group_sizes(chooser.lanes)
+        }
+
+    def _decide(self, chunks: SpreadChunks) -> ExchangedChunks:
+        """Decides how the lanes of each group exchange what these chunks need."""
+        decision = self._choosers[chunks.group_size].decide(chunks.work())
+        return ExchangedChunks(decision.strategy, decision.seconds[decision.strategy], chunks)
+
+    def _decode_choice(self, size: int, share: int, kv: float, alone: bool) -> Decision:
+        choice = self._choosers[size].decodes(share, kv)
+        return choice if alone else dataclasses.replace(choice, strategy=DEFAULT_EXCHANGE)
+
+    def joined(
+        self, loads: list[LaneLoad], lane: int, blocks: Sequence[int] | None, cached: int, new: int
+    ) -> list[tuple[int, LaneLoad]]:
+        """Adds a chunk, where it is spread by the exchange that the spread chunks so far and this
+        one would choose; of that all lanes have to know."""
+        if blocks is None:
+            return super().joined(loads, lane, None, cached, new)
+        group = lanes_of(lane, blocks)
+        total = sum(blocks) or 1
+        shares = np.array([count / total for count in blocks])
+        computed = self._computed(shares, new)
+        chunk = (cached, new, computed, shares, group)
+        earlier = loads[lane].exchanged
+        exchanged = self._decide((earlier.chunks if earlier else self._nothing).plus(*chunk))
+        tokens = self._nothing.plus(*chunk).tokens_computed(exchanged.strategy)
+        return [
+            (index, load.plus_spread(tokens[index], self.costs.tile, exchanged))
+            if index in group
+            else (index, load.beside(exchanged))
+            for index, load in enumerate(loads)
+        ]
+
+    def _computed(self, shares: np.ndarray, new: int) -> np.ndarray:
+        """The share of a chunk's tokens that each lane is expected to compute where their blocks
+        are, given its share of the context: whole blocks are dealt evenly, and where lanes fill one
+        by one, all are on the last."""
+        blocks = -(-new // self._block) if self.dealt else 1
+        lanes = np.flatnonzero(shares)
+        if blocks >= len(lanes):
+            return (shares > 0) / len(lanes)
+        return np.isin(np.arange(len(shares)), lanes[:blocks]) / blocks
+
+    def exchanged(self, batch: Batch) -> ExchangedChunks:
+        """Decides how a batch's spread chunks of more than one token reach KV on other lanes. A
+        settled token is sampled where its blocks are: the chunks are gathered where that is not its
+        home."""
+        chunks = self._nothing
+        settled = True
+        first = 0  # of the chunk's blocks in `block_lane`
+        for row in np.flatnonzero(batch.spread & (batch.length > 1)).tolist():
+            start = int(batch.start[row])
+            new = int(batch.length[row])
+            block = start // self._block
+            ends = np.arange(block, (start + new - 1) // self._block + 2) * self._block
+            lanes = batch.block_lane[first : first + len(ends) - 1]
+            first += len(lanes)
+            tokens = np.bincount(lanes, np.diff(ends.clip(start, start + new)), self.lanes)
+            blocks = batch.blocks_per_lane[row]
+            group = group_around(int(batch.lane[row]), int(batch.group_size[row]))
+            chunks = chunks.plus(start, new, tokens / new, blocks / blocks.sum(), group)
+            settled &= not batch.sample[row] or lanes[-1] == batch.lane[row]
+        if chunks.group_size == 1:
+            return ExchangedChunks(DEFAULT_EXCHANGE, 0.0, chunks)
+        decision = self._choosers[chunks.group_size].decide(chunks.work())
+        strategy = decision.strategy
+        if not settled and EXCHANGES[strategy].settled:
+            strategy = DEFAULT_EXCHANGE
+        return ExchangedChunks(strategy, decision.seconds[strategy], chunks)
+
+    def loads(self, batch: Batch, exchanged: ExchangedChunks | None = None) -> list[LaneLoad]:
+        """A batch as the work of each lane, spread chunks as they are exchanged together: settled
+        ones are computed where their blocks are."""
+        loads = super().loads(batch)
+        exchanged = exchanged or self.exchanged(batch)
+        count = int(np.count_nonzero(batch.spread & (batch.length > 1)))
+        tokens = exchanged.chunks.tokens_computed(exchanged.strategy)
+        for index in np.flatnonzero(exchanged.chunks.lanes).tolist():
+            load = loads[index]
+            loads[index] = load.plus_spread(tokens[index], self.costs.tile, exchanged, count)
+        return loads
+
+    def _separate(self, batch: Batch, long: np.ndarray) -> np.ndarray:
+        return np.flatnonzero(long & ~batch.spread)
+
+    def messages(self, load: LaneLoad) -> float:
+        """Seconds per layer of what spread decodes send, if nothing else is spread."""
+        choice = load.decode_choice
+        if choice is None:
+            return 0.0
+        return choice.seconds[DEFAULT_EXCHANGE if load.chunks else choice.strategy]
+
+    def with_moves(self, batch: Batch, stage: float, layers: int, scale: float) -> float:
+        """Seconds of a step of `stage` seconds with the pages that it moves beside its layers."""
+        if not len(batch.moves):
+            return stage
+        chooser = self._choosers[int(batch.group_size.max())]
+        return chooser.rates.beside(layers * chooser.move_seconds() * scale, stage)
+
+    # --- a whole prompt
+
+    def prefill(self, part: PrefillPart, chunk: int, layers: int) -> float:
+        """Seconds of a part's steps: of three at different lengths of the context, weighted as
+        Simpson does, times their number."""
+        if part.lanes == 1:
+            return super().prefill(part, chunk, layers)
+        new = part.stop - part.start
+        steps = math.ceil(new / chunk)
+        size = math.ceil(new / steps)
+        layer = sum(
+            weight * self._chunk_alone(part.start + place * (steps - 1) * size, size, part.lanes)
+            for weight, place in ((1 / 6, 0.0), (2 / 3, 0.5), (1 / 6, 1.0))
+        )
+        return steps * (self.costs.launch + layers * layer)
+
+    def _chunk_alone(self, cached: float, new: int, lanes: int) -> float:
+        """Seconds of one layer of a chunk alone in its step, dealt over `lanes` lanes, or on those
+        that were filled one by one."""
+        if not self.dealt:
+            lanes = min(lanes, math.ceil((cached + new) / self.reach))
+        shares = (np.arange(self.lanes) < lanes) / lanes
+        group = group_around(0, size_around(range(lanes), self.lanes))
+        computed = self._computed(shares, new)
+        exchanged = self._decide(self._nothing.plus(round(cached), new, computed, shares, group))
+        tokens = max(exchanged.chunks.tokens_computed(exchanged.strategy))
+        return self.costs.layer(LaneLoad().plus_spread(tokens, self.costs.tile, exchanged), 0.0)
+
+
+def lane_costs(
+    costs: StepCosts,
+    lanes: int,
+    chooser: ExchangeChooser | None = None,
+    reach: float = math.inf,
+    dealt: bool = False,
+) -> LaneCosts:
+    """Returns the costs of `lanes` lanes; without a chooser they gather queries."""
+    if lanes == 1:
+        return LaneCosts(costs)
+    if chooser is None:
+        return GatherCosts(costs, lanes, reach, dealt)
+    return ExchangeCosts(costs, chooser, reach, dealt)

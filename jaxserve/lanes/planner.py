@@ -1,0 +1,91 @@
+"""Plans which lanes of a replica compute which part of a prompt, by `cdsp`.
+
+The lanes are the prefill instances of Tetris. The seconds of a chunk on a group of lanes are those
+of the steps that it will take, as the predictor says: each lane of the group computes a share of
+the linear layers, and attention takes as long as with the exchange that these steps would choose.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, Protocol
+
+from jaxserve.lanes import cdsp
+from jaxserve.lanes.cdsp import Instances
+from jaxserve.lanes.groups import group_sizes
+from jaxserve.lanes.improvement import ImprovementRate
+
+IMPROVEMENT = 0.1  # share of a prompt's time that more lanes must save, where none was profiled
+LENGTHS = 8  # lengths of chunks and of histories to predict, each twice the one before
+
+
+class PlanPart(NamedTuple):
+    """A part of a plan for a prompt: the tokens from the part before to before `stop` are computed
+    by these lanes, over which all blocks so far are dealt out by then. The lanes of the part before
+    are among them (Tetris, section 3.1)."""
+
+    stop: int
+    lanes: tuple[int, ...]
+
+
+def part_at(plan: tuple[PlanPart, ...], start: int, stop: int) -> PlanPart:
+    """Returns the part of a plan with the token at `start`; where the plan is empty, all tokens to
+    before `stop`, without lanes."""
+    return next((part for part in plan if start < part.stop), PlanPart(stop, ()))
+
+
+class Planner(Protocol):
+    """Plans which lanes compute which part of a prompt."""
+
+    def arrived(self, now: float) -> None:
+        """Notes a request that comes at this clock second."""
+
+    def __call__(self, pending: list[float], start: int, target: int) -> tuple[PlanPart, ...]:
+        """Returns a plan for tokens `start` to before `target`; pending: seconds of prefill that
+        each lane has to do first."""
+
+
+# seconds of part of a prompt alone: lanes, first token, end, tokens of a step for each lane
+PrefillSeconds = Callable[[int, int, int, int], float]
+
+
+def instances_of(
+    seconds: PrefillSeconds, lanes: int, step: int, longest: int, block: int
+) -> Instances:
+    """Returns the lanes, all in one node, with latencies for contexts up to `longest` tokens, in
+    steps of `step` tokens for each lane. Chunks but the last are of whole blocks."""
+    lengths = [max(1, longest >> power) for power in range(LENGTHS)]
+    points = [
+        (size, history, tokens, seconds(size, history, history + tokens, step))
+        for size, history, tokens in itertools.product(group_sizes(lanes), [0, *lengths], lengths)
+    ]
+    return Instances(cdsp.fit(points), lanes, block, aligned=True)
+
+
+def improvement_rates(
+    chosen: float | None, profiled: Mapping[float, float] = {}
+) -> Mapping[float, float]:
+    """Improvement rate by requests per second: as it is chosen, else as it was profiled."""
+    return (profiled or {0.0: IMPROVEMENT}) if chosen is None else {0.0: chosen}
+
+
+class LanePlanner:
+    """A Planner that follows one of `cdsp.PLANNERS`. rates: improvement rate by requests per
+    second; the rate follows the load."""
+
+    def __init__(self, name: str, instances: Instances, rates: Mapping[float, float]):
+        self.instances = instances
+        self._plan = cdsp.PLANNERS[name]
+        self._rate = ImprovementRate(rates)
+
+    def arrived(self, now: float) -> None:
+        """Notes a request that comes at this clock second."""
+        self._rate.arrived(now)
+
+    def __call__(self, pending: list[float], start: int, target: int) -> tuple[PlanPart, ...]:
+        """Plans tokens `start` to before `target`; pending: seconds of prefill that each lane has
+        to do first."""
+        rate = self._rate.value
+        chunks = self._plan(self.instances, pending, target - start, rate, start).chunks
+        return tuple(PlanPart(chunk.history + chunk.tokens, chunk.group) for chunk in chunks)

@@ -1,0 +1,107 @@
+"""How fast the lanes of a group attend and send, and what these take per layer."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+from jaxserve.lanes.work import Heads, require
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """A message of n bytes takes `seconds + n / bytes_per_s`."""
+
+    seconds: float
+    bytes_per_s: float
+
+    def __call__(self, size: float) -> float:
+        return self.seconds + size / self.bytes_per_s
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExchangeRates:
+    """Rates at which one rank attends and sends: measured, not off a data sheet (section 3.4).
+    hidden: share of the shorter of a hop and the attention beside it that runs while the longer one
+    does. Errors: ConfigError for a rate that is not positive, or a share beyond 1."""
+
+    flops_per_s: float  # attention of many queries
+    read_bytes_per_s: float  # KV, by attention of few
+    launch: float  # seconds that every call of attention takes besides
+    hop: Link  # to the next lane of the ring
+    all_gather: Link  # by the bytes that a lane receives
+    all_to_all: Link  # by the bytes that a lane sends
+    hidden: float = 1.0
+
+    def __post_init__(self) -> None:
+        for field in ("flops_per_s", "read_bytes_per_s"):
+            require(getattr(self, field) > 0, field, getattr(self, field), "above 0")
+        for field in LINKS:
+            link = getattr(self, field)
+            require(link.bytes_per_s > 0, field, link, "above 0 bytes per second")
+        require(self.launch >= 0, "launch", self.launch, "0 or more")
+        require(0 <= self.hidden <= 1, "hidden", self.hidden, "a share from 0 to 1")
+
+    def beside(self, hop: float, attention: float) -> float:
+        """Seconds of a hop and the attention that runs beside it."""
+        return max(hop, attention) + (1 - self.hidden) * min(hop, attention)
+
+    def with_links(self, link: Link) -> ExchangeRates:
+        """Returns the rates with one link for all that is sent."""
+        return dataclasses.replace(self, hop=link, all_gather=link, all_to_all=link)
+
+
+LINKS = ("hop", "all_gather", "all_to_all")  # the rates that are links
+
+
+class AttentionCosts(Protocol):
+    """Seconds of attention per layer, as a profile has them: see `costs.coefficients.Costs`."""
+
+    @property
+    def decode(self) -> float:
+        """Seconds of a call of attention for decodes, however many."""
+
+    def attend(self, pairs: float, read: float, queries: float) -> float:
+        """Seconds of `queries` new tokens in `pairs` pairs of query and key, over `read` tokens of
+        KV."""
+
+    def attend_decodes(self, count: int, context: float) -> float:
+        """Seconds of `count` decodes over `context` tokens together."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ExchangeTimes:
+    """Seconds per layer of attention and messages in groups of `lanes` lanes. piece: tokens of KV
+    that a lane sends on at once round a ring, 0: its shard. costs: of attention, where a profile
+    has them; None: as the rates say. Errors: ConfigError that names the field."""
+
+    lanes: int
+    heads: Heads
+    rates: ExchangeRates
+    piece: int = 0
+    costs: AttentionCosts | None = None
+
+    def __post_init__(self) -> None:
+        require(self.lanes >= 1, "lanes", self.lanes, "1 or more")
+        require(self.piece >= 0, "piece", self.piece, "0 or more")
+
+    def attention(self, pairs: float, read: float, queries: float = 0.0) -> float:
+        """Seconds of `pairs` pairs of query and key, of `queries` queries, over `read` tokens of
+        KV: computing or reading, whichever takes longer."""
+        if self.costs is not None:
+            return self.costs.attend(pairs, read, queries)
+        heads = self.heads
+        rates = self.rates
+        computed = 4 * heads.heads * heads.head_dim * pairs / rates.flops_per_s
+        return rates.launch + max(computed, heads.kv_bytes * read / rates.read_bytes_per_s)
+
+    def attention_of_decodes(self, count: int, kv: float) -> float:
+        """Seconds of a call of attention of `count` decodes over `kv` tokens together."""
+        if self.costs is None:
+            return self.attention(kv, kv, count)
+        return self.costs.attend_decodes(count, kv)
+
+    @property
+    def decode_call(self) -> float:
+        """Seconds of a call of attention of decodes that attend to nothing."""
+        return self.rates.launch if self.costs is None else self.costs.decode

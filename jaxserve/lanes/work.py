@@ -1,0 +1,155 @@
+"""The attention that the spread chunks of a step need, summed up: tokens, pairs of query and key.
+
+All is per layer and for one rank of tp: each rank's heads have lanes of their own (Context
+Parallelism paper, figure 5).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from jaxserve.api.errors import ConfigError
+
+ITEM = 2  # bytes of a bf16 weight, activation or KV element
+PARTIAL = 4  # bytes of an element of a lane's part of attention, and of its log-sum-exp
+SCALE_ITEM = 2  # bytes of the bf16 scale of a key or value in FP8, as `kernels.kv_pages` stores it
+
+
+def require(fits: bool, field: str, value: Any, rule: str) -> None:
+    """Raises ConfigError, which names the field, where a value does not fit."""
+    if not fits:
+        raise ConfigError(field, f"{value} is not {rule}")
+
+
+def stored_bytes(head_dim: int, item: int, fp8: bool) -> int:
+    """Bytes of a key or value of one head on pages, its scale included. item: bytes of an element
+    where it is not FP8."""
+    return head_dim + SCALE_ITEM if fp8 else head_dim * item
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Heads:
+    """Attention heads of one rank. item: bytes of an element of queries, keys and values; partial:
+    of partial outputs and their log-sum-exp, 4 in our engine, `item` in the paper; stored: of one
+    key or value as it lies on pages, its scale included; 0: head_dim x item. Errors: ConfigError
+    for a field below 1."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    item: int = ITEM
+    partial: int = PARTIAL
+    stored: int = 0
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            low = int(field.name != "stored")
+            require(value >= low, field.name, value, f"{low} or more")
+
+    @property
+    def query_bytes(self) -> int:
+        """Bytes of a token's queries."""
+        return self.heads * self.head_dim * self.item
+
+    @property
+    def new_kv_bytes(self) -> int:
+        """Bytes of a new token's key and value."""
+        return 2 * self.kv_heads * self.head_dim * self.item
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of a token's key and value on pages."""
+        return 2 * self.kv_heads * (self.stored or self.head_dim * self.item)
+
+    @property
+    def partial_bytes(self) -> int:
+        """Bytes of a token's partial output and log-sum-exp over one lane's KV."""
+        return self.heads * (self.head_dim + 1) * self.partial
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExchangeWork:
+    """Sums over a step's spread chunks: over all lanes, and on the lane with the largest."""
+
+    lanes: int
+    tokens: int  # new ones, T
+    context: int  # cached and new, P + T
+    pairs: float  # of a query and a key that it attends to
+    share: int  # new tokens of a lane, at most
+    shard: int  # tokens of KV on a lane, at most; what goes round is padded to it
+    touched: float  # of these, those of sequences that have queries in a step of the ring
+    # what differs where chunks are on some of the lanes only; 0: they are on all
+    even: int = 0  # new tokens of a lane where any lane may compute them: gathered ones
+    holders: int = 0  # lanes that hold a sequence
+    shard_pairs: float = 0.0  # pairs of all queries and the KV of the lane that attends most
+    hop_pairs: float = 0.0  # pairs of one lane's queries and another's KV, at most
+
+    @property
+    def cached(self) -> int:
+        return self.context - self.tokens
+
+    @property
+    def gathered_pairs(self) -> float:
+        """Pairs of all queries and one lane's KV, at most."""
+        return self.shard_pairs or self.pairs * self.shard / self.context
+
+    @property
+    def step_pairs(self) -> float:
+        """Pairs of one lane's queries and one lane's KV, at most: those of a step of the ring."""
+        return self.hop_pairs or self.pairs * self.shard / self.context * self.share / self.tokens
+
+
+def pairs_of(cached: int, new: int) -> float:
+    """Pairs of a query and a key that it attends to, of `new` tokens after `cached` ones."""
+    return new * (cached + (new + 1) / 2)
+
+
+def work_of(
+    chunks: Sequence[tuple[int, int]], lanes: int, shards: Sequence[int] | None = None
+) -> ExchangeWork:
+    """Sums up chunks of (cached, new) tokens. New tokens are dealt evenly, decodes sequence by
+    sequence (Alg. 4).
+
+    shards: per chunk, tokens of KV with the new ones on the lane that holds most; default: an even
+    split of both (section 3.5.1). Errors: ConfigError that names lanes, chunks, cached, new or
+    shards."""
+    require(lanes >= 1, "lanes", lanes, "1 or more")
+    require(len(chunks) > 0, "chunks", list(chunks), "one or more")
+    require(shards is None or len(shards) == len(chunks), "shards", shards, "one for each chunk")
+    tokens = context = share = decodes = prefill = decode = 0
+    pairs = 0.0
+    for index, (cached, new) in enumerate(chunks):
+        require(cached >= 0, "cached", cached, "0 or more")
+        require(new >= 1, "new", new, "1 or more")
+        shard = -(-cached // lanes) - (-new // lanes) if shards is None else shards[index]
+        tokens += new
+        context += cached + new
+        pairs += pairs_of(cached, new)
+        if new == 1:
+            decodes += 1
+            decode += shard
+        else:
+            share -= -new // lanes
+            prefill += shard
+    visits = -(-decodes // lanes)
+    touched = prefill + (decode * visits / decodes if decodes else 0.0)
+    return ExchangeWork(lanes, tokens, context, pairs, share + visits, prefill + decode, touched)
+
+
+def work_of_decodes(lanes: int, share: int, kv: float) -> ExchangeWork:
+    """Sums up decodes in a group of `lanes` lanes, each of which sends as many rows as the one that
+    is home to most, `share`, and of whose KV a lane holds at most `kv` tokens. One lane's queries
+    need an even share of them."""
+    return ExchangeWork(
+        lanes=lanes,
+        tokens=lanes * share,
+        context=math.ceil(lanes * kv),
+        pairs=kv * lanes,
+        share=share,
+        shard=math.ceil(kv),
+        touched=kv / lanes,
+    )
