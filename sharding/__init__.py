@@ -1,4 +1,4 @@
-"""How a model replica is laid out over devices, and the collectives between them.
+"""Layout of a model replica over devices, and the collectives between them.
 
 A replica is a mesh of stages x lanes x ranks, with axes ("spp", "kvp", "tp"). Pipeline *stages*
 hold different layers, *lanes* different blocks of the KV cache (KV parallelism, also called context

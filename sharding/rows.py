@@ -60,7 +60,7 @@ class Rows:
         )
 
     def with_entries(self, entries: jax.Array) -> Rows:
-        """The same rows over a table with other numbers of entries [R]."""
+        """Returns the rows over a table with other numbers of entries [R]."""
         return dataclasses.replace(self, entries=entries)
 
 
@@ -87,7 +87,7 @@ class Groups:
 
     @property
     def settled(self) -> bool:
-        """Whether any spread rows are settled."""
+        """True if any spread rows are settled."""
         return any(rows.settled for rows in self.spread)
 
     def local_tokens(self) -> int:

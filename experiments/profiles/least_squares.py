@@ -1,4 +1,4 @@
-"""Fits the forms of `jaxserve.costs.predictor.Costs` by robust least squares of relative
+"""Fits the forms of `jaxserve.costs.coefficients.Costs` by robust least squares of relative
 errors.
 
 A part is a matrix of inputs, one row per measured point, and its seconds. All forms but the smooth
@@ -14,7 +14,7 @@ import numpy as np
 from scipy.optimize import least_squares, nnls
 
 FOLDS = 5  # of cross-validation
-POWER = 4  # of the norm that `jaxserve.costs.predictor.smooth_max` takes of two times
+POWER = 4  # of the norm that `jaxserve.costs.coefficients.smooth_max` takes of two times
 OUTLIER = 0.05  # relative error from which a point counts less than by its square
 # inputs [points, coefficients], seconds [points] -> coefficients
 Fit = Callable[[np.ndarray, np.ndarray], np.ndarray]

@@ -294,11 +294,13 @@ def _spread_costs(
 
 
 def to_json(costs: Costs) -> dict[str, Any]:
+    """Returns costs as JSON has them."""
     return dataclasses.asdict(costs)
 
 
 def from_json(found: dict[str, Any]) -> Costs:
-    """Errors: ConfigError for a field that costs do not have, or a value that is not a number."""
+    """Reads costs that `to_json` gave. Errors: ConfigError for a field that costs do not have, or a
+    value that is not a number."""
     try:
         shapes = tuple(ShapeCost(**shape) for shape in found.get("shapes", ()))
         spread = tuple(SpreadShape(**shape) for shape in found.get("spread_shapes", ()))

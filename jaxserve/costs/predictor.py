@@ -114,18 +114,15 @@ class Predictor:
             return 0.0
         seconds = self.head(1)
         for part in self.lane_costs.parts(cached, total):
-            seconds += self._part(part, chunk)
+            seconds += self.lane_costs.prefill(part, chunk, self.layers) * self.scale
         return seconds
 
     def prefill_on(self, lanes: int, cached: int, total: int, chunk: int) -> float:
         """Seconds to prefill tokens `cached` to before `total` alone, dealt over `lanes` lanes, as
         the ones before them are, in chunks of `chunk` for each lane."""
-        return self._part(PrefillPart(lanes, cached, total), chunk) + self.head(1)
-
-    def _part(self, part: PrefillPart, chunk: int) -> float:
-        if part.stop <= part.start:
-            return 0.0
-        return self.lane_costs.prefill(part, chunk * part.lanes, self.layers) * self.scale
+        part = PrefillPart(lanes, cached, total)
+        seconds = self.lane_costs.prefill(part, chunk, self.layers) if total > cached else 0.0
+        return seconds * self.scale + self.head(1)
 
     # --- learning while serving
 

@@ -46,7 +46,7 @@ class Device:
 
     A product reads weights in `floor_seconds + weights / weight_bytes_per_s`, uses them in
     `base_seconds + weights / base_bytes_per_s` and 2 FLOP per weight and token. `attention_tile`: a
-    chunk attends to so many more tokens than it must, for kernels work in tiles.
+    chunk attends to that many more tokens than it must, for kernels work in tiles.
     """
 
     device: str
@@ -69,7 +69,7 @@ class Device:
     decode_kv_head_seconds: float  # per sequence and kv head
     decode_bytes_per_s: float  # KV by decodes
     mixed: float
-    ranks: dict[int, Link]  # sum over so many ranks
+    ranks: dict[int, Link]  # sum over ranks, by their number
     node: Link  # to a device of another node, over its own adapter
     source: tuple[str, ...]
     error: dict[str, float]

@@ -2,7 +2,15 @@
 and KV, what that costs, and which lanes compute what. Integers only, no JAX.
 
     groups     aligned groups of lanes that meet
+    work       heads and sums over a step's spread chunks
+    rates      how fast lanes attend and send
+    exchange   EXCHANGES: the strategies, their bytes and seconds
+    choice     ExchangeChooser: the exchange of a step; CHOOSERS
+    load       LaneLoad: the work of one lane in a step
+    cost       LaneCosts: what several lanes add to the time of a step
     layout     SequenceLayout: page, lane and index in its row of each block of a sequence
     placement  Placement: chooses the lane of the next block; PLACEMENTS
+    cdsp       PLANNERS: which lanes compute which part of a prompt; `improvement` by load
+    planner    LanePlanner: the lanes of a replica as the instances of `cdsp`
     moves      PageMoves, Rebalance: blocks that change lanes
 """

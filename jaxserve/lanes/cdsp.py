@@ -51,8 +51,8 @@ class Latency:
         return self.base + tokens * (self.token + self.history * history + self.pair * tokens)
 
     def tokens(self, history: float, seconds: float) -> float:
-        """How many tokens take so long; not above 0 where not even one does (Tetris, Alg. 3, in
-        closed form)."""
+        """Number of tokens that take `seconds`; not above 0 where one takes longer (Tetris, Alg. 3,
+        in closed form)."""
         slope = self.token + self.history * history
         left = seconds - self.base
         if left <= 0:
@@ -115,7 +115,7 @@ def _fit(size: int, points: np.ndarray) -> Latency:
 @dataclass(frozen=True)
 class Instances:
     """Prefill instances. latencies: by group size, powers of two where not aligned; per_node:
-    instances in a node; block: every chunk but the last ends on a multiple of so many tokens;
+    instances in a node; block: every chunk but the last ends on a multiple of that many tokens;
     aligned: groups are those of `lanes.groups`, as the lanes of a replica meet; else any
     instances."""
 
@@ -125,7 +125,7 @@ class Instances:
     aligned: bool = False
 
     def __post_init__(self) -> None:
-        """Errors: ConfigError."""
+        """Checks the fields. Errors: ConfigError."""
         powers = all(size > 0 and not size & (size - 1) for size in self.latencies)
         if not self.latencies or not (powers or self.aligned):
             raise ConfigError(
@@ -181,8 +181,9 @@ Group = tuple[Counts, float]  # and when the last of them is free
 class _Groups:
     """Groups of the instances that are free first, node by node, and how they grow (Tetris, 5.1).
 
-    Within a node a group has the instances with the shortest queues, so that it is told by its
-    count in each node. Ties go to the lower number, and to the queue that was shorter at first.
+    Within a node a group has the instances with the shortest queues, so that its count in each
+    node says which these are. Ties go to the lower number, and to the queue that was shorter at
+    first.
     """
 
     def __init__(self, queues: Queues, per_node: int):
@@ -197,7 +198,7 @@ class _Groups:
         self.none: Group = ((0,) * len(times), 0.0)
 
     def extended(self, group: Group, size: int) -> Group:
-        """The group grown to so many instances: within its nodes first."""
+        """The group grown to `size` instances: within its nodes first."""
         key = group[0], size
         if key not in self._known:
             self._known[key] = self._extended(group[0], size)
@@ -227,8 +228,8 @@ class _Groups:
         )
 
     def _open(self, counts: list[int], need: int) -> None:
-        """Whole unused nodes, those that are free first; for the rest, the node that has so many
-        free first."""
+        """Adds whole unused nodes, those that are free first; for the others that are needed, the
+        node that has that many free first."""
         unused = [node for node in self._by_full if not counts[node]]
         whole, rest = divmod(need, self._per_node)
         for node in unused[:whole]:
@@ -256,7 +257,7 @@ class _AlignedGroups:
         self.none: Group = ((), 0.0)
 
     def extended(self, group: Group, size: int) -> Group:
-        """The group grown to so many instances."""
+        """The group grown to `size` instances."""
         key = group[0], size
         if key not in self._known:
             waits = self._times.reshape(-1, size).max(1)
@@ -369,7 +370,7 @@ def _planned(
 
 
 class _Search:
-    """One prompt, at one moment. Group sizes are told by their index, ascending."""
+    """The search for one prompt, at one moment. Group sizes go by their index, ascending."""
 
     def __init__(self, instances: Instances, queues: Queues, tokens: int, rate: float):
         whole = lambda size: size <= len(queues) and not (instances.aligned and len(queues) % size)
@@ -445,7 +446,7 @@ class _Search:
 
 
 def _least(latencies: Sequence[Latency]) -> Latency:
-    """Not more than chunks take that any of these compute, however they are cut: of each
+    """A lower bound of what chunks take that any of these compute, however they are cut: of each
     coefficient the least, and no more for a pair within a chunk than when a cut makes it one with
     history."""
     history = min(latency.history for latency in latencies)

@@ -52,7 +52,7 @@ def least_seconds(times: ExchangeTimes, work: ExchangeWork, seconds: Mapping[str
 
 
 def _passes_kv(times: ExchangeTimes, work: ExchangeWork, returned: float) -> bool:
-    """Whether the paper's algorithms pass KV: where attention hides its hops (Eq. 2), or its
+    """Says if the paper's algorithms pass KV: where attention hides its hops (Eq. 2), or its
     messages are smaller than those of queries (Eq. 1). returned: the share of new tokens by which
     the all-to-all of pass-Q lowers that threshold (appendix C)."""
     heads = times.heads

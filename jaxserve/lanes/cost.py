@@ -1,4 +1,4 @@
-"""What several lanes add to the time of a step: attention over KV on other lanes, and messages.
+"""Costs of lanes: attention over KV on other lanes, and messages.
 
 `LaneCosts` is of one lane, where nothing is spread; `GatherCosts` of lanes that gather queries, at
 the costs of a profile; `ExchangeCosts` of lanes that choose an exchange by rates that were
@@ -151,15 +151,16 @@ class LaneCosts:
             return
         for lanes in group_sizes(self.lanes):
             stop = total if lanes == self.lanes else min(total, self.reach * lanes)
-            yield PrefillPart(lanes, cached, stop)
-            cached = max(cached, stop)
+            if stop > cached:
+                yield PrefillPart(lanes, cached, stop)
+                cached = stop
 
     def prefill(self, part: PrefillPart, chunk: int, layers: int) -> float:
-        """Seconds of a part in steps of `chunk` tokens of all its lanes together, alone, in
-        `layers` layers: the sum of the steps' paces (Medha, Eq. 4)."""
+        """Seconds of a part alone, in steps of `chunk` tokens for each of its lanes, in `layers`
+        layers: the sum of the steps' paces (Medha, Eq. 4)."""
         lanes, start, stop = part
         new = stop - start
-        steps = math.ceil(new / chunk)
+        steps = math.ceil(new / (chunk * lanes))
         context = (start + stop) / 2 if lanes == 1 else self._fullest(part)
         layer = self.costs.chunks(steps, new, context, new / steps / lanes)
         if lanes > 1:
@@ -205,7 +206,8 @@ class GatherCosts(LaneCosts):
         ]
 
     def _decode_choice(self, size: int, share: int, kv: float, alone: bool) -> Decision | None:
-        """How spread decodes in groups of `size` lanes exchange; None where no rates are known."""
+        """Decides how spread decodes in groups of `size` lanes exchange; None where no rates are
+        known."""
         return None
 
     def joined(
@@ -350,7 +352,7 @@ class ExchangeCosts(GatherCosts):
         if part.lanes == 1:
             return super().prefill(part, chunk, layers)
         new = part.stop - part.start
-        steps = math.ceil(new / chunk)
+        steps = math.ceil(new / (chunk * part.lanes))
         size = math.ceil(new / steps)
         layer = sum(
             weight * self._chunk_alone(part.start + place * (steps - 1) * size, size, part.lanes)

@@ -33,7 +33,7 @@ PIECE_TOKENS = 2048  # of KV, that a lane of the engine sends on at once round a
 class ExchangeBytes:
     """Bytes that one lane sends (and receives) per layer. `rounds` times `lanes - 1` hops of `hop`
     bytes each; then bytes of an all-gather and of an all-to-all, each in `lanes - 1` messages; 0
-    where there is none."""
+    if it sends none."""
 
     lanes: int
     rounds: int = 0
@@ -83,7 +83,7 @@ class Exchange:
 
     @property
     def decodes(self) -> bool:
-        """Whether steps may use it whose spread rows are decodes alone."""
+        """True if steps may use it whose spread rows are decodes alone."""
         return self.decode_traffic is not None
 
     def of_chunks(self, work: ExchangeWork, times: ExchangeTimes) -> float:
@@ -148,7 +148,7 @@ def gather_seconds(sent: ExchangeBytes, work: ExchangeWork, times: ExchangeTimes
 
 def ring_seconds(sent: ExchangeBytes, work: ExchangeWork, times: ExchangeTimes) -> float:
     """Adds up each hop beside the attention of what came before it; the last attention; the
-    all-to-all, where there is one. The ring passes all lanes of a group, also those that hold
+    all-to-all, if partials come home. The ring passes all lanes of a group, also those that hold
     nothing."""
     rates = times.rates
     rounds = sent.rounds

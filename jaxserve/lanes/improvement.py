@@ -1,9 +1,9 @@
-"""The improvement rate: how much time a larger group of instances must save, by load (Tetris, 5.1).
+"""The improvement rate: the time that a larger group of instances must save, by load (Tetris, 5.1).
 It is small while instances idle, and large when other prompts wait for them.
 
-A table gives the improvement rate that was best at each arrival rate (`simulate.tetris.profile`
-makes one); online, the arrival rate is that of a sliding window, and the table is looked up at
-intervals.
+A table gives the improvement rate that was best at each arrival rate (see
+`lab.simulate.tetris.best_rates`); online, the arrival rate is that of a sliding window, and the
+table is looked up at intervals.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class ImprovementRate:
         window: float = 60.0,
         every: float = 30.0,
     ):
-        """Errors: ConfigError for an empty table, rates that are not in [0, 1), or times that are
-        not above 0."""
+        """Looks the rate of `load` up. Errors: ConfigError for an empty table, rates that are not
+        in [0, 1), or times that are not above 0."""
         if not table or not all(load >= 0 and 0 <= rate < 1 for load, rate in table.items()):
             raise ConfigError(
                 "table",

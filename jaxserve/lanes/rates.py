@@ -1,4 +1,4 @@
-"""How fast the lanes of a group attend and send, and what these take per layer."""
+"""Rates at which the lanes of a group attend and send, and what that takes per layer."""
 
 from __future__ import annotations
 

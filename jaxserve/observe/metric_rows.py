@@ -3,7 +3,7 @@ vLLM behind our prefix, and new ones for what it has no name for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -136,10 +136,10 @@ class Distribution(NamedTuple):
 
 
 # values of labels beside `class`, whose values are configured
-LABEL_VALUES: Mapping[str, Sequence[str]] = {
+LABEL_VALUES: Mapping[str, Collection[str]] = {
     "finished_reason": (*REASONS, OTHER),
     "reason": (*REJECTIONS, OTHER),
-    "exchange": tuple(EXCHANGES),
+    "exchange": EXCHANGES.keys(),
 }
 COUNTERS: Mapping[str, str] = {
     "prompt_tokens": (

@@ -148,7 +148,7 @@ def chooser(strategy: str, **fields) -> ExchangeChooser:
 
 
 def spread_samples(noise: float = 0.0) -> list[SpreadSample]:
-    """As many as `spread_grid` has at most, of an engine that costs LIVE and CORRECTIONS."""
+    """Samples, as many as `spread_grid` has at most, of an engine of LIVE and CORRECTIONS."""
     dice = np.random.default_rng(0)
     out = []
     for size, exchange in itertools.product((2, 4), EXCHANGES):

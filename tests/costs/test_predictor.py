@@ -193,8 +193,8 @@ def test_the_slowest_lane_decides_and_a_lane_does_its_own_work_only():
     new=st.integers(1, 4096),
 )
 def test_the_shares_of_a_spread_chunk_add_up(held, cached, new):
-    """Each lane attends over what it holds: all pairs and all reads are done once, whoever holds
-    what."""
+    """Each lane attends over what it holds: all pairs and all reads are done once, on
+    whichever lane."""
     for made in (Costs(layers=1, pair=1), Costs(layers=1, read=1)):
         predictor = Predictor(made, MeshConfig(kvp=len(held)))
         lanes = [LaneLoad() for _ in held]

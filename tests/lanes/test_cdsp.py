@@ -60,7 +60,7 @@ def test_table_1_is_fitted_within_five_percent():
 
 
 def test_a_prompt_in_two_chunks_costs_one_base_more_than_in_one():
-    """Which is what the history's coefficient means where the table has no history."""
+    """The history's coefficient means that where the table has no history."""
     latency = FITTED[8]
     assert latency(0, 30_000) + latency(30_000, 50_000) == pytest.approx(
         latency(0, 80_000) + latency.base
@@ -162,7 +162,7 @@ def test_a_first_chunk_fills_the_time_until_the_larger_group_is_free():
 
 
 def longest(latency: Latency, history: int, seconds: float, most: int) -> int:
-    """The most tokens, up to `most`, that take no longer than so many seconds."""
+    """The most tokens, up to `most`, that take no longer than `seconds`."""
     low = 0
     high = most
     while low < high:

@@ -140,7 +140,7 @@ def test_work_is_never_less_than_an_even_split(chunks, lanes):
 
 
 def test_bytes_of_decodes_by_hand():
-    """Of five on four lanes, of which two are at home on one: all lanes send two rows of 4096 B of
+    """Five decodes on four lanes, two of them at home on one: all lanes send two rows of 4096 B of
     queries and 512 of keys and values, and 4128 of partials, to three others."""
     work = work_of_decodes(4, 2, 1000.0)
     ring, all_lanes = (EXCHANGES[name].decode_traffic(work, HEADS) for name in ("pass_q", "gather"))
@@ -357,8 +357,8 @@ def test_choosers_and_strategies_have_their_names():
 
 
 def test_seconds_of_decodes_by_hand():
-    """Of two on each of four lanes. A hop takes longer than the attention of a quarter of the KV,
-    and is hidden behind it where there is 100 times as much."""
+    """Two decodes on each of four lanes. A hop takes longer than the attention of a quarter of the
+    KV, and is hidden behind it with 100 times as much."""
     gathered = 30e-6 + 3 * 2 * 4608 / 25e9
     home = 70e-6 + 3 * 2 * 4128 / 40e9
     kv = 30e-6 + 3 * 2 * 512 / 25e9

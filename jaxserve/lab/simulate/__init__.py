@@ -8,5 +8,5 @@ under one clock, with a `network` between them and the decisions of `jaxserve.cl
 depend on arguments and seeds alone.
 
 Baselines: `baselines` (the same scheduler with other settings, and which others there are),
-`loongserve`, and `tetris` for prefill instances that `scheduling.planning.cdsp` plans for.
+`loongserve`, and `tetris` for prefill instances that `lanes.cdsp` plans for.
 """

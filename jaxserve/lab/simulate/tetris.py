@@ -1,4 +1,4 @@
-"""Simulates prefill instances that a policy of `scheduling.planning.cdsp` plans for as each request
+"""Simulates prefill instances that a planner of `lanes.cdsp` plans for as each request
 comes (Tetris and what it is compared with).
 
 A request is planned once, when it arrives, against the queue times that the plans before it left;
