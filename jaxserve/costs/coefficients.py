@@ -117,7 +117,7 @@ class Costs:
         )
         layer += messages
         if exchanged is not None and self.shared:
-            layer *= self.crowd(exchanged.chunks.busy, len(exchanged.chunks.lanes))
+            layer *= self.crowd(len(exchanged.chunks.busy), len(exchanged.chunks.sums))
         return layer
 
     def _spread(self, load: LaneLoad, exchange: str, group_size: int) -> float:

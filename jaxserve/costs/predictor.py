@@ -88,7 +88,7 @@ class Predictor:
     ) -> None:
         """Adds a prefill chunk to the loads of the lanes. blocks: on each lane of a spread
         sequence, None for a local one."""
-        for index, load in self.joined(loads, lane, blocks, cached, new):
+        for index, load in self.lane_costs.joined(loads, lane, blocks, cached, new):
             loads[index] = load
 
     def with_chunk(
@@ -96,8 +96,8 @@ class Predictor:
     ) -> float:
         """Seconds of the step, on the lanes that it bears on, if the chunk joined."""
         group = lanes_of(lane, blocks)
-        joined = self.joined(loads, lane, blocks, cached, new)
-        return max(self.lane(load) for index, load in joined if index in group)
+        joined = self.lane_costs.joined(loads, lane, blocks, cached, new)
+        return max([self.lane(load) for index, load in joined if index in group])
 
     def seconds(self, batch: Batch, exchanged: ExchangedChunks | None = None) -> float:
         """Seconds of a batch's pace: see `stage`. exchanged: see `LaneCosts.loads`. Pages change

@@ -26,6 +26,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -74,17 +75,16 @@ def fit(points: Iterable[LatencyPoint]) -> dict[int, Latency]:
     `pair`. Errors: ConfigError for a size with fewer lengths than coefficients, or times that are
     not above 0.
     """
-    found: dict[int, list[LatencyPoint]] = {}
-    for point in points:
-        if not (point[3] > 0 and point[2] > 0 and point[1] >= 0):
+    by_size: dict[int, list[tuple[float, float, float]]] = {}
+    for size, history, tokens, seconds in points:
+        if not (seconds > 0 and tokens > 0 and history >= 0):
             raise ConfigError(
-                "points", f"{point}: tokens and seconds must be above 0, and history not below"
+                "points",
+                f"{(size, history, tokens, seconds)}: tokens and seconds must be above 0, "
+                "and history not below",
             )
-        found.setdefault(point[0], []).append(point)
-    return {
-        size: _fit(size, np.array([point[1:] for point in found[size]], float))
-        for size in sorted(found)
-    }
+        by_size.setdefault(size, []).append((history, tokens, seconds))
+    return {size: _fit(size, np.array(by_size[size], float)) for size in sorted(by_size)}
 
 
 def _fit(size: int, points: np.ndarray) -> Latency:
@@ -175,7 +175,13 @@ def occupied(queues: Queues, plan: CdspPlan) -> np.ndarray:
 # how many instances of each node a group has: always those that are free first; of aligned groups
 # their numbers
 Counts = tuple[int, ...]
-Group = tuple[Counts, float]  # and when the last of them is free
+
+
+class Group(NamedTuple):
+    """Instances that compute together, and the seconds until the last of them is free."""
+
+    counts: Counts
+    free: float
 
 
 class _Groups:
@@ -195,13 +201,13 @@ class _Groups:
         self._by_full = sorted(range(len(times)), key=lambda node: self._free[node][-1])
         self._per_node = per_node
         self._known: dict[tuple[Counts, int], Group] = {}
-        self.none: Group = ((0,) * len(times), 0.0)
+        self.none = Group((0,) * len(times), 0.0)
 
     def extended(self, group: Group, size: int) -> Group:
         """The group grown to `size` instances: within its nodes first."""
-        key = group[0], size
+        key = group.counts, size
         if key not in self._known:
-            self._known[key] = self._extended(group[0], size)
+            self._known[key] = self._extended(group.counts, size)
         return self._known[key]
 
     def _extended(self, before: Counts, size: int) -> Group:
@@ -223,9 +229,8 @@ class _Groups:
             )
             for _, node in waits[:need]:
                 counts[node] += 1
-        return tuple(counts), max(
-            free[count - 1] for free, count in zip(self._free, counts) if count
-        )
+        waits_of_nodes = (free[count - 1] for free, count in zip(self._free, counts) if count)
+        return Group(tuple(counts), max(waits_of_nodes))
 
     def _open(self, counts: list[int], need: int) -> None:
         """Adds whole unused nodes, those that are free first; for the others that are needed, the
@@ -241,7 +246,7 @@ class _Groups:
         return tuple(
             sorted(
                 number
-                for node, count in enumerate(group[0])
+                for node, count in enumerate(group.counts)
                 for number in self._members[node, :count].tolist()
             )
         )
@@ -254,19 +259,20 @@ class _AlignedGroups:
     def __init__(self, queues: Queues):
         self._times = np.asarray(queues, float)
         self._known: dict[tuple[Counts, int], Group] = {}
-        self.none: Group = ((), 0.0)
+        self.none = Group((), 0.0)
 
     def extended(self, group: Group, size: int) -> Group:
         """The group grown to `size` instances."""
-        key = group[0], size
+        key = group.counts, size
         if key not in self._known:
             waits = self._times.reshape(-1, size).max(1)
-            index = group[0][0] // size if group[0] else int(waits.argmin())
-            self._known[key] = tuple(range(index * size, (index + 1) * size)), float(waits[index])
+            index = group.counts[0] // size if group.counts else int(waits.argmin())
+            members = tuple(range(index * size, (index + 1) * size))
+            self._known[key] = Group(members, float(waits[index]))
         return self._known[key]
 
     def members(self, group: Group) -> tuple[int, ...]:
-        return group[0]
+        return group.counts
 
 
 # --- planners
@@ -345,8 +351,15 @@ def _check(instances: Instances, queues: Queues, tokens: int, rate: float) -> No
 
 # --- the search
 
-# a chunk as it is searched for: history, tokens, group, start, end
-CdspPart = tuple[int, int, Group, float, float]
+
+class FoundChunk(NamedTuple):
+    """A chunk while plans are searched for; see `CdspChunk`."""
+
+    history: int
+    tokens: int
+    group: Group
+    start: float
+    end: float
 
 
 def _planned(
@@ -356,15 +369,15 @@ def _planned(
     search = _Search(instances, queues, history + tokens, rate)
     none = search.groups.none
     last = len(search.sizes) - 1
-    parts = (
-        search.chunked(history, none, 0, last, 0.0, math.inf)
-        if chunked
-        else search.whole(history, none, 0, last, 0.0)[1]
-    )
+    if chunked:
+        chunks = search.chunked(history, none, 0, last, 0.0, math.inf)
+    else:
+        chunks = search.whole(history, none, 0, last, 0.0)[1]
+    members = search.groups.members
     return CdspPlan(
         tuple(
-            CdspChunk(before, count, search.groups.members(group), start, end)
-            for before, count, group, start, end in parts
+            CdspChunk(each.history, each.tokens, members(each.group), each.start, each.end)
+            for each in chunks
         )
     )
 
@@ -386,52 +399,51 @@ class _Search:
 
     def whole(
         self, history: int, before: Group, first: int, last: int, now: float
-    ) -> tuple[int, list[CdspPart]]:
-        """Alg. 2: what is left as one chunk, on a group of the sizes with index `first` to `last`.
-        Returns its size's index, and it."""
+    ) -> tuple[int, list[FoundChunk]]:
+        """Plans what is left as one chunk (Alg. 2), on a group of the sizes with index `first` to
+        `last`. Returns its size's index, and it."""
         left = self.total - history
         best = math.inf
         chosen = None
         place = first
         for index in range(first, last + 1):
             group = self.groups.extended(before, self.sizes[index])
-            start = max(now, group[1])
+            start = max(now, group.free)
             seconds = start - now + self.latencies[index](history, left)
             if chosen is None or seconds < self.keep * best:
                 best = seconds
                 place = index
-                chosen = (history, left, group, start, now + seconds)
+                chosen = FoundChunk(history, left, group, start, now + seconds)
         assert chosen is not None
         return place, [chosen]
 
     def chunked(
         self, history: int, before: Group, first: int, last: int, now: float, limit: float
-    ) -> list[CdspPart]:
-        """Alg. 1: the chunks of what is left. None is on a larger group than Alg. 2 gives to all of
-        it, which is where the load comes in. Gives up the search, not the answer, for what cannot
-        end before `limit`."""
+    ) -> list[FoundChunk]:
+        """Plans the chunks of what is left (Alg. 1). None is on a larger group than Alg. 2 gives to
+        all of it, which is where the load comes in. Gives up the search, not the answer, for what
+        cannot end before `limit`."""
         last, best = self.whole(history, before, first, last, now)
         for current in range(first, last):
             group = self.groups.extended(before, self.sizes[current])
-            start = max(now, group[1])
+            start = max(now, group.free)
             for following in range(current + 1, last + 1):
-                count = self._filling(
-                    history, current, self.groups.extended(group, self.sizes[following])[1] - start
-                )
+                free = self.groups.extended(group, self.sizes[following]).free
+                count = self._filling(history, current, free - start)
                 if not count:
                     continue
                 done = history + count
                 end = start + self.latencies[current](history, count)
-                if end + self.least[following](done, self.total - done) >= min(best[-1][4], limit):
+                if end + self.least[following](done, self.total - done) >= min(best[-1].end, limit):
                     continue
-                rest = self.chunked(done, group, following, last, end, min(best[-1][4], limit))
-                if rest[-1][4] < best[-1][4]:
-                    best = [(history, count, group, start, end), *rest]
+                others = self.chunked(done, group, following, last, end, min(best[-1].end, limit))
+                if others[-1].end < best[-1].end:
+                    best = [FoundChunk(history, count, group, start, end), *others]
         return best
 
     def _filling(self, history: int, index: int, seconds: float) -> int:
-        """Tokens of a chunk that takes so long, in whole blocks; 0 where it would be empty, the
-        whole rest, or so short that the next smaller group is as fast."""
+        """Tokens of a chunk that takes `seconds`, in whole blocks; 0 where it would be empty, all
+        that is left, or so short that the next smaller group is as fast."""
         tokens = self.latencies[index].tokens(history, seconds)
         if not tokens < self.total - history:
             return 0

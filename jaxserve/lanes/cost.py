@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -103,8 +103,16 @@ class LaneCosts:
     ) -> list[tuple[int, LaneLoad]]:
         """The lanes that a prefill chunk bears on with it, and others that have to know of it.
         lane: its home; blocks: of its sequence on each lane, None where it is local."""
+        if blocks is not None:
+            return self._spread(loads, lane, blocks, cached, new)
         attention = self.costs.attend_chunk(cached, new)
         return [(lane, loads[lane].plus(new, self.costs.tile, attention))]
+
+    def _spread(
+        self, loads: list[LaneLoad], lane: int, blocks: Sequence[int], cached: int, new: int
+    ) -> list[tuple[int, LaneLoad]]:
+        """The lanes that a spread chunk bears on, with it; one lane computes it as a local one."""
+        return self.joined(loads, lane, None, cached, new)
 
     def exchanged(self, batch: Batch) -> ExchangedChunks | None:
         """Decides how a batch's spread chunks of more than one token reach KV on other lanes; None
@@ -144,16 +152,9 @@ class LaneCosts:
 
     # --- a whole prompt
 
-    def parts(self, cached: float, total: float) -> Iterator[PrefillPart]:
-        """Yields the parts of a prompt's tokens `cached` to before `total` as lanes join."""
-        if self.dealt and total > self.reach:
-            yield PrefillPart(self.lanes, cached, total)
-            return
-        for lanes in group_sizes(self.lanes):
-            stop = total if lanes == self.lanes else min(total, self.reach * lanes)
-            if stop > cached:
-                yield PrefillPart(lanes, cached, stop)
-                cached = stop
+    def parts(self, cached: float, total: float) -> Iterable[PrefillPart]:
+        """The parts of a prompt's tokens `cached` to before `total` as lanes join."""
+        return (PrefillPart(1, cached, total),)
 
     def prefill(self, part: PrefillPart, chunk: int, layers: int) -> float:
         """Seconds of a part alone, in steps of `chunk` tokens for each of its lanes, in `layers`
@@ -161,19 +162,14 @@ class LaneCosts:
         lanes, start, stop = part
         new = stop - start
         steps = math.ceil(new / (chunk * lanes))
-        context = (start + stop) / 2 if lanes == 1 else self._fullest(part)
-        layer = self.costs.chunks(steps, new, context, new / steps / lanes)
+        layer = self.costs.chunks(steps, new, self._context(part), new / steps / lanes)
         if lanes > 1:
             layer += self.costs.gathered(new, steps)
         return steps * self.costs.launch + layers * layer
 
-    def _fullest(self, part: PrefillPart) -> float:
-        """Tokens on the fullest lane, on average while a context grows: `reach`, and once all hold
-        that, a share."""
-        lanes, start, stop = part
-        even = min(max(start, self.reach * lanes), stop)  # from here on all lanes hold as much
-        shared = (stop - even) * (even + stop) / 2 / lanes
-        return (self.reach * (even - start) + shared) / (stop - start)
+    def _context(self, part: PrefillPart) -> float:
+        """Tokens on the fullest lane, on average while a context grows."""
+        return (part.start + part.stop) / 2
 
 
 class GatherCosts(LaneCosts):
@@ -197,26 +193,25 @@ class GatherCosts(LaneCosts):
         shards = (tokens[:, None] * blocks / np.maximum(blocks.sum(1, keepdims=True), 1)).sum(0)
         choice = None
         if len(tokens):
-            share = int(np.bincount(lane[spread]).max())
-            choice = self._decode_choice(int(group_size.max()), share, float(shards.max()), alone)
+            choice = self._decode_choice(lane[spread], int(group_size.max()), shards, alone)
         longest = [float(context[lane == index].max(initial=0)) for index in lanes]
         return [
             LaneLoad(n, float(kv), most, spread=len(tokens), samples=n, decode_choice=choice)
             for n, kv, most in zip(count, local + shards, longest)
         ]
 
-    def _decode_choice(self, size: int, share: int, kv: float, alone: bool) -> Decision | None:
-        """Decides how spread decodes in groups of `size` lanes exchange; None where no rates are
-        known."""
+    def _decode_choice(
+        self, lane: np.ndarray, size: int, shards: np.ndarray, alone: bool
+    ) -> Decision | None:
+        """Decides how spread decodes exchange in groups of `size` lanes; None where no rates are
+        known. lane: home of each; shards: tokens of their KV on each lane."""
         return None
 
-    def joined(
-        self, loads: list[LaneLoad], lane: int, blocks: Sequence[int] | None, cached: int, new: int
+    def _spread(
+        self, loads: list[LaneLoad], lane: int, blocks: Sequence[int], cached: int, new: int
     ) -> list[tuple[int, LaneLoad]]:
         """Deals the tokens of a spread chunk over the lanes of its group, each of which attends,
         for all of them, over what it holds."""
-        if blocks is None:
-            return super().joined(loads, lane, None, cached, new)
         group = lanes_of(lane, blocks)
         part = -(-new // len(group))
         spread = new if len(group) > 1 else 0
@@ -231,6 +226,27 @@ class GatherCosts(LaneCosts):
     def messages(self, load: LaneLoad) -> float:
         """Seconds per layer in which queries are gathered and partials come home."""
         return self.costs.gathered(load.spread) if load.spread else 0.0
+
+    def parts(self, cached: float, total: float) -> Iterable[PrefillPart]:
+        """The parts of a prompt's tokens `cached` to before `total` as lanes join."""
+        if self.dealt and total > self.reach:
+            yield PrefillPart(self.lanes, cached, total)
+            return
+        for lanes in group_sizes(self.lanes):
+            stop = total if lanes == self.lanes else min(total, self.reach * lanes)
+            if stop > cached:
+                yield PrefillPart(lanes, cached, stop)
+                cached = stop
+
+    def _context(self, part: PrefillPart) -> float:
+        """Tokens on the fullest lane, on average while a context grows: `reach`, and once all hold
+        that, a share."""
+        lanes, start, stop = part
+        if lanes == 1:
+            return super()._context(part)
+        even = min(max(start, self.reach * lanes), stop)  # from here on all lanes hold as much
+        shared = (stop - even) * (even + stop) / 2 / lanes
+        return (self.reach * (even - start) + shared) / (stop - start)
 
 
 class ExchangeCosts(GatherCosts):
@@ -252,25 +268,29 @@ class ExchangeCosts(GatherCosts):
         decision = self._choosers[chunks.group_size].decide(chunks.work())
         return ExchangedChunks(decision.strategy, decision.seconds[decision.strategy], chunks)
 
-    def _decode_choice(self, size: int, share: int, kv: float, alone: bool) -> Decision:
-        choice = self._choosers[size].decodes(share, kv)
+    def _decode_choice(
+        self, lane: np.ndarray, size: int, shards: np.ndarray, alone: bool
+    ) -> Decision:
+        share = int(np.bincount(lane).max())
+        choice = self._choosers[size].decodes(share, float(shards.max()))
         return choice if alone else dataclasses.replace(choice, strategy=DEFAULT_EXCHANGE)
 
-    def joined(
-        self, loads: list[LaneLoad], lane: int, blocks: Sequence[int] | None, cached: int, new: int
+    def _spread(
+        self, loads: list[LaneLoad], lane: int, blocks: Sequence[int], cached: int, new: int
     ) -> list[tuple[int, LaneLoad]]:
-        """Adds a chunk, where it is spread by the exchange that the spread chunks so far and this
-        one would choose; of that all lanes have to know."""
-        if blocks is None:
-            return super().joined(loads, lane, None, cached, new)
+        """Adds a spread chunk by the exchange that the spread chunks so far and this one would
+        choose; of that all lanes have to know."""
         group = lanes_of(lane, blocks)
         total = sum(blocks) or 1
-        shares = np.array([count / total for count in blocks])
+        shares = [count / total for count in blocks]
         computed = self._computed(shares, new)
-        chunk = (cached, new, computed, shares, group)
-        earlier = loads[lane].exchanged
-        exchanged = self._decide((earlier.chunks if earlier else self._nothing).plus(*chunk))
-        tokens = self._nothing.plus(*chunk).tokens_computed(exchanged.strategy)
+        chunks = self._nothing
+        if earlier := loads[lane].exchanged:
+            chunks = earlier.chunks
+        exchanged = self._decide(chunks.plus(cached, new, computed, shares, group))
+        tokens = [-(-new // len(group))] * self.lanes
+        if EXCHANGES[exchanged.strategy].settled:
+            tokens = [math.ceil(new * part) for part in computed]
         return [
             (index, load.plus_spread(tokens[index], self.costs.tile, exchanged))
             if index in group
@@ -278,15 +298,16 @@ class ExchangeCosts(GatherCosts):
             for index, load in enumerate(loads)
         ]
 
-    def _computed(self, shares: np.ndarray, new: int) -> np.ndarray:
+    def _computed(self, shares: list[float], new: int) -> list[float]:
         """The share of a chunk's tokens that each lane is expected to compute where their blocks
         are, given its share of the context: whole blocks are dealt evenly, and where lanes fill one
         by one, all are on the last."""
         blocks = -(-new // self._block) if self.dealt else 1
-        lanes = np.flatnonzero(shares)
-        if blocks >= len(lanes):
-            return (shares > 0) / len(lanes)
-        return np.isin(np.arange(len(shares)), lanes[:blocks]) / blocks
+        lanes = [lane for lane, share in enumerate(shares) if share][:blocks]
+        computed = [0.0] * len(shares)
+        for lane in lanes:
+            computed[lane] = 1 / len(lanes)
+        return computed
 
     def exchanged(self, batch: Batch) -> ExchangedChunks:
         """Decides how a batch's spread chunks of more than one token reach KV on other lanes. A
@@ -305,7 +326,8 @@ class ExchangeCosts(GatherCosts):
             tokens = np.bincount(lanes, np.diff(ends.clip(start, start + new)), self.lanes)
             blocks = batch.blocks_per_lane[row]
             group = group_around(int(batch.lane[row]), int(batch.group_size[row]))
-            chunks = chunks.plus(start, new, tokens / new, blocks / blocks.sum(), group)
+            shares = (blocks / blocks.sum()).tolist()
+            chunks = chunks.plus(start, new, (tokens / new).tolist(), shares, group)
             settled &= not batch.sample[row] or lanes[-1] == batch.lane[row]
         if chunks.group_size == 1:
             return ExchangedChunks(DEFAULT_EXCHANGE, 0.0, chunks)
@@ -322,7 +344,7 @@ class ExchangeCosts(GatherCosts):
         exchanged = exchanged or self.exchanged(batch)
         count = int(np.count_nonzero(batch.spread & (batch.length > 1)))
         tokens = exchanged.chunks.tokens_computed(exchanged.strategy)
-        for index in np.flatnonzero(exchanged.chunks.lanes).tolist():
+        for index in exchanged.chunks.busy:
             load = loads[index]
             loads[index] = load.plus_spread(tokens[index], self.costs.tile, exchanged, count)
         return loads
@@ -365,7 +387,7 @@ class ExchangeCosts(GatherCosts):
         that were filled one by one."""
         if not self.dealt:
             lanes = min(lanes, math.ceil((cached + new) / self.reach))
-        shares = (np.arange(self.lanes) < lanes) / lanes
+        shares = [1 / lanes] * lanes + [0.0] * (self.lanes - lanes)
         group = group_around(0, size_around(range(lanes), self.lanes))
         computed = self._computed(shares, new)
         exchanged = self._decide(self._nothing.plus(round(cached), new, computed, shares, group))

@@ -4,94 +4,93 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
-
-import numpy as np
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from jaxserve.lanes.choice import Decision
 from jaxserve.lanes.exchange import EXCHANGES
 from jaxserve.lanes.work import ExchangeWork, pairs_of
 
 
-class ChunkSums(NamedTuple):
-    """Sums over the spread chunks of a lane's groups: [lanes] each, or numbers of one lane."""
+class LaneSums(NamedTuple):
+    """Sums over the spread chunks of the groups that a lane is in."""
 
-    tokens: Any  # new ones
-    context: Any  # tokens, cached and new
-    pairs: Any  # of query and key
-    even: Any  # new tokens of the lane where any lane of the group may compute them
-    computed: Any  # new tokens of the lane that go to the lanes that have their blocks
-    shard: Any  # tokens of KV on the lane
-    shard_pairs: Any  # pairs of all queries and the lane's KV
-    hop_pairs: Any  # pairs of the lane's queries and another lane's KV, at most
-    touched: Any  # tokens of KV that the lane's queries are paired with in a hop, at most
+    tokens: float = 0  # new ones
+    context: float = 0  # tokens, cached and new
+    pairs: float = 0.0  # of query and key
+    even: float = 0  # new tokens of the lane where any lane of the group may compute them
+    computed: float = 0.0  # new tokens of the lane where those compute them that have their blocks
+    shard: float = 0.0  # tokens of KV on the lane
+    shard_pairs: float = 0.0  # pairs of all queries and the lane's KV
+    hop_pairs: float = 0.0  # pairs of the lane's queries and another lane's KV, at most
+    touched: float = 0.0  # tokens of KV that the lane's queries are paired with in a hop, at most
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SpreadChunks:
-    """The spread chunks of a step, each of which bears on the lanes of its group. table: a row
-    [lanes] for each field of `ChunkSums`. group_size: lanes of the largest group; holders: most
-    lanes that hold a chunk's sequence."""
+    """The spread chunks of a step, each of which bears on the lanes of its group. sums: by lane.
+    group_size: lanes of the largest group; holders: most lanes that hold a chunk's sequence."""
 
-    table: np.ndarray
+    sums: tuple[LaneSums, ...]
     group_size: int = 1
     holders: int = 0
 
     @classmethod
     def none(cls, lanes: int) -> SpreadChunks:
-        return cls(np.zeros((len(ChunkSums._fields), lanes)))
-
-    @property
-    def sums(self) -> ChunkSums:
-        """The sums by lane."""
-        return ChunkSums(*self.table)
+        return cls((LaneSums(),) * lanes)
 
     def plus(
-        self, cached: int, new: int, computed: np.ndarray, shares: np.ndarray, group: range
+        self,
+        cached: int,
+        new: int,
+        computed: Sequence[float],
+        shares: Sequence[float],
+        group: range,
     ) -> SpreadChunks:
         """Adds a chunk of `new` tokens after `cached` ones. computed, shares [lanes]: each lane's
-        share of the new tokens and of all KV; group: the lanes that compute it."""
+        share of the new tokens and of all KV, none outside of `group`, the lanes that compute
+        it."""
         context = cached + new
         pairs = pairs_of(cached, new)
-        largest = shares.max()
-        table = np.zeros_like(self.table)
-        sums = ChunkSums(*table)
-        lanes = slice(group.start, group.stop)
-        sums.tokens[lanes] = new
-        sums.context[lanes] = context
-        sums.pairs[lanes] = pairs
-        sums.even[lanes] = -(-new // len(group))
-        sums.computed[:] = new * computed
-        sums.shard[:] = context * shares
-        sums.shard_pairs[:] = pairs * shares
-        sums.hop_pairs[:] = pairs * largest * computed
-        sums.touched[:] = context * largest * (computed > 0)
+        largest = max(shares)
+        sums = []
+        for lane, (earlier, part, share) in enumerate(zip(self.sums, computed, shares)):
+            if lane not in group:
+                sums.append(earlier)
+                continue
+            sums.append(
+                LaneSums(
+                    tokens=earlier.tokens + new,
+                    context=earlier.context + context,
+                    pairs=earlier.pairs + pairs,
+                    even=earlier.even - -new // len(group),
+                    computed=earlier.computed + new * part,
+                    shard=earlier.shard + context * share,
+                    shard_pairs=earlier.shard_pairs + pairs * share,
+                    hop_pairs=earlier.hop_pairs + pairs * largest * part,
+                    touched=earlier.touched + context * largest * (part > 0),
+                )
+            )
+        holders = sum(share > 0 for share in shares)
         return SpreadChunks(
-            self.table + table,
-            max(self.group_size, len(group)),
-            max(self.holders, int(np.count_nonzero(shares))),
+            tuple(sums), max(self.group_size, len(group)), max(self.holders, holders)
         )
 
     @property
-    def lanes(self) -> np.ndarray:
-        """[lanes] bool; those that some chunk bears on."""
-        return self.sums.tokens > 0
-
-    @property
-    def busy(self) -> int:
-        """Number of lanes that some chunk bears on."""
-        return int(np.count_nonzero(self.lanes))
+    def busy(self) -> list[int]:
+        """The lanes that some chunk bears on."""
+        return [lane for lane, sums in enumerate(self.sums) if sums.tokens]
 
     def tokens_computed(self, exchange: str) -> list[int]:
         """New tokens that each lane computes: settled ones where their blocks are, others on all
         lanes of a group alike."""
-        sums = self.sums
-        tokens = sums.computed if EXCHANGES[exchange].settled else sums.even
-        return np.ceil(tokens).astype(int).tolist()
+        if EXCHANGES[exchange].settled:
+            return [math.ceil(sums.computed) for sums in self.sums]
+        return [math.ceil(sums.even) for sums in self.sums]
 
     def work(self) -> ExchangeWork:
         """The sums, on the lane with the largest of each."""
-        largest = ChunkSums(*self.table.max(1).tolist())
+        largest = LaneSums(*map(max, zip(*self.sums)))
         return ExchangeWork(
             lanes=self.group_size,
             tokens=int(largest.tokens),
@@ -123,11 +122,6 @@ class LaneLoad:
     decodes: int = 0
     context: float = 0.0  # of the decodes, on this lane
     longest: float = 0.0  # of these contexts
-    chunks: int = 0  # that the lane computes
-    tokens: int = 0  # prefill tokens that it computes
-    tiles: int = 0  # rows that hold them
-    attention: float = 0.0  # seconds per layer, of the chunks
-    spread: int = 0  # spread tokens that it exchanges with the others, as Costs.kvp_token counts
     samples: int = 0
     # how the step's spread decodes reach KV on other lanes, the same on all lanes, if nothing else
     # is spread; None where there are none or no rates are known
@@ -135,24 +129,24 @@ class LaneLoad:
     # the step's spread chunks, the same on all lanes; None where no rates are known
     exchanged: ExchangedChunks | None = None
     spread_seconds: float = 0.0  # per layer, of the spread chunks that bear on this lane
+    chunks: int = 0  # that the lane computes
+    tokens: int = 0  # prefill tokens that it computes
+    tiles: int = 0  # rows that hold them
+    attention: float = 0.0  # seconds per layer, of the chunks
+    spread: int = 0  # spread tokens that it exchanges with the others, as Costs.kvp_token counts
 
     def plus(self, tokens: int, tile: int, attention: float = 0.0, spread: int = 0) -> LaneLoad:
         """Returns the load with a chunk, of which the lane computes `tokens` tokens in rows of
         `tile`, with `attention` seconds per layer; spread: tokens that it exchanges for it."""
-        return LaneLoad(
-            decodes=self.decodes,
-            context=self.context,
-            longest=self.longest,
-            chunks=self.chunks + 1,
-            tokens=self.tokens + tokens,
-            tiles=self.tiles - (-tokens // tile),
-            attention=self.attention + attention,
-            spread=self.spread + spread,
-            samples=self.samples,
-            decode_choice=self.decode_choice,
-            exchanged=self.exchanged,
-            spread_seconds=self.spread_seconds,
-        )
+        load = LaneLoad(self.decodes, self.context, self.longest, self.samples, self.decode_choice)
+        load.exchanged = self.exchanged
+        load.spread_seconds = self.spread_seconds
+        load.chunks = self.chunks + 1
+        load.tokens = self.tokens + tokens
+        load.tiles = self.tiles - (-tokens // tile)
+        load.attention = self.attention + attention
+        load.spread = self.spread + spread
+        return load
 
     def plus_spread(
         self, tokens: int, tile: int, exchanged: ExchangedChunks, chunks: int = 1

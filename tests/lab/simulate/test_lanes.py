@@ -339,7 +339,7 @@ def test_a_small_group_passes_a_ring_of_its_own_lanes():
     chooser = replica("pass_kv").scheduler.predictor.lane_costs.chooser
     works = []
     for lanes in (2, 4):
-        share = (np.arange(4) < lanes) / lanes
+        share = [1 / lanes] * lanes + [0.0] * (4 - lanes)
         works.append(SpreadChunks.none(4).plus(50_000, 4096, share, share, range(lanes)).work())
     half, whole = works
     assert (half.lanes, whole.lanes) == (half.holders, whole.holders) == (2, 4)
