@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -35,9 +35,12 @@ CHANNEL_OPTIONS = [
 ]
 
 
+Read = Callable[[Any], Any]  # returns what callers get of an answer
+
+
 @dataclasses.dataclass(frozen=True)
 class Credentials:
-    """How a client authenticates itself and the server; see the module."""
+    """Keys and certificates by which client and server trust each other; see the module."""
 
     api_key: str | None = dataclasses.field(default=None, repr=False)
     tls: bool = False
@@ -59,18 +62,62 @@ class Credentials:
         return module.secure_channel(target, credentials, CHANNEL_OPTIONS)
 
 
-class Stubs:
-    """What both clients share: stubs of the services, and the metadata of every call."""
+class _Calls:
+    """Calls with one answer, as both clients have them: `Client` returns what they document,
+    `AsyncClient` an awaitable of it. Errors: ServerError."""
 
-    def __init__(self, module: Any, target: str, credentials: Credentials):
-        channel = self.channel = credentials.channel(module, target)
-        self.metadata = credentials.metadata
-        self.inference = rpc.InferenceStub(channel)
-        self.control = rpc.ControlStub(channel)
-        self.health = health_pb2_grpc.HealthStub(channel)
+    def __init__(self, module: Any, target: str, credentials: Mapping[str, Any]):
+        given = Credentials(**credentials)
+        self.channel = given.channel(module, target)
+        self._metadata = given.metadata
+        self._inference = rpc.InferenceStub(self.channel)
+        self._control = rpc.ControlStub(self.channel)
+
+    def tokenize(self, prompt: PromptArgument, special: bool = True) -> Any:
+        """Returns the token ids of a prompt, list[int]. special: as for `prompts.Text`."""
+        message = pb.TokenizeRequest(special=special)
+        set_prompt(message, prompt)
+        return self._call(self._inference.Tokenize, message, lambda answer: list(answer.ids))
+
+    def detokenize(self, ids: Sequence[int], skip_special: bool = True) -> Any:
+        """Returns the text of token ids, str."""
+        message = pb.DetokenizeRequest(ids=ids, skip_special=skip_special)
+        return self._call(self._inference.Detokenize, message, lambda answer: answer.text)
+
+    def abort(self, request_id: str | None = None) -> Any:
+        """Aborts one request, or all of the caller's if no id is given; returns how many, int."""
+        message = pb.AbortRequest(all=True)
+        if request_id is not None:
+            message.request_id = request_id
+        return self._call(self._control.Abort, message, lambda answer: answer.aborted)
+
+    def model_info(self) -> Any:
+        """Returns pb.GetModelInfoResponse."""
+        return self._call(self._control.GetModelInfo, pb.GetModelInfoRequest())
+
+    def server_info(self) -> Any:
+        """Returns pb.GetServerInfoResponse."""
+        return self._call(self._control.GetServerInfo, pb.GetServerInfoRequest())
+
+    def load(self) -> Any:
+        """Returns pb.GetLoadResponse."""
+        return self._call(self._control.GetLoad, pb.GetLoadRequest())
+
+    def _call(self, method: Any, message: Any, read: Read = lambda answer: answer) -> Any:
+        raise NotImplementedError
+
+    def _generating(
+        self,
+        prompt: PromptArgument,
+        sampling: SamplingParams | None,
+        timeout: float | None,
+        fields: Mapping[str, Any],
+    ) -> Any:
+        message = generate_message(prompt, sampling, **fields)
+        return self._inference.Generate(message, timeout=timeout, metadata=self._metadata)
 
 
-class Client:
+class Client(_Calls):
     """A blocking client; threads may share one.
 
     with Client("127.0.0.1:8470") as client:
@@ -78,7 +125,8 @@ class Client:
     """
 
     def __init__(self, target: str, **credentials: Any):
-        self._stubs = Stubs(grpc, target, Credentials(**credentials))
+        super().__init__(grpc, target, credentials)
+        self._health = health_pb2_grpc.HealthStub(self.channel)
 
     def __enter__(self) -> Client:
         return self
@@ -87,7 +135,7 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        self._stubs.channel.close()
+        self.channel.close()
 
     def generate(
         self,
@@ -104,10 +152,7 @@ class Client:
         fields: `guided`, a Guided, and others of GenerateRequest, such as request_id, ids_only, kv.
         Errors: ServerError.
         """
-        message = generate_message(prompt, sampling, **fields)
-        call = self._stubs.inference.Generate(
-            message, timeout=timeout, metadata=self._stubs.metadata
-        )
+        call = self._generating(prompt, sampling, timeout, fields)
         try:
             for event in call:
                 yield output_of(event)
@@ -117,46 +162,18 @@ class Client:
             call.cancel()
 
     def complete(
-        self,
-        prompt: PromptArgument,
-        sampling: SamplingParams | None = None,
-        *,
-        timeout: float | None = None,
-        **fields: Any,
+        self, prompt: PromptArgument, sampling: SamplingParams | None = None, **fields: Any
     ) -> list[Completion]:
         """Returns the n completions at their end. Arguments and errors as for `generate`."""
         collector = CompletionCollector(_prompt_ids(prompt))
-        for output in self.generate(prompt, sampling, timeout=timeout, **fields):
+        for output in self.generate(prompt, sampling, **fields):
             collector.add(output)
         return collector.completions()
 
-    def tokenize(self, prompt: PromptArgument, special: bool = True) -> list[int]:
-        """Token ids of a prompt. special: as for `prompts.Text`. Errors: ServerError."""
-        message = _tokenize_message(prompt, special)
-        return list(self._call(self._stubs.inference.Tokenize, message).ids)
-
-    def detokenize(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """Text of token ids. Errors: ServerError."""
-        message = pb.DetokenizeRequest(ids=ids, skip_special=skip_special)
-        return self._call(self._stubs.inference.Detokenize, message).text
-
-    def abort(self, request_id: str | None = None) -> int:
-        """Aborts one request, or all of the caller's if no id is given; returns how many."""
-        return self._call(self._stubs.control.Abort, _abort_message(request_id)).aborted
-
-    def model_info(self) -> pb.GetModelInfoResponse:
-        return self._call(self._stubs.control.GetModelInfo, pb.GetModelInfoRequest())
-
-    def server_info(self) -> pb.GetServerInfoResponse:
-        return self._call(self._stubs.control.GetServerInfo, pb.GetServerInfoRequest())
-
-    def load(self) -> pb.GetLoadResponse:
-        return self._call(self._stubs.control.GetLoad, pb.GetLoadRequest())
-
     def healthy(self) -> bool:
-        """Whether the server accepts requests now; False too if nothing answers."""
+        """Returns whether the server accepts requests now; False if nothing answers."""
         try:
-            answer = self._stubs.health.Check(health_pb2.HealthCheckRequest(), timeout=5)
+            answer = self._health.Check(health_pb2.HealthCheckRequest(), timeout=5)
         except grpc.RpcError:
             return False
         return answer.status == health_pb2.HealthCheckResponse.SERVING
@@ -169,18 +186,18 @@ class Client:
                 raise TimeoutError(f"the server is not ready after {timeout} s")
             time.sleep(0.05)
 
-    def _call(self, method: Any, message: Any) -> Any:
+    def _call(self, method: Any, message: Any, read: Read = lambda answer: answer) -> Any:
         try:
-            return method(message, metadata=self._stubs.metadata)
+            return read(method(message, metadata=self._metadata))
         except grpc.RpcError as error:
             raise ServerError(error) from None
 
 
-class AsyncClient:
-    """Like `Client`, on the running event loop."""
+class AsyncClient(_Calls):
+    """A client like `Client`, on the running event loop."""
 
     def __init__(self, target: str, **credentials: Any):
-        self._stubs = Stubs(grpc.aio, target, Credentials(**credentials))
+        super().__init__(grpc.aio, target, credentials)
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -189,7 +206,7 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        await self._stubs.channel.close()
+        await self.channel.close()
 
     async def generate(
         self,
@@ -199,11 +216,9 @@ class AsyncClient:
         timeout: float | None = None,
         **fields: Any,
     ) -> AsyncIterator[Output]:
-        """Like `Client.generate`. To abort: cancel the task, or `aclose` the iterator."""
-        message = generate_message(prompt, sampling, **fields)
-        call = self._stubs.inference.Generate(
-            message, timeout=timeout, metadata=self._stubs.metadata
-        )
+        """Yields outputs like `Client.generate`. To abort: cancel the task, or `aclose` the
+        iterator."""
+        call = self._generating(prompt, sampling, timeout, fields)
         try:
             async for event in call:
                 yield output_of(event)
@@ -213,59 +228,23 @@ class AsyncClient:
             call.cancel()
 
     async def complete(
-        self,
-        prompt: PromptArgument,
-        sampling: SamplingParams | None = None,
-        *,
-        timeout: float | None = None,
-        **fields: Any,
+        self, prompt: PromptArgument, sampling: SamplingParams | None = None, **fields: Any
     ) -> list[Completion]:
+        """Returns the n completions at their end, like `Client.complete`."""
         collector = CompletionCollector(_prompt_ids(prompt))
-        async for output in self.generate(prompt, sampling, timeout=timeout, **fields):
+        async for output in self.generate(prompt, sampling, **fields):
             collector.add(output)
         return collector.completions()
 
-    async def tokenize(self, prompt: PromptArgument, special: bool = True) -> list[int]:
-        message = _tokenize_message(prompt, special)
-        return list((await self._call(self._stubs.inference.Tokenize, message)).ids)
-
-    async def detokenize(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        message = pb.DetokenizeRequest(ids=ids, skip_special=skip_special)
-        return (await self._call(self._stubs.inference.Detokenize, message)).text
-
-    async def abort(self, request_id: str | None = None) -> int:
-        return (await self._call(self._stubs.control.Abort, _abort_message(request_id))).aborted
-
-    async def model_info(self) -> pb.GetModelInfoResponse:
-        return await self._call(self._stubs.control.GetModelInfo, pb.GetModelInfoRequest())
-
-    async def server_info(self) -> pb.GetServerInfoResponse:
-        return await self._call(self._stubs.control.GetServerInfo, pb.GetServerInfoRequest())
-
-    async def load(self) -> pb.GetLoadResponse:
-        return await self._call(self._stubs.control.GetLoad, pb.GetLoadRequest())
-
-    async def _call(self, method: Any, message: Any) -> Any:
+    async def _call(self, method: Any, message: Any, read: Read = lambda answer: answer) -> Any:
         try:
-            return await method(message, metadata=self._stubs.metadata)
+            return read(await method(message, metadata=self._metadata))
         except grpc.RpcError as error:
             raise ServerError(error) from None
 
 
 def _prompt_ids(prompt: Any) -> Sequence[int]:
-    """The prompt if it is token ids, else none."""
+    """Returns the prompt if it is token ids, else no ids."""
     if isinstance(prompt, str) or (len(prompt) and isinstance(prompt[0], Mapping)):
         return ()
     return prompt
-
-
-def _tokenize_message(prompt: PromptArgument, special: bool) -> pb.TokenizeRequest:
-    message = pb.TokenizeRequest(special=special)
-    set_prompt(message, prompt)
-    return message
-
-
-def _abort_message(request_id: str | None) -> pb.AbortRequest:
-    if request_id is None:
-        return pb.AbortRequest(all=True)
-    return pb.AbortRequest(request_id=request_id)

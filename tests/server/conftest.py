@@ -11,6 +11,7 @@ from jaxserve.server.client import Client
 from jaxserve.server.supervisor import Background
 from jaxserve.settings.schema import ServerConfig
 from tests.server.fakes import FakeReplica, FakeTokenizer
+from tests.server.http_client import HttpClient
 from tests.server.keyed import TWO
 
 # HTTP clients wait five seconds by default, which is too few where others have the cores. httpx has
@@ -74,6 +75,35 @@ def common():
     """A server that the tests of a file share, which only ask it."""
     with contextlib.ExitStack() as stack:
         yield started(stack)
+
+
+@pytest.fixture
+def scripted(serve, common):
+    """Gives a server whose fake engine says a script: the file's, unless it needs settings or an
+    engine of its own."""
+
+    def start(engine=None, *, script=(), step_seconds=0.0, **config) -> Served:
+        if engine is None and not config:
+            common.engine.play(script, step_seconds)
+            return common
+        return serve(engine or FakeReplica(script=script, step_seconds=step_seconds), **config)
+
+    yield start
+    common.engine.play()
+
+
+@pytest.fixture
+def http(scripted):
+    """Gives a client of a server as `scripted` does."""
+    with contextlib.ExitStack() as clients:
+        yield lambda *engine, **how: clients.enter_context(HttpClient(scripted(*engine, **how)))
+
+
+@pytest.fixture(scope="module")
+def asked(common):
+    """A client of the server that the tests of a file share."""
+    with HttpClient(common) as client:
+        yield client
 
 
 @pytest.fixture

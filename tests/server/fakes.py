@@ -139,8 +139,8 @@ class FakeReplica:
     token. A prompt takes one step per `chunk` tokens.
 
     Tests may set `alive`, `paused`, `fault` (raised by `submit`) and `overdue_seconds` (of a step
-    that hangs), and read what was asked for: `requests`, `stopped`, `cancelled`, `prefill_steps`,
-    `guides_seen`.
+    that hangs), and read what was asked for: `requests`, `submitted`, `stopped`, `cancelled`,
+    `prefill_steps`, `guides_seen`.
     """
 
     def __init__(
@@ -163,19 +163,24 @@ class FakeReplica:
         self.metrics = Metrics(4, ("chat",), lambda: dict.fromkeys(READ, 3.0))
         self.metrics.listen(self.bus, prefix_caching=True)
         self.requests: dict[str, Running] = {}
-        self.guides_seen: list[Any] = []
-        self.stopped: list[tuple[str, int]] = []
-        self.cancelled: list[str] = []
-        self.prefill_steps = 0
-        self._step_seconds = step_seconds
         self._chunk = chunk
         self._max_queue = max_queue
-        self._script = script
+        self.play(script, step_seconds)
         self._lock = threading.RLock()
         self._work = threading.Event()
         self._closed = False
         self._draining = False
         self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def play(self, script: Sequence[int] = (), step_seconds: float = 0.0) -> None:
+        """Begins to say a script, and forgets what was asked for before."""
+        self._script = script
+        self._step_seconds = step_seconds
+        self.submitted: list[Request] = []
+        self.guides_seen: list[Any] = []
+        self.stopped: list[tuple[str, int]] = []
+        self.cancelled: list[str] = []
+        self.prefill_steps = 0
 
     @property
     def info(self) -> ReplicaInfo:
@@ -249,6 +254,7 @@ class FakeReplica:
             if len(request.prompt) >= MAX_LEN:
                 raise RequestError("prompt", f"has {len(request.prompt)} tokens")
             self.requests[request.id] = running = Running(request, sink)
+            self.submitted.append(request)
             if request.guide is not None:
                 self.guides_seen.append(request.guide)
             self._tell(running, [Accepted(len(self.requests) - 1)])

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from jaxserve.text.chat_template import ChatTemplate
-from tests.server.fakes import EOS, FakeReplica, FakeTokenizer
+from tests.server.fakes import EOS, FakeTokenizer
 from tests.server.keyed import TWO
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -24,12 +24,12 @@ class Thinker(FakeTokenizer):
 
 
 @pytest.fixture
-def client(serve):
-    """Starts a server whose model says a text; returns a client of it."""
+def client(scripted):
+    """Gives a client of a server whose model says a text."""
     clients = []
 
     def start(says: str, key: str = "none", **config) -> anthropic.Anthropic:
-        served = serve(FakeReplica(script=[*says.encode(), EOS]), **config)
+        served = scripted(script=[*says.encode(), EOS], **config)
         made = anthropic.Anthropic(base_url=served.server.url, api_key=key, max_retries=0)
         made.served = served
         clients.append(made)
@@ -84,10 +84,6 @@ def test_a_stream_becomes_the_same_message(client):
 
 def test_a_conversation_with_tools_goes_on(client):
     said = client("It is 1.")
-    engine = said.served.engine
-    prompts = []
-    submit = engine.submit
-    engine.submit = lambda request, sink: (prompts.append(request.prompt), submit(request, sink))
     messages = [
         *HI,
         {
@@ -107,7 +103,7 @@ def test_a_conversation_with_tools_goes_on(client):
         },
     ]
     assert ask(said, messages=messages, tools=[ADD]).content[0].text == "It is 1."
-    told = bytes(prompts[0].tolist()).decode()
+    told = bytes(said.served.engine.submitted[0].prompt.tolist()).decode()
     assert "Hm." not in told
     assert told.endswith("<user><tool_response>\n1\n</tool_response><user>So?")
     assert '<assistant>Well:\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}' in told

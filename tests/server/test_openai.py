@@ -17,51 +17,12 @@ from jaxserve.settings.options import make
 from jaxserve.settings.schema import EngineConfig, ServerConfig
 from jaxserve.text.chat_template import ChatTemplate
 from tests.server.fakes import EOS, MAX_LEN, FakeReplica, FakeTokenizer, expected
+from tests.server.http_client import events, post
 from tests.waiting import eventually
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
 NAN = float("nan")
 INF = float("inf")
-
-
-@pytest.fixture
-def http(serve):
-    """Starts a server; what is returned posts JSON to it. `.served` is the server."""
-    clients = []
-
-    def start(*arguments, **config):
-        served = serve(*arguments, **config)
-        client = httpx.Client(base_url=served.server.url, timeout=10)
-        client.served = served
-        clients.append(client)
-        return client
-
-    yield start
-    for client in clients:
-        client.close()
-
-
-@pytest.fixture(scope="module")
-def asked(common):
-    """Posts to a server that others have asked before; `.served` is it."""
-    with httpx.Client(base_url=common.server.url, timeout=10) as client:
-        client.served = common
-        yield client
-
-
-def post(client, path, body, **headers):
-    data = body if isinstance(body, (bytes, str)) else json.dumps(body)
-    return client.post(path, content=data, headers={"content-type": "application/json", **headers})
-
-
-def events(client, path, body):
-    """The chunks of a streamed answer; the last entry is whatever came last, as text."""
-    with client.stream("POST", path, json={**body, "stream": True}) as answer:
-        assert answer.status_code == 200, answer.read()
-        lines = [
-            line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: ")
-        ]
-    return [json.loads(line) for line in lines[:-1]], lines[-1]
 
 
 def text(ids):
@@ -181,7 +142,7 @@ def test_parts_of_text_are_a_text_and_other_parts_are_refused(http):
 
 
 def test_stop_strings_end_the_text(http):
-    client = http(FakeReplica(script=b"some words END more", step_seconds=0.001))
+    client = http(script=b"some words END more", step_seconds=0.001)
     answer = post(client, "/v1/chat/completions", {**CHAT, "max_tokens": 100, "stop": "END"}).json()
     assert (
         answer["choices"][0]["message"]["content"] == "some words "
@@ -204,7 +165,7 @@ TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type":
     ],
 )
 def test_calls_are_told_from_text(http, script, content, calls):
-    client = http(FakeReplica(script=[*script.encode(), EOS]))
+    client = http(script=[*script.encode(), EOS])
     body = {**CHAT, "max_tokens": 500, "tools": TOOLS}
     (choice,) = post(client, "/v1/chat/completions", body).json()["choices"]
     found = choice["message"].get("tool_calls", [])
@@ -228,7 +189,7 @@ def test_calls_are_told_from_text(http, script, content, calls):
 
 @pytest.mark.parametrize(("field", "beyond"), [("temperature", 100.5), ("n", 129), ("priority", 9)])
 def test_the_schema_tells_the_limits_that_are_checked(http, field, beyond):
-    client = http(FakeReplica(script=[EOS]))
+    client = http(script=[EOS])
     schemas = client.get("/openapi.json").json()["components"]["schemas"]
     limit = schemas["ChatRequest"]["properties"][field]["maximum"]
     assert post(client, "/v1/chat/completions", {**CHAT, field: limit}).status_code == 200
@@ -244,7 +205,7 @@ class Thinker(FakeTokenizer):
 
 def test_reasoning_is_apart_from_the_answer(http):
     script = [*b"Hm.</think>\n\nHi", EOS]
-    client = http(FakeReplica(script=script), tokenizer=Thinker)
+    client = http(script=script, tokenizer=Thinker)
     body = {**CHAT, "max_tokens": 500}
     answer = post(client, "/v1/chat/completions", body).json()
     message = answer["choices"][0]["message"]
@@ -271,26 +232,26 @@ def test_reasoning_is_apart_from_the_answer(http):
     ],
 )
 def test_tokens_of_reasoning_are_counted_for_each_choice(http, says, tokens):
-    client = http(FakeReplica(script=[*says, EOS]), tokenizer=Thinker)
+    client = http(script=[*says, EOS], tokenizer=Thinker)
     body = {**CHAT, "max_tokens": 500, "n": 2}
     for asked in (body, {**body, "include_reasoning": False}):
         usage = post(client, "/v1/chat/completions", asked).json()["usage"]
         assert usage["completion_tokens_details"] == {"reasoning_tokens": 2 * tokens}
-    client = http(FakeReplica(script=[*says, EOS]), tokenizer=Thinker, reasoning_parser="none")
+    client = http(script=[*says, EOS], tokenizer=Thinker, reasoning_parser="none")
     usage = post(client, "/v1/chat/completions", body).json()["usage"]
     assert usage["completion_tokens_details"] == {"reasoning_tokens": 0}
 
 
 def test_reasoning_is_part_of_the_answer_where_that_is_asked_for(http):
     script = [*b"Hm.</think>Hi", EOS]
-    client = http(FakeReplica(script=script), tokenizer=Thinker, reasoning_parser="none")
+    client = http(script=script, tokenizer=Thinker, reasoning_parser="none")
     answer = post(client, "/v1/chat/completions", {**CHAT, "max_tokens": 500}).json()
     assert answer["choices"][0]["message"]["content"] == "Hm.</think>Hi"
 
 
 def test_calls_are_read_as_the_server_is_told(http):
     script = [*b"[add(a=1)]", EOS]
-    client = http(FakeReplica(script=script), tool_call_parser="pythonic")
+    client = http(script=script, tool_call_parser="pythonic")
     answer = post(client, "/v1/chat/completions", {**CHAT, "max_tokens": 500, "tools": TOOLS})
     (call,) = answer.json()["choices"][0]["message"]["tool_calls"]
     assert call["function"] == {"name": "add", "arguments": '{"a": 1}'}
@@ -306,7 +267,7 @@ def test_calls_are_read_as_the_server_is_told(http):
     ],
 )
 def test_the_last_tokens_chunk_says_how_it_ended(http, fields, reason):
-    client = http(FakeReplica(step_seconds=0.01, script=b"abcdef"))
+    client = http(step_seconds=0.01, script=b"abcdef")
     asked = {**fields, "return_token_ids": True}
     for path, body in (("completions", {"prompt": "x"}), ("chat/completions", CHAT)):
         chunks, _ = events(client, f"/v1/{path}", {**body, **asked})
@@ -319,18 +280,17 @@ def test_the_last_tokens_chunk_says_how_it_ended(http, fields, reason):
 
 
 def test_calls_of_strict_tools_are_held_to_their_schemas_also_where_none_is_forced(http):
-    engine = FakeReplica(script=[*CALL.encode(), EOS])
-    client = http(engine)
+    client = http(script=[*CALL.encode(), EOS])
     for strict in (True, False):
         tools = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": strict}}]
         answer = post(client, "/v1/chat/completions", {**CHAT, "max_tokens": 200, "tools": tools})
         assert answer.json()["choices"][0]["message"]["tool_calls"]
-    (guide,) = engine.guides_seen  # of the first
+    (guide,) = client.engine.guides_seen  # of the first
     assert guide.spec.kind == "calls"
 
 
 def test_one_call_is_enough_for_who_wants_no_parallel_calls(http):
-    client = http(FakeReplica(script=[*(CALL + CALL).encode(), EOS]))
+    client = http(script=[*(CALL + CALL).encode(), EOS])
     answer = post(
         client,
         "/v1/chat/completions",
@@ -341,11 +301,9 @@ def test_one_call_is_enough_for_who_wants_no_parallel_calls(http):
 
 def test_objectives_come_from_the_body_or_from_headers(http):
     engine = FakeReplica()
-    seen = []
     engine.config = make(EngineConfig, {"classes": "chat:ttft=0.5"})
     client = http(engine)
-    submit = engine.submit
-    engine.submit = lambda request, sink: (seen.append(request), submit(request, sink))
+    seen = engine.submitted
     post(
         client,
         "/v1/completions",
@@ -370,11 +328,8 @@ def test_objectives_come_from_the_body_or_from_headers(http):
 
 
 def test_retention_is_as_the_body_says_in_our_words_or_in_openais(http):
-    engine = FakeReplica()
-    seen = []
-    client = http(engine)
-    submit = engine.submit
-    engine.submit = lambda request, sink: (seen.append(request), submit(request, sink))
+    client = http()
+    seen = client.engine.submitted
     asked = {
         "cache_retention": [None, "normal", "ephemeral", 1, 86_400],
         "prompt_cache_retention": ["in_memory", "24h"],
@@ -393,11 +348,7 @@ def test_retention_is_as_the_body_says_in_our_words_or_in_openais(http):
 
 
 def test_what_is_left_out_has_the_protocols_default_and_null_is_left_out(http):
-    engine = FakeReplica()
-    seen = []
-    client = http(engine)
-    submit = engine.submit
-    engine.submit = lambda request, sink: (seen.append(request.sampling), submit(request, sink))
+    client = http()
     post(client, "/v1/completions", {"prompt": "x"})
     post(
         client,
@@ -411,6 +362,7 @@ def test_what_is_left_out_has_the_protocols_default_and_null_is_left_out(http):
             "n": None,
         },
     )
+    seen = [request.sampling for request in client.engine.submitted]
     assert seen == [SamplingParams(max_tokens=16)] * 2
 
 
@@ -496,9 +448,7 @@ def test_bad_values_are_refused_by_name_and_nothing_is_computed(http):
             str(value)[:50],
             error,
         )
-    assert (
-        client.served.engine.prefill_steps == 0 and not client.served.server.server.frontend.streams
-    )
+    assert client.engine.prefill_steps == 0 and not client.served.server.server.frontend.streams
 
 
 def test_unknown_fields_have_no_effect_and_are_told_of(http, caplog):
@@ -533,7 +483,7 @@ def test_unknown_fields_are_refused_where_that_is_asked_for(http):
     ):
         answer = post(client, "/v1/completions", {"prompt": "x", **fields})
         assert answer.status_code == 400 and answer.json()["error"]["param"] == named
-    assert client.served.engine.prefill_steps == 0
+    assert client.engine.prefill_steps == 0
     assert post(client, "/v1/completions", {"prompt": "x", "null": None}).status_code == 200
 
 
@@ -684,11 +634,9 @@ def test_other_routes_and_methods_and_models_are_told(http):
     for name in ("other", "../../etc/passwd", "x\n" * 10, "file:///etc/passwd"):
         answer = post(client, "/v1/completions", {"prompt": "x", "model": name})
         assert (answer.status_code, answer.json()["error"]["param"]) == (404, "model")
-    assert (
-        client.get("/v1/models").json()["data"][0]["id"] == client.served.engine.config.source.model
-    )
+    assert client.get("/v1/models").json()["data"][0]["id"] == client.engine.config.source.model
     assert client.get("/v1/models/nope").status_code == 404
-    architecture = client.served.engine.info.model
+    architecture = client.engine.info.model
     assert client.get(f"/v1/models/{architecture}").status_code == 200
     for kind in (
         {"content-type": "text/plain"},
@@ -722,7 +670,7 @@ def test_an_id_of_any_characters_comes_back_in_a_header_that_it_cannot_leave(ask
 
 
 def test_an_id_in_use_is_409(http):
-    client = http(FakeReplica(step_seconds=0.01))
+    client = http(step_seconds=0.01)
     with client.stream(
         "POST",
         "/v1/completions",
@@ -736,8 +684,7 @@ def test_an_id_in_use_is_409(http):
 
 
 def test_a_deadline_is_504_and_in_a_stream_an_error_event(http):
-    engine = FakeReplica(step_seconds=0.01)
-    client = http(engine)
+    client = http(step_seconds=0.01)
     body = {"prompt": "x", "deadline_ms": 100, "max_tokens": 1000}
     assert post(client, "/v1/completions", body).status_code == 504
     _, last = events(client, "/v1/completions", body)
@@ -808,7 +755,7 @@ class Prompted(FakeTokenizer):
 
 
 def test_a_chat_is_tokenized_as_it_would_be_served(http):
-    client = http(FakeReplica(script=[EOS]), tokenizer=Prompted)
+    client = http(script=[EOS], tokenizer=Prompted)
 
     def rendered(**fields):
         answer = post(client, "/tokenize", {"messages": CHAT["messages"], **fields}).json()
@@ -949,7 +896,7 @@ def test_what_cannot_be_obeyed_is_refused_by_name_and_in_time(asked, field, valu
 
 
 def test_a_forced_call_is_the_only_output_there_can_be(http, monkeypatch):
-    client = http(FakeReplica(script=[*b'{"name": "add", "arguments": {"a": 1}}', EOS]))
+    client = http(script=[*b'{"name": "add", "arguments": {"a": 1}}', EOS])
     seen = []
     guides = client.served.server.server.frontend.guides
     submit = guides.submit
@@ -1027,7 +974,7 @@ def test_what_looks_like_tools_but_is_not_is_no_fault_of_ours(asked, body):
 
 
 def test_offsets_are_those_of_tokens_though_their_text_is_held_back(http):
-    client = http(FakeReplica(script=b"abEabEx", step_seconds=0.01))
+    client = http(script=b"abEabEx", step_seconds=0.01)
     body = {"prompt": "x", "max_tokens": 7, "logprobs": 0, "stop": "END"}
     whole = post(client, "/v1/completions", body).json()["choices"][0]["logprobs"]["text_offset"]
     chunks, _ = events(client, "/v1/completions", body)
@@ -1047,7 +994,7 @@ def test_offsets_are_those_of_tokens_though_their_text_is_held_back(http):
     ],
 )
 def test_tokens_without_text_are_told_when_they_come(http, path, prompt):
-    client = http(FakeReplica(script=[EOS] * 8, step_seconds=0.1))
+    client = http(script=[EOS] * 8, step_seconds=0.1)
     chunks, _ = events(client, path, {**prompt, "max_tokens": 8, "ignore_eos": True})
     assert len(chunks) > 5  # special tokens, which have none
 
@@ -1143,8 +1090,7 @@ def test_log_probabilities_of_prompts_come_as_vllm_writes_them(http):
 
 
 def test_only_allowed_tools_are_told_of(http):
-    engine = FakeReplica(script=[*b'{"name": "sub", "arguments": {}}', EOS])
-    client = http(engine)
+    client = http(script=[*b'{"name": "sub", "arguments": {}}', EOS])
     tools = [*TOOLS, {"type": "function", "function": {"name": "sub"}}]
     named = [{"type": "function", "function": {"name": "sub"}}]
 
@@ -1163,7 +1109,7 @@ def test_only_allowed_tools_are_told_of(http):
 
 
 def test_what_ended_a_choice_is_told(http):
-    client = http(FakeReplica(script=[*b"one two", EOS]))
+    client = http(script=[*b"one two", EOS])
     body = {"prompt": "x", "max_tokens": 50}
     for stop, reason in ((["two"], "two"), ([], None)):
         (choice,) = post(client, "/v1/completions", {**body, "stop": stop}).json()["choices"]

@@ -10,7 +10,7 @@ from openai.types import responses as types
 from jaxserve.api.errors import RequestError
 from jaxserve.server.openai.responses.stored import StoredResponses
 from jaxserve.text.chat_template import ChatTemplate
-from tests.server.fakes import EOS, FakeReplica, FakeTokenizer
+from tests.server.fakes import EOS, FakeTokenizer
 from tests.server.keyed import sha
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -23,13 +23,12 @@ ADD = {
 
 
 @pytest.fixture
-def client(serve):
-    """Starts a server whose model says a text; returns a client of it."""
+def client(scripted):
+    """Gives a client of a server whose model says a text."""
     clients = []
 
     def start(says: str | None = None, **config) -> openai.OpenAI:
-        engine = FakeReplica() if says is None else FakeReplica(script=[*says.encode(), EOS])
-        served = serve(engine, **config)
+        served = scripted(script=() if says is None else [*says.encode(), EOS], **config)
         made = openai.OpenAI(base_url=f"{served.server.url}/v1", api_key="none", max_retries=0)
         made.served = served
         clients.append(made)
@@ -103,9 +102,7 @@ def test_the_clients_own_stream_reads_it(client):
 
 def test_a_whole_conversation_with_calls_comes_back_as_messages(client):
     asked = client("ok")
-    seen = []
-    submit = asked.served.engine.submit
-    asked.served.engine.submit = lambda request, sink: (seen.append(request), submit(request, sink))
+    seen = asked.served.engine.submitted
     asked.responses.create(
         model="",
         instructions="Be brief.",
@@ -237,21 +234,13 @@ def test_log_probabilities_are_of_the_message_also_where_reasoning_has_its_text(
 
 
 def prompts_of(asked) -> list[str]:
-    """Prompts of requests to come, as texts."""
-    seen: list[str] = []
-    submit = asked.served.engine.submit
-
-    def noted(request, sink):
-        seen.append(bytes(token for token in request.prompt.tolist() if token < 256).decode())
-        submit(request, sink)
-
-    asked.served.engine.submit = noted
-    return seen
+    """Prompts of the requests so far, as texts."""
+    prompts = [request.prompt.tolist() for request in asked.served.engine.submitted]
+    return [bytes(token for token in prompt if token < 256).decode() for prompt in prompts]
 
 
 def test_a_stored_response_is_continued_shown_and_deleted(client):
     asked = client("fine")
-    seen = prompts_of(asked)
     first = asked.responses.create(model="", instructions="Shout.", input="How?", store=True)
     assert first.store is True
     assert asked.responses.retrieve(first.id).output_text == "fine"
@@ -260,6 +249,7 @@ def test_a_stored_response_is_continued_shown_and_deleted(client):
     )
     second = list(stream)[-1].response
     assert second.previous_response_id == first.id
+    seen = prompts_of(asked)
     assert [seen[1].index(text) for text in ("How?", "fine", "Sure?")] == sorted(
         seen[1].index(text) for text in ("How?", "fine", "Sure?")
     )
@@ -271,7 +261,7 @@ def test_a_stored_response_is_continued_shown_and_deleted(client):
     with pytest.raises(openai.NotFoundError, match="no response"):
         asked.responses.retrieve(first.id)
     third = asked.responses.create(model="", input="So?", previous_response_id=second.id)
-    assert third.store is False and "How?" in seen[2]
+    assert third.store is False and "How?" in prompts_of(asked)[2]
     with pytest.raises(openai.NotFoundError, match="previous_response_id"):
         asked.responses.create(model="", input="x", previous_response_id=third.id)
 
@@ -301,7 +291,7 @@ def test_stored_responses_are_bounded():
     stored = StoredResponses(1000)
     for number in range(20):
         stored.add("", {"id": str(number), "output": []}, [{"content": "x" * 200}])
-        assert sum(one.bytes for one in stored._stored.values()) == stored._bytes <= 1000
+        assert 0 < stored.bytes <= 1000
     assert stored.get("", "19").response["id"] == "19"
     with pytest.raises(RequestError):
         stored.get("", "0")
@@ -311,4 +301,4 @@ def test_stored_responses_are_bounded():
     assert stored.get("", "19")
     for number in range(16, 20):
         stored.delete("", str(number))
-    assert stored._bytes == 0 and not stored._stored
+    assert stored.bytes == 0

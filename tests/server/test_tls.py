@@ -89,7 +89,7 @@ def reaches(target, **credentials):
     ends = (grpc.ChannelConnectivity.READY, grpc.ChannelConnectivity.TRANSIENT_FAILURE)
     states = queue.SimpleQueue()
     with Client(target, **credentials) as client:
-        client._stubs.channel.subscribe(states.put, try_to_connect=True)
+        client.channel.subscribe(states.put, try_to_connect=True)
         while (state := states.get(timeout=30)) not in ends:
             pass
         if state != grpc.ChannelConnectivity.READY:

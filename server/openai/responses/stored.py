@@ -34,9 +34,9 @@ class StoredResponses:
     written in one of their own."""
 
     def __init__(self, max_bytes: int):
+        self.bytes = 0  # of all responses
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._bytes = 0
         self._stored: collections.OrderedDict[tuple[str, str], StoredResponse] = (
             collections.OrderedDict()
         )
@@ -48,10 +48,10 @@ class StoredResponses:
             return
         with self._lock:
             self._stored[caller, response["id"]] = made
-            self._bytes += made.bytes
-            while self._bytes > self._max_bytes:
+            self.bytes += made.bytes
+            while self.bytes > self._max_bytes:
                 _, oldest = self._stored.popitem(last=False)
-                self._bytes -= oldest.bytes
+                self.bytes -= oldest.bytes
 
     def get(self, caller: str, id: str, field: str = "") -> StoredResponse:
         """A caller's response. field: the request's field with the id. Errors: RequestError."""
@@ -64,5 +64,5 @@ class StoredResponses:
     def delete(self, caller: str, id: str) -> None:
         """Forgets a caller's response. Errors: RequestError."""
         with self._lock:
-            self._bytes -= self.get(caller, id).bytes
+            self.bytes -= self.get(caller, id).bytes
             del self._stored[caller, id]
