@@ -3,8 +3,8 @@
 A stream wants blocks in their order. Those that are in host memory are sent at once, by a
 `Transfer`, into the windows that the asker lent; for those that a request here still computes the
 source waits. It ends where a block will not come, or where the asker says nothing any more. A
-thread of the stream's own sends, and one hears the asker, so that the RPC can say every second that
-the source lives, whatever the sending waits for.
+thread of the stream's own sends, and one reads from the asker, so that the RPC can say every second
+that the source lives, whatever the sending waits for.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class _Sending:
             thread.start()
 
     def told(self) -> Iterator[pb.BlocksTold]:
-        """What was sent, and between, that this process lives; until nothing more will come."""
+        """Yields reports of sent blocks and, in between, signs of life, until the stream ends."""
         until = time.monotonic() + STREAM_SECONDS
         while time.monotonic() < until:
             try:

@@ -1,5 +1,5 @@
-"""A conductor's session with a replica, as the replica's side keeps it: what was asked, and what
-the conductor has not been told yet.
+"""A conductor's session with a replica, as the replica's side keeps it: calls, and reports that
+the conductor has not received yet.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ Heard = tuple[int, Sequence[Event]] | pb.BlockChange
 
 @dataclasses.dataclass
 class Served:
-    """What the sessions of a service share. questions: threads, for questions may wait for a step.
-    draining: requests are refused."""
+    """State that the sessions of a service share. questions: threads, for questions may wait for a
+    step. draining: requests are refused."""
 
     replica: Replica
     guides: Guides | None
@@ -106,7 +106,7 @@ class CallerSession:
             self._news.notify()
 
     def _hear(self, heard: Heard) -> None:
-        """Keeps what is told on the replica's thread, or on that of a call, until the step ends."""
+        """Keeps reports made on the replica's thread, or on that of a call, until the step ends."""
         with self._news:
             self._heard.append(heard)
             first = not self._flushing
@@ -217,7 +217,7 @@ class CallerSession:
         self._flush()
 
     def _sink(self, number: int, left: list[int], events: Sequence[Event]) -> None:
-        """The sink of a request with so many completions left."""
+        """Returns the sink of a request with that many completions left."""
         left[0] -= sum(isinstance(event, Finished) for event in events)
         if not left[0]:
             self._numbers.pop(number, None)

@@ -14,7 +14,7 @@ def message_of(error: RequestError) -> str:
 
 
 def reject_reason(error: RequestError) -> str:
-    """Which resource was exhausted, in one word: the value of REJECT_REASON_HEADER."""
+    """Returns the exhausted resource in one word: the value of REJECT_REASON_HEADER."""
     return error.reason or error.field or "overloaded"
 
 

@@ -33,7 +33,7 @@ class EtcdError(OSError):
 
 @dataclasses.dataclass(frozen=True)
 class EtcdUrl:
-    """Where etcd is. endpoints: HOST:PORT of its servers. prefix: of all keys, without slashes at
+    """Address of etcd. endpoints: HOST:PORT of its servers. prefix: of all keys, without slashes at
     its ends. tls: whether connections are encrypted."""
 
     endpoints: tuple[str, ...]
@@ -71,7 +71,7 @@ class Etcd:
         return str(self._field(self._call("lease/grant", {"TTL": seconds}), "ID"))
 
     def renew(self, lease: str) -> bool:
-        """Begins a lease's time anew; False where it has ended."""
+        """Renews a lease; returns False if it has ended."""
         answer = self._field(self._call("lease/keepalive", {"ID": lease}), "result")
         return isinstance(answer, dict) and _number(answer.get("TTL", 0)) > 0
 
@@ -105,7 +105,7 @@ class Etcd:
         raise fault
 
     def _authenticated(self, endpoint: str, path: str, question: dict[str, Any]) -> dict[str, Any]:
-        """Calls with a token, which is asked for where there is none or it has ended."""
+        """Calls with a token, which is requested if there is none or it has expired."""
         user, password = os.environ.get(USER), os.environ.get(PASSWORD, "")
         for _ in range(2):
             if user and not self._token:

@@ -12,8 +12,8 @@ FileSignature = tuple[tuple[int, ...], ...]
 
 
 def check_private(field: str, file: Path, info: os.stat_result) -> None:
-    """Errors: ConfigError of the setting `field` unless the file belongs to this user or to root,
-    is writable by its owner alone, and readable by its owner and group alone."""
+    """Refuses a file unless it belongs to this user or to root, is writable by its owner alone, and
+    readable by its owner and group alone. Errors: ConfigError of the setting `field`."""
     if info.st_uid not in (0, os.geteuid()):
         raise ConfigError(field, f"{file} belongs to another user")
     if info.st_mode & FORBIDDEN_MODE_BITS:

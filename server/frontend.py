@@ -48,7 +48,7 @@ SERVING = "serving"
 DRAINING = "draining"
 STOPPING = "stopping"
 STUCK = "stuck"
-RESTARTING = "waiting for its workers, which start anew"
+RESTARTING = "waiting for its workers, which start again"
 BROKEN = "broken"
 FAULTS = {BROKEN: "the engine stopped", STUCK: "the devices do not answer"}  # by state
 T = TypeVar("T")
@@ -99,7 +99,7 @@ class Frontend:
         self.request_log.close()
 
     def check_open(self) -> None:
-        """Errors: RequestError, UNAVAILABLE, unless requests are accepted."""
+        """Refuses unless requests are accepted. Errors: RequestError, UNAVAILABLE."""
         if self.state != SERVING:
             raise self._unavailable()
 
@@ -118,7 +118,7 @@ class Frontend:
         return self.require_replica().info
 
     def check_model(self, name: str) -> None:
-        """Errors: RequestError for a model that is not served here; '' is the one that is."""
+        """Refuses a model that is not served here; '' is the one that is. Errors: RequestError."""
         if name and name not in self.info.names:
             raise RequestError(
                 "model",
@@ -214,8 +214,8 @@ class Frontend:
         return await self._loop.run_in_executor(self._replica_threads, work)
 
     def poll(self) -> None:
-        """To be called a few times a second: sends heartbeats, ends streams whose callers do not
-        read, and follows the replica's health."""
+        """Sends heartbeats, ends streams whose callers do not read, and follows the replica's
+        health. Called a few times a second."""
         now = self._loop.time()
         for stream in list(self.streams.values()):
             stream.send_heartbeat(now)
@@ -237,7 +237,7 @@ class Frontend:
             log.error("workers were lost: requests are refused until there are new ones")
             self.state = RESTARTING
         elif replica.available and self.state == RESTARTING:
-            log.warning("the workers have started anew")
+            log.warning("the workers have started again")
             self.state = SERVING
         elif overdue is None and self.state == STUCK:
             log.warning("the step that was overdue has ended")

@@ -1,4 +1,4 @@
-"""What the FastAPI applications of all HTTP ports share: reading of JSON bodies within limits,
+"""Parts of the FastAPI applications of all HTTP ports: reading of JSON bodies within limits,
 strict models, and errors in the OpenAI protocol's form."""
 
 from __future__ import annotations

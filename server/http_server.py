@@ -85,7 +85,7 @@ class Connection(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        # the rest of a body that nobody reads would have no time limit
+        # the unread rest of a body would have no time limit
         if self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY:
             self.transport.close()
         self._check_reader()
@@ -217,7 +217,7 @@ class HttpGuard:
                 scope["transport"].abort()
 
     def _check(self, scope: Scope) -> None:
-        """Errors: RequestError for a request that is refused by its header."""
+        """Refuses a request by its header. Errors: RequestError."""
         if scope["path"] not in self._open_paths:
             scope["state"]["caller"] = self._authenticate(_authorization(scope))
         headers = dict(scope["headers"])
@@ -354,8 +354,8 @@ class Listener:
 
 
 def _authorization(scope: Scope) -> str | None:
-    """The header Authorization; where there is none, the key of x-api-key, as Anthropic's clients
-    send it. Errors: RequestError for several of one name."""
+    """Returns the header Authorization, or else the key of x-api-key, as Anthropic's clients send
+    it. Errors: RequestError for several of one name."""
     values = {name: _sole_value(scope, name) for name in (b"authorization", b"x-api-key")}
     key = values[b"x-api-key"]
     if values[b"authorization"] is None and key is not None:
@@ -392,7 +392,7 @@ def _host_name(host: bytes) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address, or a name, is the loopback one."""
+    """Returns whether an address, or a name, is the loopback one."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     return host == "localhost"

@@ -15,8 +15,8 @@ log = logging.getLogger(__name__)
 
 
 def check_kv_events(config: ServerConfig) -> None:
-    """Errors: ConfigError for endpoints that are none, or that strangers could reach although
-    --insecure is not set."""
+    """Refuses wrong endpoints, and those that strangers could reach, unless --insecure is set.
+    Errors: ConfigError."""
     if config.kv_events is None and config.kv_events_replay is not None:
         raise ConfigError("kv_events_replay", "is for --kv_events")
     for field in ("kv_events", "kv_events_replay"):
@@ -27,8 +27,8 @@ def check_kv_events(config: ServerConfig) -> None:
         if not is_loopback(host) and not config.insecure:
             raise ConfigError(
                 field,
-                f"{host!r} is not a loopback address, and whoever reaches it can read the tokens "
-                "of all prompts; add --insecure to let everybody who can",
+                f"{host!r} is not a loopback address, and anyone who reaches it can read the "
+                "tokens of all prompts; add --insecure to let everybody who can",
             )
 
 

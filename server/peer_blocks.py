@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 class StreamFault(Exception):
-    """Why no more blocks come."""
+    """The reason why no more blocks come."""
 
 
 class StagingBuffers:
@@ -51,8 +51,8 @@ class StagingBuffers:
         self._bytes = 0  # of a buffer
 
     def ask(self, name: str, count: int, block_bytes: int) -> list[int] | None:
-        """Where the buffers of stream `name` begin in the memory, each of `WINDOW_BYTES` or a
-        block; None: to be asked again. Errors: StreamFault where there can never be so many."""
+        """Returns where the buffers of stream `name` begin in the memory, each of `WINDOW_BYTES` or
+        a block; None: ask again. Errors: StreamFault if there can never be that many."""
         with self._lock:
             if self._buffers is None:
                 self._bytes = max(WINDOW_BYTES, block_bytes)
@@ -145,7 +145,7 @@ class _Batch:
 
 
 class PeerStream:
-    """`BlockStream` of one request. closed: hears when it has given back all that it had."""
+    """`BlockStream` of one request. closed: called when it has given back all that it had."""
 
     def __init__(
         self,
@@ -212,7 +212,8 @@ class PeerStream:
         self._session.say(pb.BlocksAsked(batch=pb.Batch(blocks=blocks, **window.to_json())))
 
     def _read(self, key: bytes, into: np.ndarray) -> None:
-        """Errors: StreamFault where the next block does not come, or is not what was sent."""
+        """Reads the next block. Errors: StreamFault if it does not come, or differs from what was
+        sent."""
         if not self._batches:
             raise StreamFault("more blocks are read than were asked for")
         batch = self._batches[0]
@@ -257,7 +258,7 @@ class PeerStream:
 
 
 class _Session:
-    """The RPC of one stream; a thread of its own hears what comes."""
+    """The RPC of one stream; a thread of its own reads the reports."""
 
     def __init__(self, address: str, credentials: grpc.ChannelCredentials | None):
         if credentials is None:
@@ -296,7 +297,7 @@ class _Session:
         self._said.put(asked)
 
     def next(self) -> pb.BlocksTold:
-        """Errors: StreamFault where the source says nothing, or has ended."""
+        """Returns the next report. Errors: StreamFault if the source is silent, or has ended."""
         try:
             told = self._heard.get(timeout=SILENT_SECONDS)
         except queue.Empty:

@@ -49,8 +49,8 @@ Prompt = Text | Chat | Sequence[int] | np.ndarray
 
 
 def prompts_of(field: str, given: Any, most: int, special: bool = True) -> list[Prompt]:
-    """The prompts of a text, a list of ids, or a list of at most so many of these. special: as of
-    `Text`. Errors: RequestError of `field`."""
+    """Returns the prompts of a text, a list of ids, or a list of at most `most` of these. special:
+    as of `Text`. Errors: RequestError of `field`."""
     if isinstance(given, str):
         return [Text(given, special)]
     if not isinstance(given, list):

@@ -26,11 +26,11 @@ class Readiness:
         self._generating: asyncio.Task[str] | None = None
 
     def liveness_fault(self) -> str:
-        """Why only a restart would help, or ''."""
+        """Returns why only a restart would help, or ''."""
         return FAULTS.get(self._frontend.state, "")
 
     async def readiness_fault(self) -> str:
-        """Why no tokens come, or ''."""
+        """Returns why no tokens come, or ''."""
         if self._frontend.state != SERVING:
             return f"the server is {self._frontend.state}"
         if self._frontend.seconds_since_token < FRESH_SECONDS:

@@ -3,8 +3,8 @@
 A replica puts its address under a lease, which it renews; when it ends, the address goes with the
 lease. Conductors list the addresses every second. Where etcd cannot be reached, replicas go on
 trying, and conductors go on with whom they know. An address that is not in the list any more is
-believed to be gone after a while only, in which a replica registers anew with an etcd that has lost
-what it had.
+believed to be gone after a while only, in which a replica registers again with an etcd that has
+lost its data.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class Registration:
             except EtcdError as error:
                 pause = RETRY_SECONDS
                 if not self._failing:
-                    log.warning("the registry cannot be told of this replica: %s", error)
+                    log.warning("this replica cannot be registered: %s", error)
                 self._failing = True
 
     def _register(self) -> None:
-        """Renews the lease, or takes a new one where there is none any more."""
+        """Renews the lease, or takes a new one if it has ended."""
         if self._lease and self._etcd.renew(self._lease):
             return
         self._lease = ""
@@ -71,7 +71,7 @@ class Registration:
             try:
                 self._etcd.revoke(self._lease)
             except EtcdError as error:
-                log.warning("the registry cannot be told of this replica's end: %s", error)
+                log.warning("this replica cannot be unregistered: %s", error)
 
 
 class RegisteredReplicas:
@@ -83,8 +83,8 @@ class RegisteredReplicas:
         self._listed: dict[str, float] = {}  # when each was listed last, monotonic seconds
 
     def addresses(self) -> list[str]:
-        """Those that are listed now, and those that were lately. What is no address is left to
-        whoever reads it. Errors: EtcdError."""
+        """Returns the addresses that are listed now or were lately. Entries that are no addresses
+        are included. Errors: EtcdError."""
         found = self._etcd.values(self._folder)
         now = time.monotonic()
         self._listed.update(dict.fromkeys(found, now))

@@ -1,4 +1,4 @@
-"""What is cached on a replica of another process, as that tells it."""
+"""Blocks that are cached on a replica of another process, as it reports them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxserve.server.replica_messages import stored_of
 
 class RemoteBlocks(BlockEvents):
     """The block events of a remote replica, without tokens. Listeners may subscribe on any thread;
-    they hear on that of the replica, and of everything anew when it answers again."""
+    they are called on that of the replica, with all blocks when it answers again."""
 
     def __init__(self) -> None:
         super().__init__(self._known)

@@ -1,7 +1,7 @@
-"""Who may hold a session with a replica: whoever proves that it knows the cluster's secret.
+"""Proofs of the cluster's secret, by which a replica and its callers trust each other.
 
-The secret itself is never sent. Who can change what others send needs TLS to be kept out: proofs
-begin a session, and do not cover what is said in it.
+The secret itself is never sent. Proofs begin a session and do not cover its messages: only TLS
+keeps out those who can change what others send.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 def cluster_secret() -> bytes:
-    """The secret of this process's cluster. Errors: ConfigError where there is none."""
+    """Returns the secret of this process's cluster. Errors: ConfigError if it has none."""
     secret = os.environ.get(SECRET_VARIABLE, "")
     if len(secret) < MIN_SECRET:
         raise ConfigError(
@@ -58,7 +58,7 @@ class CallerProof:
         return pb.Proof(proof=_proof(self._secret, CALLER, self._replicas, self._nonce))
 
     def accepts(self, given: bytes) -> bool:
-        """Whether the replica has proved that it knows the secret too."""
+        """Returns whether the replica has proved that it knows the secret too."""
         return _proves(given, self._secret, REPLICA, self._replicas, self._nonce)
 
 
@@ -81,7 +81,7 @@ class ReplicaProof:
         return _proof(self._secret, REPLICA, self._nonce, hello.nonce)
 
     def accepts(self, hello: pb.Hello, given: pb.Proof) -> bool:
-        """Whether the caller has proved that it knows the secret."""
+        """Returns whether the caller has proved that it knows the secret."""
         return _proves(given.proof, self._secret, CALLER, self._nonce, hello.nonce)
 
 
@@ -103,6 +103,6 @@ def _proof(secret: bytes, role: bytes, replicas: bytes, callers: bytes) -> bytes
 
 
 def _proves(given: bytes, secret: bytes, role: bytes, replicas: bytes, callers: bytes) -> bool:
-    """Whether a proof is right. A number that is too short proves nothing."""
+    """Returns whether a proof is right. A number that is too short proves nothing."""
     long_enough = len(replicas) == len(callers) == NONCE_BYTES
     return long_enough and hmac.compare_digest(given, _proof(secret, role, replicas, callers))

@@ -183,7 +183,7 @@ class ReplicaService(rpc.ReplicaServicer):
             session.end()
 
     def _heartbeat(self, served: Served) -> pb.Heartbeat:
-        """What is known without waiting for a step."""
+        """Returns the state that is known without waiting for a step."""
         replica = served.replica
         return pb.Heartbeat(
             alive=replica.alive,

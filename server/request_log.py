@@ -21,7 +21,7 @@ from jaxserve.server.tracing import Tracer
 
 @dataclasses.dataclass(slots=True)
 class Outcome:
-    """What came of a request so far. finished: ends of its completions."""
+    """Results of a request so far. finished: ends of its completions."""
 
     finished: list[Finished] = dataclasses.field(default_factory=list)
     output_tokens: int = 0

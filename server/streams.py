@@ -81,7 +81,7 @@ class Stream:
     """The outputs of one request. All methods but `deliver` belong to the event loop.
 
     processor: makes outputs of events. now: loop time. heartbeat_seconds: after which a silent
-    stream repeats its progress. on_tokens: called whenever tokens came. outcome: is told what
+    stream repeats its progress. on_tokens: called whenever tokens came. outcome: records what
     comes. Made in the task that writes the outputs.
 
     Attributes: id, by which the caller knows the request. failure: the error that ended the stream,
@@ -139,12 +139,12 @@ class Stream:
 
     @property
     def unfinished(self) -> bool:
-        """Whether the replica still works for it."""
+        """True while the replica still works for it."""
         return self._processor.unfinished > 0
 
     @property
     def ended(self) -> bool:
-        """Whether no more outputs will come."""
+        """True once no more outputs will come."""
         return self.failure is not None or not self.unfinished
 
     def wake(self) -> None:
@@ -197,12 +197,12 @@ class Stream:
         return outputs
 
     def write_began(self, now: float) -> None:
-        """To be called before each write to the caller."""
+        """Notes the start of a write to the caller."""
         self._writing = True
         self._last_write = now
 
     def write_ended(self, now: float) -> None:
-        """To be called after each write to the caller."""
+        """Notes the end of a write to the caller."""
         self._writing = False
         self._last_write = now
 
@@ -214,7 +214,7 @@ class Stream:
                 self.abort_write()
 
     def heartbeat_due(self, now: float) -> bool:
-        """Whether nothing was written for so long that something should be."""
+        """Returns whether it is time to write something to keep the connection alive."""
         return not self._writing and now - self._last_write > self._heartbeat_seconds
 
     def send_heartbeat(self, now: float) -> None:

@@ -66,8 +66,8 @@ Build = Callable[[], tuple[Replica, Tokenizer | None]]
 
 
 def check_host(config: ServerConfig) -> None:
-    """Errors: ConfigError if strangers could connect although neither keys nor certificates are
-    required, and --insecure is not set."""
+    """Refuses a host where strangers could connect although neither keys nor certificates are
+    required, and --insecure is not set. Errors: ConfigError."""
     if not (is_loopback(config.host) or _authenticated(config) or config.insecure):
         raise ConfigError(
             "host",
@@ -83,14 +83,15 @@ def check_host(config: ServerConfig) -> None:
 
 
 def check_replica_port(config: ServerConfig) -> None:
-    """Errors: ConfigError if others on the network could read or change what a conductor says."""
+    """Refuses a port where others on the network could read or change what a conductor says.
+    Errors: ConfigError."""
     if config.replica_port is None or is_loopback(config.host):
         return
     if config.tls_cert is None and not config.insecure:
         raise ConfigError(
             "replica_port",
-            f"on {config.host!r} it needs --tls_cert and --tls_key, or --insecure where nobody "
-            "else can reach the network between conductors and replicas",
+            f"on {config.host!r} it needs --tls_cert and --tls_key, or --insecure if no other "
+            "machine can reach the network between conductors and replicas",
         )
 
 
@@ -100,7 +101,7 @@ def warn_of_host(config: ServerConfig) -> None:
         return
     if not _authenticated(config):
         log.warning(
-            "INSECURE: whoever can reach %s may use this server and stop what others run on it",
+            "INSECURE: anyone who can reach %s may use this server and stop what others run on it",
             config.host,
         )
     if config.tls_cert is None:

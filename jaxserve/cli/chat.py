@@ -25,7 +25,7 @@ is a message, and only answers are written.
   jaxserve chat --url=http://gpu-host:8000
 """
 CHAT = [
-    Option("system", str, None, "what the model is told before the conversation"),
+    Option("system", str, None, "instructions to the model before the conversation"),
     Option("stats", bool, True, "tell tokens and speed after each answer, on a terminal"),
 ]
 HELP = """\
@@ -37,7 +37,8 @@ FAINT, PLAIN = "\x1b[2m", "\x1b[0m"
 
 
 class Conversation:
-    """What was said so far, and what may be typed. terminal: whether somebody looks."""
+    """The conversation so far, and the commands that may be typed. terminal: whether a person
+    reads along."""
 
     def __init__(self, client: OpenAIClient, values: Mapping[str, Any], terminal: bool):
         self._client = client
@@ -96,7 +97,7 @@ class Conversation:
             print(f"{FAINT}{text}{PLAIN}", end="", flush=True)
 
     def _failed(self, error: RequestError) -> None:
-        """Takes the message back that got no answer. Errors: the error, where nobody looks."""
+        """Takes the message back that got no answer. Errors: the error, without a terminal."""
         self.messages.pop()
         if not self._terminal:
             raise error

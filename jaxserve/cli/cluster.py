@@ -31,7 +31,7 @@ from jaxserve.settings.schema import ConfigError
 from jaxserve.settings.schema.engine import SERVED
 
 ABOUT = """\
-Starts replicas (`jaxserve serve`) and a conductor on this machine, starts them anew when they end,
+Starts replicas (`jaxserve serve`) and a conductor on this machine, restarts them when they end,
 and ends them all at SIGTERM and Ctrl-C: for trying out, for tests, for one big machine. Clients use
 --grpc_port and --port, which are the conductor's; the replicas listen on free ports of loopback.
 Without --prefill, --decode and --mixed there are two replicas that do both. On machines with GPUs
@@ -78,7 +78,7 @@ def run(values: dict[str, Any]) -> int:
     local = {**values}
     fixed = lasting_ports(2, host)
     for name, port in zip(("grpc_port", "port"), fixed):
-        if local[name] == 0:  # it is the same one when the conductor starts anew
+        if local[name] == 0:  # the conductor keeps it when it restarts
             local[name] = port
     others = [port for port in lasting_ports(len(roles) + 2, "127.0.0.1") if port not in fixed]
     ports = others[: len(roles)]

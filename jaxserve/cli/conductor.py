@@ -68,9 +68,9 @@ OPTIONS = [
         "overload",
         str,
         "none",
-        "who is refused on arrival: nobody here, replicas refuse for themselves (none); who would "
-        "have the first token too late, or tokens too slowly with the load of now (early) or with "
-        "that when the prompt will have been computed (predicted)",
+        "who is refused on arrival: no request here, replicas refuse for themselves (none); who "
+        "would have the first token too late, or tokens too slowly with the load of now (early) or "
+        "with that when the prompt will have been computed (predicted)",
         choices=("none", "early", "predicted"),
     ),
     Option(
@@ -109,7 +109,7 @@ def run(values: dict[str, Any]) -> int:
 
 
 def _members(values: dict[str, Any]) -> Any:
-    """Errors: ConfigError."""
+    """Returns the members of the settings. Errors: ConfigError."""
     import grpc
 
     from jaxserve.server.etcd import EtcdUrl

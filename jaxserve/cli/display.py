@@ -38,7 +38,7 @@ class Waiting:
         self._show()
 
     def __call__(self) -> None:
-        """To be called while it goes on."""
+        """Updates the display; called while the work goes on."""
         if self.seconds - self._shown >= (1.0 if self._live else WAITING_LINE_SECONDS):
             self._show()
 

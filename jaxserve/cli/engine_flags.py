@@ -67,8 +67,8 @@ def engine_groups(**defaults: Any) -> dict[str, list[Option]]:
 
 def engine_config(values: Mapping[str, Any], **instead: Any) -> EngineConfig:
     """The engine's settings among the values of a command; instead: other values of some. Settings
-    that nobody gave, and whose defaults are the config's, are left to the machine. Objectives that
-    were given are kept for all requests, unless it was said what to do with late ones."""
+    that were not given, and whose defaults are the config's, are left to the machine. Objectives
+    that were given are kept for all requests, unless it was said what to do with late ones."""
     origins = getattr(values, "origins", values)
     if values["admission"] == "stated" and "admission" not in origins:
         instead = {"admission": "stated" if PROMISES.isdisjoint(origins) else "predict"} | instead

@@ -21,7 +21,7 @@ from jaxserve.settings.schema import ConfigError
 
 ABOUT = """\
 --add prints the new key, once: the file has only its hash. A running server sees the change
-within a second or so. The file is written anew each time, without its comments; limits are set in
+within a second or so. The file is rewritten each time, without its comments; limits are set in
 it by hand, as {requests_per_minute: 600, concurrency: 64, queued_tokens: 2000000}.
 
   jaxserve keys --file=keys.yaml --add=alice
@@ -132,7 +132,7 @@ def _read(file: Path) -> list[Key]:
 
 
 def _write(file: Path, text: str) -> None:
-    """For its owner's eyes alone."""
+    """Writes the file, readable by its owner alone."""
     # mode 0600
     with tempfile.NamedTemporaryFile(
         "w", dir=file.parent, prefix=f".{file.name}.", delete=False

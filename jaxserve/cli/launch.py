@@ -1,4 +1,4 @@
-"""`jaxserve launch`: a command as a group of processes, with a supervisor that starts them anew."""
+"""`jaxserve launch`: a command as a group of processes, with a supervisor that restarts them."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ mpirun, or as the pods of a LeaderWorkerSet; the last three need no --hosts. All
 the same JAXSERVE_GROUP_SECRET; under Slurm and Open MPI, where hosts share the cache folder, it is
 made there.
 
-When a worker ends or hangs, all workers start anew and the leader goes on: --replay of COMMAND says
-which requests begin anew. SIGTERM lets running requests finish.
+When a worker ends or hangs, all workers restart and the leader goes on: --replay of COMMAND says
+which requests begin again. SIGTERM lets running requests finish.
 
   jaxserve launch --processes=2 -- serve --mesh=spp=2,kvp=2,tp=3
   srun -N2 --ntasks-per-node=1 jaxserve launch -- serve --mesh=spp=2,tp=8 --dtype=bfloat16
@@ -70,8 +70,8 @@ def run(values: dict[str, Any]) -> int:
 
 
 def _check_certificate(values: dict[str, Any], place: Place) -> None:
-    """Errors: ConfigError where the leader could not use it. Workers need to know only that there
-    is one."""
+    """Refuses a certificate that the leader could not use. Workers need to know only that there is
+    one. Errors: ConfigError."""
     certificate, key = values["tls_cert"], values["tls_key"]
     if bool(certificate) != bool(key):
         raise ConfigError("tls_cert" if certificate else "tls_key", "tls_cert needs tls_key too")
@@ -84,7 +84,7 @@ def _check_certificate(values: dict[str, Any], place: Place) -> None:
 
 
 def _place(values: dict[str, Any]) -> Place:
-    """Errors: ConfigError."""
+    """Returns the place of this host in the group. Errors: ConfigError."""
     if values["hosts"]:
         hosts = [host.strip() for host in values["hosts"].split(",")]
         if "" in hosts:
@@ -115,7 +115,7 @@ def _is_here(host: str) -> bool:
 
 
 def members_of(values: dict[str, Any], place: Place) -> list[Member]:
-    """Those of this call; the leader is in the first."""
+    """Returns the members that this call starts; the first call has the leader."""
     each = values["processes"]
     port = values["group_port"] or (PORT if place.count > 1 else free_port("127.0.0.1"))
     common = {
@@ -135,8 +135,9 @@ def members_of(values: dict[str, Any], place: Place) -> list[Member]:
 
 @contextlib.contextmanager
 def group_secret(place: Place) -> Iterator[str]:
-    """Of a group on one machine: a new one. Of a job on several: the one in the cache folder, which
-    the first host writes, and takes away when its command has ended. Errors: ConfigError."""
+    """Gives the group's secret: on one machine a new one, for a job on several machines the one in
+    the cache folder, which the first host writes, and removes when its command has ended. Errors:
+    ConfigError."""
     given = os.environ.get(SECRET_VARIABLE)
     if given:
         yield checked_secret(given)
@@ -163,7 +164,7 @@ def group_secret(place: Place) -> Iterator[str]:
 
 
 def _awaited(file: Path) -> str:
-    """Errors: ConfigError where nobody writes it."""
+    """Waits for a file and returns its text. Errors: ConfigError if it is not written in time."""
     deadline = time.monotonic() + SECRET_SECONDS
     while True:
         with contextlib.suppress(FileNotFoundError):

@@ -41,9 +41,9 @@ COMMANDS = {  # name -> module of jaxserve, summary
     ),
     "simulate": (
         "lab.cli.simulate",
-        "what a model on so many GPUs would make of a workload, simulated",
+        "how a model on a number of GPUs would serve a workload, simulated",
     ),
-    "plan": ("lab.cli.plan", "which mesh of so many GPUs serves a workload best, simulated"),
+    "plan": ("lab.cli.plan", "which mesh of a number of GPUs serves a workload best, simulated"),
     "bench engine": (
         "lab.cli.bench.engine",
         "measure prefill, decode and the host's work, without a server",
@@ -140,8 +140,7 @@ def _run(name: str, command: Command, arguments: Sequence[str]) -> int:
 
 
 def _place(field: str, command: Command, origins: dict[str, str]) -> str:
-    """What stands before the name of the setting at fault: '--' for a flag, else where it is
-    from."""
+    """Returns the prefix of the setting at fault: '--' for a flag, else where it is from."""
     if field not in command.options:
         return ""
     origin = origins.get(field, "--")

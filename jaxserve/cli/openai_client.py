@@ -56,7 +56,7 @@ Pieces = Generator[Piece, None, None]
 
 @dataclasses.dataclass
 class Answered:
-    """What is known of an answer: tokens of prompt and output (0 where the server does not tell),
+    """Statistics of an answer: tokens of prompt and output (0 if the server does not report them),
     seconds to its first text and to its end, why it ended."""
 
     prompt_tokens: int = 0
@@ -105,7 +105,7 @@ class OpenAIClient:
         return self._stream("/chat/completions", {"messages": list(messages), **given})
 
     def complete(self, prompt: str, given: Mapping[str, Any]) -> Pieces:
-        """What follows a text; otherwise as `chat`."""
+        """Completes a text; otherwise as `chat`."""
         return self._stream("/completions", {"prompt": prompt, **given})
 
     def _first_model(self) -> str:

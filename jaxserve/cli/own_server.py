@@ -83,7 +83,7 @@ def starting_server(
     However the block ends, also by SIGTERM or SIGHUP to this process, the server is ended before
     this returns. Errors: ConfigError for settings that cannot be used.
     """
-    engine_config(values)  # a mistake is told by this process, under its own command's name
+    engine_config(values)  # this process reports a mistake, under its own command's name
     flags = [flag(name, values[name]) for name in ALL if values[name] not in (None, (), [])]
     command = own_command("jaxserve", "serve", "--grpc_port=0", "--port=0", *flags)
     variables = {**os.environ, **(environment or {})}

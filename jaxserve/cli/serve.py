@@ -73,7 +73,7 @@ def run(values: dict[str, Any]) -> int:
 
 
 def _registry(text: str | None, config: ServerConfig) -> Any:
-    """Where the registry is; None without one. Errors: ConfigError."""
+    """Returns the address of the registry; None without one. Errors: ConfigError."""
     from jaxserve.server.etcd import EtcdUrl
 
     if text is None:
@@ -94,7 +94,8 @@ def _registration(registry: Any, started: Any) -> Any:
 
 
 def _peers(config: ServerConfig) -> Any:
-    """By what this replica asks others for blocks, and sends its own. Errors: ConfigError."""
+    """Returns the client by which this replica fetches blocks of others, and sends its own. Errors:
+    ConfigError."""
     import grpc
 
     from jaxserve.group.handshake import Certificate

@@ -30,7 +30,7 @@ _HEAD = struct.Struct("<IB")  # bytes of the content, kind
 
 @dataclass(frozen=True)
 class Frame:
-    """What one side said: a kind, of `Kind`, and its content."""
+    """A message of one side: a kind, of `Kind`, and its content."""
 
     kind: int
     content: bytes
@@ -52,7 +52,8 @@ class Channel:
         self._order = threading.Lock()  # of frames: one is sent at a time
 
     def send(self, kind: int, content: bytes = b"") -> None:
-        """Errors: ChannelError where the other side is gone or takes no bytes for a while."""
+        """Sends a message. Errors: ChannelError if the other side is gone or takes no bytes for a
+        while."""
         if len(content) > MAX_FRAME_BYTES:
             raise ChannelError(f"a frame of {len(content)} bytes; the limit is {MAX_FRAME_BYTES}")
         head = _HEAD.pack(len(content), kind)
@@ -114,15 +115,14 @@ class Channel:
 
 
 def free_port(host: str = "") -> int:
-    """A port that nobody listens on just now."""
+    """Returns a port that no process listens on now."""
     with socket.create_server((host, 0)) as server:
         return server.getsockname()[1]
 
 
 def lasting_ports(count: int, host: str = "") -> list[int]:
-    """Different ports that nobody listens on just now, and that no connection is given by chance:
-    they can be had again when the process that listens there starts anew. Errors: OSError where
-    there are not so many."""
+    """Returns different ports that no process listens on now, outside of the range of connections:
+    a process that restarts can listen on them again. Errors: OSError if there are too few."""
     found: list[int] = []
     for port in random.sample(LASTING_PORTS, len(LASTING_PORTS)):
         if len(found) == count:

@@ -1,4 +1,4 @@
-"""Runs the processes of a cluster on this machine: replicas and a conductor, each started anew when
+"""Runs the processes of a cluster on this machine: replicas and a conductor, each restarted when
 it has ended. None outlives this process.
 """
 
@@ -40,7 +40,7 @@ class Task:
 
 class ProcessSet:
     """Keeps tasks running until a signal. environment: variables for all. drain_seconds: that the
-    processes of a stage have to end by themselves. say: hears what happens, for people. poll:
+    processes of a stage have to end by themselves. say: called with what happens, for people. poll:
     called often."""
 
     def __init__(
@@ -115,7 +115,7 @@ class ProcessSet:
         pause = min(MAX_PAUSE_SECONDS, 2.0 ** (task.failures - 2)) if task.failures > 1 else 0.0
         task.start_at = now + pause
         later = f" in {pause:g} s" if pause else ""
-        self._say(f"{task.name} (process {pid}) ended with {code_text(code)}: begins anew{later}")
+        self._say(f"{task.name} (process {pid}) ended with {code_text(code)}: restarts{later}")
         return None
 
     def _drain(self) -> None:

@@ -1,8 +1,8 @@
 """A TCP or TLS connection whose reads and writes end within bounds, and that any thread may close.
 
 The socket does not block: an operation is tried under the connection's lock, and waited for without
-it. So nobody holds the lock for longer than one copy between the kernel and this process, and who
-takes it knows that no operation is under way.
+it. So no thread holds the lock for longer than one copy between the kernel and this process, and
+who takes it knows that no operation is under way.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Connection:
         return self._do(operation, given, select.POLLIN, seconds)
 
     def write(self, operation: Callable[[Given], Done], given: Given, seconds: float) -> Done:
-        """As `read`, for an operation that writes."""
+        """Waits like `read`, for an operation that writes."""
         return self._do(operation, given, select.POLLOUT, seconds)
 
     def _do(

@@ -1,4 +1,4 @@
-"""Where this process stands among its like, as Slurm, mpirun or Kubernetes tell by variables."""
+"""The place of this process in its job, by the variables of Slurm, mpirun or Kubernetes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ HOSTS = re.compile(r"(?:[^,\[\]]|\[[^\[\]]+\])+")
 @dataclass(frozen=True)
 class Place:
     """One of `count` calls of `jaxserve launch` that make a group. leader: host of number 0.
-    local: its number among those on this machine. job: a name that all of them know, '' where there
-    is none. source: who says so."""
+    local: its number among those on this machine. job: a name that all of them know, '' if
+    there is none. source: where this is from."""
 
     index: int
     count: int

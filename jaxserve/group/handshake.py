@@ -1,8 +1,8 @@
 """Two processes prove to each other that they know a secret, over TCP or TLS.
 
 Each sends a code over fresh numbers of both; where the one that listens has a certificate, the code
-covers that too, so that nobody can stand between. What follows on the connection has a key for each
-direction, which nobody else knows.
+covers that too, so that no third party can stand between. What follows on the connection has a key
+for each direction, which no other party knows.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class StrangerError(ChannelError):
 
 @dataclass(frozen=True)
 class Purpose:
-    """What a connection is for; connections of two purposes do not meet.
+    """The purpose of a connection; connections of two purposes do not meet.
 
     magic: the first bytes that the listener sends. listener, scope: words of the errors: who
     listens, and whose secret it is.
@@ -71,7 +71,7 @@ class Certificate:
 
     @classmethod
     def given(cls, certificate: str, key: str) -> Certificate:
-        """As `load`, for files that a setting names. Errors: ConfigError."""
+        """Loads like `load`, from files that a setting names. Errors: ConfigError."""
         try:
             return cls.load(certificate, key)
         except (OSError, ValueError) as error:
@@ -159,8 +159,8 @@ def introduce(
 
 @dataclass(frozen=True)
 class Proofs:
-    """What both sides know of a connection: the secret and the fresh numbers of the listener and of
-    the other one."""
+    """Facts that both sides of a connection know: the secret and the fresh numbers of the listener
+    and of the other side."""
 
     secret: bytes
     purpose: Purpose
@@ -186,7 +186,7 @@ def frame_code(key: bytes, number: int, head: bytes, content: bytes = b"") -> by
 
 
 def _read(connection: socket.socket, size: int, deadline: float) -> bytes:
-    """Errors: OSError where fewer bytes come in time."""
+    """Reads a number of bytes. Errors: OSError if fewer come in time."""
     data = b""
     while len(data) < size:
         connection.settimeout(max(0.001, deadline - time.monotonic()))

@@ -1,8 +1,8 @@
-"""Which device of which process is at which place of the mesh.
+"""Places of the processes' devices in the mesh.
 
 Ranks (tp) stay within a process, lanes (kvp) where they fit, and stages (spp) go across: what
-crosses hosts most often is least. The last stage, which samples, begins on worker 0, which tells
-the leader of the tokens.
+crosses hosts most often is least. The last stage, which samples, begins on worker 0, which sends
+the leader the tokens.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from jaxserve.settings.schema import ConfigError, EngineConfig, MeshConfig
 
 
 def check_processes(config: EngineConfig, processes: int, ranks_across: bool = False) -> None:
-    """Refuses settings of a replica that cannot be on several processes, or not on so many. Errors:
-    ConfigError."""
+    """Refuses settings of a replica that cannot be on several processes, or not on that many.
+    Errors: ConfigError."""
     if config.cache.host_cache_gib:
         raise ConfigError("host_cache_gib", "is for a replica in one process, without launch")
     devices_each(config.mesh, processes, ranks_across)
 
 
 def devices_each(mesh: MeshConfig, processes: int, ranks_across: bool = False) -> int:
-    """How many devices of the mesh each process has. ranks_across: let the ranks of a lane be on
-    several processes. Errors: ConfigError, with the processes that would do, where stages, lanes or
-    ranks cannot be dealt out evenly."""
+    """Returns the number of devices of the mesh for each process. ranks_across: let the ranks of a
+    lane be on several processes. Errors: ConfigError, with the processes that would do, where
+    stages, lanes or ranks cannot be dealt out evenly."""
     fault = _fault(mesh, processes, ranks_across)
     if fault is not None:
         counts = range(1, mesh.devices + 1)

@@ -1,4 +1,5 @@
-"""Who a process is in its group, as its supervisor told it, and what it tells the supervisor."""
+"""A process's identity in its group, passed by its supervisor, and its reports to the
+supervisor."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ class Member:
 
     @property
     def secret(self) -> bytes:
-        """The group's. Errors: ConfigError where there is none."""
+        """The group's secret. Errors: ConfigError if there is none."""
         return checked_secret(os.environ.get(SECRET_VARIABLE, "")).encode()
 
     def environment(self) -> dict[str, str]:
@@ -58,7 +59,7 @@ class Member:
 
 
 def checked_secret(secret: str) -> str:
-    """Errors: ConfigError for a secret that is too short."""
+    """Returns the secret. Errors: ConfigError if it is too short."""
     if len(secret) < MIN_SECRET:
         raise ConfigError("secret", f"{SECRET_VARIABLE} must have at least {MIN_SECRET} characters")
     return secret
@@ -79,7 +80,7 @@ def this_member() -> Member | None:
 
 class Pulse:
     """Tells the supervisor each second that this process lives, and what it does; ends the process
-    when the supervisor is gone. Does nothing where there is no supervisor, and in a process that a
+    when the supervisor is gone. Does nothing without a supervisor, and in a process that a
     member has started without its pipe, such as the server of `bench serve`."""
 
     def __init__(self, member: Member):

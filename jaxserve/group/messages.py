@@ -1,4 +1,4 @@
-"""What the leader of a group and its workers say to each other, and the check of who may join."""
+"""Messages of a group's leader and its workers, and the check of who may join."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Hello:
 
     @classmethod
     def decode(cls, content: bytes) -> Hello:
-        """Errors: ValueError."""
+        """Parses the message. Errors: ValueError."""
         try:
             hello = cls(**json.loads(content))
         except (TypeError, RecursionError) as error:
@@ -64,7 +64,7 @@ class Hello:
 
 
 def shared_settings(config: EngineConfig) -> dict[str, Any]:
-    """The settings by which members of different groups are told apart. In all others workers
+    """Returns the settings that distinguish members of different groups. In all others workers
     follow the leader; see `led_by`."""
     values = values_of(config)
     return {name: values[name] for name in SHARED}
@@ -78,7 +78,7 @@ def led_by(leader: dict[str, Any], own: EngineConfig) -> EngineConfig:
 
 
 def difference(leader: Hello, worker: Hello) -> str | None:
-    """Why a worker cannot join this leader's group; None where it can."""
+    """Returns why a worker cannot join this leader's group; None if it can."""
     for what, ours, theirs in (
         ("version of", leader.versions, worker.versions),
         ("setting", leader.settings, worker.settings),

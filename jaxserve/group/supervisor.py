@@ -1,9 +1,9 @@
-"""Starts the members of a group on this machine, watches them, and starts them anew.
+"""Starts the members of a group on this machine, watches them, and restarts them.
 
 A member is dead when its process has ended, and when it says nothing for a while: it tells each
 second that it lives. When a worker dies, the other workers on this machine are killed, for they
-would wait for it in a collective, and all start anew; the leader goes on and takes them in. When
-the leader dies, all start anew. No member outlives the supervisor.
+would wait for it in a collective, and all restart; the leader goes on and takes them in. When
+the leader dies, all restart. No member outlives the supervisor.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Process(Child):
             self.state = state
 
     def silent(self, now: float) -> bool:
-        """Whether it has said nothing for too long."""
+        """Returns whether it has been silent for too long."""
         return self.heard is not None and now - self.heard > SILENT_SECONDS
 
     def kill(self) -> None:
@@ -88,7 +88,7 @@ class Supervisor:
     """Runs the members of a group on this machine until its command has ended.
 
     members: those of this machine; the leader first, where it is here. command: what each runs.
-    environment: variables for all. say: hears what happens, for people.
+    environment: variables for all. say: called with what happens, for people.
     """
 
     def __init__(
@@ -180,12 +180,12 @@ class Supervisor:
             if leader.code == 0:
                 return self._wait_for_workers()
             return self._again(self._members)
-        if all(process.code == 0 for process in dead):  # the leader has told them to end
+        if all(process.code == 0 for process in dead):  # the leader has asked them to end
             return self._after_the_end(now)
         return self._again([member for member in self._members if not member.leads])
 
     def _fate(self, process: Process, now: float) -> str | None:
-        """Why a member is to be given up; None where it is not."""
+        """Returns why a member is given up; None if it is not."""
         if process.code is not None:
             return f"ended with {code_text(process.code)}"
         return f"has said nothing for {SILENT_SECONDS:g} s" if process.silent(now) else None
@@ -203,7 +203,7 @@ class Supervisor:
         return self._again(self._members)
 
     def _again(self, members: Sequence[Member]) -> int | None:
-        """Starts members anew; an exit code where that has failed too often."""
+        """Restarts members; returns an exit code if that has failed too often."""
         for member in members:
             if member.worker in self._processes:
                 self._processes.pop(member.worker).kill()
@@ -213,7 +213,7 @@ class Supervisor:
             return LOST
         pause = min(MAX_PAUSE_SECONDS, 2.0 ** (self._failures - 1)) if self._failures else 0.0
         self._say(
-            f"starting {', '.join(member.name for member in members)} anew"
+            f"restarting {', '.join(member.name for member in members)}"
             + (f" in {pause:g} s" if pause else "")
         )
         deadline = time.monotonic() + pause
@@ -262,7 +262,7 @@ class Supervisor:
 
 
 def _state(line: bytes) -> str:
-    """What a member says it does; '' where its line is not understood."""
+    """Returns the state that a member reports; '' if its line is not understood."""
     try:
         return str(json.loads(line).get("state", ""))
     except (ValueError, AttributeError):

@@ -108,7 +108,7 @@ class JaxserveEngine(LLMEngine):
         )
 
     async def kv_event_sources(self) -> list[KvEventSource]:
-        """Where Dynamo's worker reads our KV events."""
+        """Returns the addresses at which Dynamo's worker reads our KV events."""
         assert self._publisher is not None
         return [ZmqSource(endpoint=self._publisher.endpoint)]
 

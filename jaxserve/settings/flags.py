@@ -74,7 +74,8 @@ def parse(command: Command, arguments: Sequence[str]) -> Values:
 
 
 def _layered(command: Command, flagged: Values) -> Values:
-    """What flags say, else the environment, else the file. Errors: ConfigError."""
+    """Returns the values of flags, else of the environment, else of the file. Errors:
+    ConfigError."""
     if "config" not in command.options:
         return flagged
     flagged["config"] = flagged["config"] or os.environ.get("JAXSERVE_CONFIG") or None
@@ -99,7 +100,7 @@ def _whole(values: Values) -> Values:
 
 
 def _parsed(command: Command, arguments: Sequence[str]) -> Values:
-    """What the flags say, and the defaults. Errors: UsageError."""
+    """Returns the values of the flags, and the defaults. Errors: UsageError."""
     values = flags.FlagValues()
     values.set_gnu_getopt(True)
     for option in command.options.values():
@@ -245,7 +246,7 @@ class _Parser(flags.ArgumentParser):
 
 
 def _line(option: Option, width: int) -> str:
-    """The flag and its help. Choices that do not fit beside the flag are told in the help."""
+    """The flag and its help. Choices that do not fit beside the flag are listed in the help."""
     left, told = f"  {spelling(option)}", ""
     if len(left) > width:
         left, told = f"  --{option.name}=NAME", f": {', '.join(option.choices)}"
@@ -257,7 +258,7 @@ def _line(option: Option, width: int) -> str:
 
 
 def spelling(option: Option) -> str:
-    """How a flag is typed: --[no]name, --name=one|other, --name=N."""
+    """Returns the spelling of a flag: --[no]name, --name=one|other, --name=N."""
     if option.kind is bool:
         return f"--[no]{option.name}"
     kind: Any = option.kind

@@ -65,7 +65,7 @@ INSTEAD: Mapping[str, str] = {
     "task": "text is generated; there is no other task",
     "runner": "text is generated; there is no other task",
     "scheduling_policy": "--policy=fcfs, or --policy=slack, which heeds priorities and objectives",
-    "preemption_mode": "sequences that lost their pages are computed anew",
+    "preemption_mode": "sequences that lost their pages are computed again",
     "guided_decoding_backend": "there is one; see docs/structured_output.md",
     "structured_outputs_config": "there is one backend; see docs/structured_output.md",
     "max_logprobs": "requests may ask for 20",
@@ -89,5 +89,5 @@ INSTEAD: Mapping[str, str] = {
 
 
 def no_effect(name: str) -> str | None:
-    """Why a flag of other engines has no effect here; None for one that would have one."""
+    """Returns why a flag of other engines has no effect here; None for one that would have one."""
     return NO_EFFECT.get(name) or NO_EFFECT_VALUES.get(name)

@@ -184,7 +184,7 @@ def _at(event: Any) -> str:
 
 
 def _known(lines: Mapping[str, int], options: Mapping[str, Option]) -> bool:
-    """Whether a file has settings at all. Errors: _Refused for a name that is none."""
+    """Returns whether a file has settings at all. Errors: _Refused for a name that is none."""
     known = (options.keys() | _engine_and_server().keys()) - set(OWN)
     for name, line in lines.items():
         if not {name, renamed.spelt(name)} & known and name not in renamed.FLAGS:

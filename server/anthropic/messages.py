@@ -159,7 +159,7 @@ def _object(arguments: str) -> Any:
 
 
 def _stop(reason: str, stop: str | int | None) -> JsonObject:
-    """Why a message has ended, in the protocol's words; '' where it has not."""
+    """Returns the fields that say why a message has ended; reason '': it has not."""
     if reason == "stop":
         reason = "stop_sequence" if isinstance(stop, str) else "end_turn"
     names = {"length": "max_tokens"}

@@ -42,7 +42,7 @@ class Message(OpenModel):
 
 
 class CountRequest(OpenModel):
-    """What /v1/messages/count_tokens takes."""
+    """The body of /v1/messages/count_tokens."""
 
     model: str = Field("", description="'' or absent means the one that is served")
     messages: Annotated[list[Message], FirstFault(), Field(json_schema_extra={"minItems": 1})]
@@ -75,7 +75,7 @@ class CountRequest(OpenModel):
 
 
 class MessagesRequest(CountRequest):
-    """What /v1/messages takes."""
+    """The body of /v1/messages."""
 
     model_config = ConfigDict(json_schema_extra=add_limits)
 

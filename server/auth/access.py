@@ -112,7 +112,7 @@ def presented_key(authorization: str) -> str | None:
 
 
 class KeyUsage:
-    """What the requests of one key take up now. running: requests. queued_tokens: prompt tokens of
+    """Current use of one key by its requests. running: requests. queued_tokens: prompt tokens of
     those without a first token."""
 
     def __init__(self) -> None:
@@ -122,7 +122,8 @@ class KeyUsage:
         self._next_due = float("-inf")
 
     def check(self, limits: Limits, now: float) -> None:
-        """Errors: RequestError, RESOURCE_EXHAUSTED, if one more request exceeds a limit."""
+        """Refuses one more request if it exceeds a limit. Errors: RequestError,
+        RESOURCE_EXHAUSTED."""
         if limits.requests_per_minute is not None:
             # a minute's requests may come at once
             wait = self._next_due - now + 60 / limits.requests_per_minute - 60
@@ -139,8 +140,8 @@ class KeyUsage:
             )
 
     def check_tokens(self, limits: Limits, tokens: int) -> None:
-        """Errors: RequestError if so many more queued prompt tokens exceed the limit;
-        INVALID_ARGUMENT if they do so alone, which no waiting helps."""
+        """Refuses further queued prompt tokens above the limit. Errors: RequestError;
+        INVALID_ARGUMENT if they alone exceed it, which no waiting helps."""
         most = limits.queued_tokens
         if most is None or self.queued_tokens + tokens <= most:
             return
@@ -190,11 +191,11 @@ class Caller:
         return scoped_id.removeprefix(f"{self.name}:") if self.name else scoped_id
 
     def owns_id(self, scoped_id: str) -> bool:
-        """Whether a request is the caller's own."""
+        """Returns whether a request is the caller's own."""
         return scoped_id.startswith(f"{self.name}:")
 
     def is_same(self, other: Caller) -> bool:
-        """Whether both have one key: each may abort, and learn of, the other's requests."""
+        """Returns whether both have one key: each may see and abort the other's requests."""
         return self.name == other.name
 
     def reserve(self, now: float) -> Reservation:
@@ -206,7 +207,7 @@ class Caller:
 
 
 class Reservation:
-    """What one request takes up of its key's limits, until `close`."""
+    """The share of its key's limits that one request takes up, until `close`."""
 
     def __init__(self, caller: Caller):
         self._caller = caller

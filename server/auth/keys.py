@@ -8,7 +8,7 @@
         limits: {requests_per_minute: 600, concurrency: 64, queued_tokens: 2000000}
 
 The file is read again when it changes. One that cannot be used is logged and changes nothing, so
-that a slip of the editor locks nobody out.
+that a slip of the editor locks no caller out.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Keys:
 
     @property
     def changed(self) -> bool:
-        """Whether the file has changed since it was read last. Costs a stat."""
+        """Returns whether the file has changed since it was read. Costs a stat."""
         return self._file is not None and file_signature(self._file) != self._signature
 
     def refresh(self) -> bool:

@@ -139,7 +139,7 @@ def _context(cert: Path, key: Path) -> ssl.SSLContext:
         ) from None
     except ValueError:
         raise ConfigError(
-            "tls_key", f"{key} is encrypted; a server has nobody to ask for the password"
+            "tls_key", f"{key} is encrypted; a server cannot ask for its password"
         ) from None
     return context
 
@@ -149,7 +149,7 @@ def _no_password() -> str:
 
 
 def _expiry(server: ssl.SSLContext, cert: bytes) -> float:
-    """When a certificate expires, in Unix seconds; 0.0 if it has, or is not valid yet.
+    """Returns when a certificate expires, in Unix seconds; 0.0 if it has, or is not valid yet.
 
     Found by a handshake in memory, with a client that trusts this certificate alone. Besides the
     date, which the ssl module tells of a peer only, this checks what clients will: the key's use,

@@ -38,14 +38,14 @@ HEADERS = {
 
 
 class Viewable(Protocol):
-    """What the dashboard asks of a replica."""
+    """A replica as the dashboard uses it."""
 
     def view(self, since: int = 0) -> dict[str, Any]:
         """See `Replica.view`."""
 
 
 class Source(Protocol):
-    """What the dashboard shows: a server's frontend, or anything like it."""
+    """The state that the dashboard shows: a server's frontend, or anything like it."""
 
     @property
     def replica(self) -> Viewable | None:

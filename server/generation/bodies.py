@@ -36,7 +36,7 @@ _CALL_FIELDS = {field.name for field in dataclasses.fields(GenerateCall)} - {"pr
 
 
 class StreamMode(enum.Enum):
-    """Whether a response is streamed, and whether its last chunk, or each, tells the usage."""
+    """Forms of a response: whole, or streamed with usage in the last chunk, in each, or in none."""
 
     OFF = enum.auto()
     WITHOUT_USAGE = enum.auto()
@@ -89,7 +89,8 @@ class PromptRequest(OpenModel):
         None, description="cached prefixes are shared between requests of equal salt only"
     )
     truncate_prompt_tokens: int | None = Field(
-        None, description="as in vLLM: only the prompt's last so many tokens; -1: as many as fit"
+        None,
+        description="as in vLLM: only this number of the prompt's last tokens; -1: as many as fit",
     )
     user: str | None = _IGNORED
 
@@ -156,7 +157,8 @@ class GenerateRequest(PromptRequest):
         None, description="what a router passes between prefill and decode replicas"
     )
     prompt_logprobs: int | None = Field(
-        None, description="as in vLLM: log-probabilities of the prompt's tokens, and so many others"
+        None,
+        description="as in vLLM: log-probabilities of the prompt's tokens, and of this many others",
     )
     return_token_ids: bool | None = Field(
         None, description="as in vLLM: choices have token_ids, and the answer prompt_token_ids"
@@ -202,7 +204,7 @@ class GenerateRequest(PromptRequest):
         return given
 
     def guided(self) -> tuple[Guided | None, str]:
-        """What the output must match, and the field that says so. Errors: RequestError."""
+        """Returns what the output must match, and the field that says so. Errors: RequestError."""
         found = [*self._response_format(), *self._structured_outputs()]
         if len(found) > 1:
             raise RequestError(found[1][1], f"cannot be given beside {found[0][1]}")
@@ -246,7 +248,8 @@ class GenerateRequest(PromptRequest):
         return Slo(ttft, tpot, self.slo_class or None)
 
     def stream_mode(self) -> StreamMode:
-        """Errors: RequestError for stream options without a stream."""
+        """Returns the form of the response. Errors: RequestError for stream options without a
+        stream."""
         if not self.stream:
             if self.stream_options is not None:
                 raise RequestError("stream_options", "is for stream=true")

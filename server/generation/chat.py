@@ -103,7 +103,7 @@ class ChatRequest(GenerateRequest):
 
     @property
     def must_call(self) -> bool:
-        """Whether the output must be a call of a tool."""
+        """True if the output must be a call of a tool."""
         choice = self.tool_choice
         if isinstance(choice, AllowedChoice):
             return choice.allowed_tools.mode == "required"
@@ -125,7 +125,7 @@ class ChatRequest(GenerateRequest):
         return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
 
     def check_tools(self) -> None:
-        """Errors: RequestError for tools of one name, and for a choice that is not among them."""
+        """Refuses tools of one name, and a choice that is not among them. Errors: RequestError."""
         names = [tool.function.name for tool in self.tools or ()]
         if len(set(names)) < len(names):
             raise RequestError("tools", "has two functions of one name")

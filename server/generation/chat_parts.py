@@ -50,7 +50,7 @@ class ChatParts:
         self._choices: dict[int, _Choice] = {}
 
     def open(self, stream: Stream) -> None:
-        """To be called before the first part is read."""
+        """Prepares for the first part; called before it is read."""
         reasoning = self._form.reasoning
         if reasoning is not None and self._tokenizer is not None:
             tail = stream.request.prompt[-PROMPT_TAIL:].tolist()
@@ -71,12 +71,12 @@ class ChatParts:
         return list(self._wanted(choice, choice.reader.flush()))
 
     def calls(self, index: int) -> int:
-        """How many calls of a choice have begun."""
+        """Returns the number of calls of a choice that have begun."""
         return self._choice(index).calls
 
     @property
     def reasoning_tokens(self) -> int:
-        """How many tokens of all choices are of reasoning, without the marks around it."""
+        """Number of tokens of reasoning in all choices, without the marks around it."""
         return sum(_tokens_of(each.thoughts, each.pieces) for each in self._choices.values())
 
     def _choice(self, index: int) -> _Choice:
@@ -100,7 +100,7 @@ class ChatParts:
 
 
 def _tokens_of(texts: Sequence[str], pieces: Sequence[bytes]) -> int:
-    """How many tokens hold a part of these texts, which stand in them one after the other."""
+    """Returns the number of tokens with a part of these texts, which follow each other in them."""
     whole = b"".join(pieces)
     ends = list(itertools.accumulate(map(len, pieces)))
     place = 0
@@ -115,7 +115,7 @@ def _tokens_of(texts: Sequence[str], pieces: Sequence[bytes]) -> int:
 
 
 def output_format(frontend: Frontend, body: ChatRequest) -> OutputFormat:
-    """What the completions of a chat may hold."""
+    """Returns the format of a chat's completions."""
     schemas = {tool.function.name: tool.function.parameters or {} for tool in body.usable_tools}
     if body.must_call:
         return OutputFormat(tools=FORCED, schemas=schemas, forced=True)

@@ -20,8 +20,8 @@ REMOTE = {"do_remote_decode": "remote decode", "do_remote_prefill": "remote pref
 
 
 def check(params: JsonObject | None) -> None:
-    """Errors: RequestError for an object that is too large, or that asks for what this replica
-    cannot do."""
+    """Refuses an object that is too large, or that asks for what this replica cannot do. Errors:
+    RequestError."""
     if params is None:
         return
     chars = len(json.dumps(params))

@@ -81,7 +81,7 @@ class ResponseWriter(Protocol):
         """The usage of all prompts and completions, of which these are the ends."""
 
     def failed(self, error: RequestError) -> JsonObject:
-        """What ends a stream that failed."""
+        """Returns the last event of a stream that failed."""
 
 
 async def respond(

@@ -1,8 +1,8 @@
 """Fields of a body that the protocol's models here do not have.
 
-Clients send fields of other servers and of newer protocols. They have no effect and are told of: in
-the header `x-jaxserve-ignored` of the answer, and once each in the log. `--strict_fields` refuses
-them instead.
+Clients send fields of other servers and of newer protocols. They have no effect and are reported:
+in the header `x-jaxserve-ignored` of the answer, and once each in the log. `--strict_fields`
+refuses them instead.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class UnknownFields:
-    """What is done about unknown fields. strict: they are refused."""
+    """Reports unknown fields, or refuses them. strict: refuse."""
 
     def __init__(self, strict: bool):
         self._strict = strict

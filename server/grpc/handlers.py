@@ -67,8 +67,8 @@ def parse(kind: type[Message], max_bytes: int, data: bytes) -> Message | Request
 
 
 def _has_unknown_fields(kind: type[Message], data: bytes, message: Message) -> bool:
-    """Whether a large message has unknown fields; drops them. There may be millions, so this
-    compares sizes rather than making an object of each."""
+    """Drops the unknown fields of a large message; returns whether there were any. There may be
+    millions, so this compares sizes rather than making an object of each."""
     message.DiscardUnknownFields()
     size = message.ByteSize()
     # it may also shrink because the caller has not written it in the shortest form

@@ -55,7 +55,7 @@ def generate_call(message: pb.GenerateRequest, timeout: float | None) -> Generat
 
 
 def guided_of(message: pb.Guided) -> Guided | None:
-    """What the output must match; None if it is free."""
+    """Returns what the output must match; None if it is free."""
     match message.WhichOneof("kind"):
         case None:
             return None

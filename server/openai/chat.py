@@ -81,7 +81,7 @@ class ChatWriter:
             yield chunk
 
     def _deltas(self, index: int, parts: Sequence[Part]) -> list[JsonObject]:
-        """What the newest parts add to a choice's message."""
+        """Returns what the newest parts add to a choice's message."""
         begun = sum(isinstance(part, CallBegin) for part in parts)
         call = self._parts.calls(index) - begun - 1  # the number of the newest before these
         deltas = []
@@ -146,7 +146,8 @@ class ChatWriter:
 
 
 def _delta(part: Part, call: int) -> JsonObject:
-    """What a part adds to a message. call: the number of the call that it belongs to, if any."""
+    """Returns what a part adds to a message. call: the number of the call that it belongs to, if
+    any."""
     match part:
         case Text():
             return {"content": part.text}

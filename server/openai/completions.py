@@ -70,12 +70,12 @@ def completion_calls(body: CompletionRequest, headers: Mapping[str, str]) -> lis
 
 
 def _chooses(body: CompletionRequest) -> bool:
-    """Whether more completions are made than shown."""
+    """Returns whether more completions are made than shown."""
     return body.best_of is not None and body.best_of > (body.n or 1)
 
 
 def _check_best_of(body: CompletionRequest) -> None:
-    """Errors: RequestError where `best_of` is below `n`, or its choice would be streamed."""
+    """Refuses `best_of` below `n`, and streaming of its choice. Errors: RequestError."""
     if body.best_of is not None and body.best_of < (body.n or 1):
         raise RequestError("best_of", f"{body.best_of} is below n, {body.n or 1}")
     if _chooses(body) and body.stream:
@@ -83,8 +83,8 @@ def _check_best_of(body: CompletionRequest) -> None:
 
 
 def _prompt_logprobs(body: CompletionRequest) -> int | None:
-    """How many log-probabilities the prompt's tokens need. Errors: RequestError for two numbers of
-    them."""
+    """Returns the number of log-probabilities for each token of the prompt. Errors: RequestError
+    for two different numbers."""
     if not body.echo or body.logprobs is None:
         return body.prompt_logprobs
     if body.prompt_logprobs not in (None, body.logprobs):
@@ -201,7 +201,7 @@ class CompletionWriter:
         return {**self.head, "choices": [choice]}
 
     def _best(self, group: Sequence[Completion]) -> Sequence[Completion]:
-        """Those that are shown: all, or the n whose tokens have the highest mean
+        """Returns the completions to show: all, or the n whose tokens have the highest mean
         log-probability."""
         if not _chooses(self._body):
             return group

@@ -27,7 +27,7 @@ INLINE_VALUES = 4096  # more numbers than these are written in a thread
 class EmbeddingsRequest(EmbedRequest):
     input: PromptField = Field(...)
     dimensions: int | None = Field(
-        None, description="only the first so many numbers of each embedding"
+        None, description="only this number of the first numbers of each embedding"
     )
     encoding_format: Literal["float", "base64"] | None = None
     normalize: bool | None = Field(
@@ -35,7 +35,7 @@ class EmbeddingsRequest(EmbedRequest):
     )
 
     def inputs(self) -> list[Input]:
-        """Errors: RequestError."""
+        """Returns the inputs with their fields. Errors: RequestError."""
         special = self.add_special_tokens is not False
         prompts = prompts_of("input", self.input, MAX_INPUTS, special)
         if len(prompts) == 1:

@@ -15,8 +15,8 @@ QUOTED = 300  # characters of what a server says that is no error of the protoco
 
 
 def chunk_of(line: str) -> Mapping[str, Any] | None:
-    """The chunk in a line of a stream; None where there is none. Errors: RequestError for one that
-    tells of an error."""
+    """Returns the chunk in a line of a stream, if it has one. Errors: RequestError for a chunk with
+    an error."""
     data = line.removeprefix("data:").strip()
     if not line.startswith("data:") or data == "[DONE]":
         return None
@@ -43,7 +43,7 @@ def first_model(answer: httpx.Response) -> Mapping[str, Any]:
 
 
 def error_message(answer: httpx.Response) -> str:
-    """What an answer with an error, which was read, says."""
+    """Returns the message of an answer with an error, which was read."""
     try:
         return str(answer.json()["error"]["message"])
     except (ValueError, LookupError, TypeError):

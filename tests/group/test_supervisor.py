@@ -131,7 +131,7 @@ def test_after_a_worker_died_all_workers_start_anew_and_the_leader_goes_on(group
     assert running.pids("leader") == [before["leader"]]
     assert gone(pid for name, pid in before.items() if name != "leader")
     assert f"worker 1 (process {before['worker1']}) ended with SIGKILL" in running.said
-    assert "starting worker 0, worker 1, worker 2 anew" in running.said
+    assert "restarting worker 0, worker 1, worker 2" in running.said
     running.order("leader", "exit", "0")
     assert running.code() == 0
 
@@ -164,7 +164,7 @@ def test_after_the_leader_died_or_hung_all_start_anew(group, number):
     running.started(2)
     assert gone(before)
     running.ready(2)
-    assert "starting leader, worker 0, worker 1 anew" in running.said
+    assert "restarting leader, worker 0, worker 1" in running.said
 
 
 def test_a_leader_that_ends_because_a_group_is_lost_is_started_anew(group):

@@ -29,7 +29,7 @@ FILES = 4096  # descriptors: fewer are a warning
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """What was looked at, how it is, and where it is not well what to do."""
+    """A subject that was checked, its state, and what to do if it is not well."""
 
     name: str
     state: str
@@ -87,7 +87,7 @@ def _port(name: str, host: str, port: int) -> Check:
 
 
 def folders(config: EngineConfig) -> Iterator[Check]:
-    """Where models, profiles and compiled programs are kept."""
+    """Checks the folder of models, profiles and compiled programs."""
     root = cache_folder()
     advice = "or set JAXSERVE_CACHE to a folder of your own"
     for name in ("models", "profiles"):

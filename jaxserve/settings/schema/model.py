@@ -30,5 +30,5 @@ class ModelSource(Settings):
         low=2,
     )
     served_model_name: tuple[str, ...] = option(
-        (), "name by which requests call the model, the first one is told; default: model"
+        (), "name by which requests call the model, answers have the first one; default: model"
     )

@@ -16,7 +16,7 @@ from jaxserve.settings.schema.objectives import Objectives, objectives_by_class
 
 @dataclass(frozen=True)
 class SchedulerConfig(Objectives):
-    """How requests are scheduled. Its own objectives are those of requests that name no class."""
+    """Settings of the scheduler. Its own objectives are those of requests that name no class."""
 
     policy: str = option(
         "fcfs",
@@ -40,8 +40,7 @@ class SchedulerConfig(Objectives):
     )
     min_chunk: int = option(
         64,
-        "smallest prefill chunk in tokens; chunks that share a step are computed in rows of so "
-        "many",
+        "smallest prefill chunk in tokens, and the length of the rows of chunks that share a step",
         low=1,
     )
     sharing: float = option(

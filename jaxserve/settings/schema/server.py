@@ -16,7 +16,7 @@ REASONING_PARSERS = ("auto", "none", "think", "mistral", "seed", "harmony")
 
 @dataclass(frozen=True)
 class ServerConfig(Settings):
-    """Where a server listens, whom it serves, and how much it takes."""
+    """Settings of a server: addresses, callers, limits."""
 
     host: str = option(
         "127.0.0.1",
@@ -151,5 +151,5 @@ class ServerConfig(Settings):
 
     @property
     def asks_for_keys(self) -> bool:
-        """Whether callers must have an API key."""
+        """True if callers must have an API key."""
         return self.api_keys is not None or bool(self.api_key)

@@ -220,7 +220,7 @@ class ResponsesWriter:
         begin = made.find(wanted)
         message = kind == "message"
         if begin < 0 and not message:
-            return []  # arguments that a parser wrote anew: the next text is found behind them
+            return []  # arguments that a parser rewrote: the next text is found behind them
         if begin < 0:  # bytes that are no text are shown as others
             begin, wanted = 0, made
         ends = list(itertools.accumulate(len(token["bytes"]) for token in pending))
