@@ -348,6 +348,11 @@ class Listener:
         # number above is small; how many may wait is set again
         self._socket.listen(BACKLOG)
 
+    @property
+    def connections(self) -> int:
+        """Number of open connections."""
+        return len(self._server.server_state.connections)
+
     async def stop(self) -> None:
         self._server.should_exit = True
         await self._task

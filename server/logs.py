@@ -27,7 +27,7 @@ MAX_ERROR_CHARS = 300  # of an exception's text, which may quote what it failed 
 UNQUOTED = re.compile(r"[^\s\"=]+")
 
 log = logging.getLogger("jaxserve.requests")
-_request: ContextVar[tuple[str, str]] = ContextVar("request", default=("", ""))
+current_ids: ContextVar[tuple[str, str]] = ContextVar("request", default=("", ""))
 
 
 def setup(format: str, level: str) -> None:
@@ -51,12 +51,12 @@ def setup(format: str, level: str) -> None:
 def bound(request_id: str, trace_id: str = "") -> Iterator[None]:
     """Adds a request's id to the lines logged inside, by this task or thread and those it
     starts."""
-    token = _request.set((request_id, trace_id))
+    token = current_ids.set((request_id, trace_id))
     try:
         yield
     finally:
         with contextlib.suppress(ValueError):  # entered in another task
-            _request.reset(token)
+            current_ids.reset(token)
 
 
 def log_ended(
@@ -100,7 +100,7 @@ def log_ended(
         extra={
             "fields": known,
             "request_id": request.id,
-            "trace_id": trace_id or _request.get()[1],
+            "trace_id": trace_id or current_ids.get()[1],
         },
     )
 
@@ -162,7 +162,7 @@ def _time(record: logging.LogRecord) -> str:
 
 
 def _request_ids(record: logging.LogRecord) -> dict[str, str | None]:
-    request_id, trace_id = _request.get()
+    request_id, trace_id = current_ids.get()
     return {
         "request_id": getattr(record, "request_id", "") or request_id or None,
         "trace_id": getattr(record, "trace_id", "") or trace_id or None,

@@ -293,6 +293,11 @@ class Server:
         conductors = self._replica_service
         return len(self.frontend.streams) + (0 if conductors is None else conductors.requests)
 
+    @property
+    def http_connections(self) -> int:
+        """Number of open connections to the HTTP ports."""
+        return sum(listener.connections for listener in self._listeners)
+
     async def stop(self) -> None:
         """Closes all ports and connections."""
         for watcher in self._watchers:
@@ -436,11 +441,19 @@ class Background:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        with contextlib.suppress(RuntimeError):  # it ended by itself
-            self._loop.call_soon_threadsafe(self._stop.set)
+        self.stop()
         self._thread.join()
         if self._error is not None and kind is None:
             raise self._error
+
+    def call_soon(self, work: Callable[[], object]) -> None:
+        """Runs work on the server's thread; does nothing if it has ended."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(work)
+
+    def stop(self) -> None:
+        """Begins to stop, as SIGTERM does, without waiting."""
+        self.call_soon(lambda: self._stop.set())
 
     def wait_ready(self) -> None:
         """Returns once requests are accepted. Errors: what building the replica raised."""

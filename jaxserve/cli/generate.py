@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import sys
 from collections.abc import Iterable, Sequence
@@ -54,9 +55,9 @@ def run(values: dict[str, Any]) -> int:
     from jaxserve.llm import LLM, PromptError
 
     with LLM(**{name: values[name] for name in ALL}, progress=sys.stderr.isatty()) as llm:
-        show = (
-            _Live() if not values["json"] and sum(line.sampling.n for line in lines) == 1 else None
-        )
+        show = None
+        if not values["json"] and sum(line.sampling.n for line in lines) == 1:
+            show = _Live()
         try:
             completions = llm.generate(
                 [line.prompt for line in lines],
@@ -88,7 +89,7 @@ def read(values: dict[str, Any]) -> list[InputLine]:
             InputLine(values["prompt"], SamplingParams.make(**defaults), values["class_name"], "")
         ]
     SamplingParams.make(**defaults)
-    name = values["input"] if values["input"] != "-" else "standard input"
+    name = {"-": "standard input"}.get(values["input"], values["input"])
     try:
         with sys.stdin if values["input"] == "-" else open(name, encoding="utf-8") as file:
             lines = [
@@ -116,12 +117,11 @@ def parse(
     if not isinstance(fields, dict):
         raise RequestError("", f"{place}: must be an object with a prompt")
     given = [name for name in PROMPTS if name in fields]
-    if len(given) != 1:
-        raise RequestError(
-            "",
-            f"{place}: must have one of {', '.join(PROMPTS)}"
-            + (f", not {' and '.join(given)}" if given else ""),
-        )
+    if not given:
+        raise RequestError("", f"{place}: must have one of {', '.join(PROMPTS)}")
+    if len(given) > 1:
+        one_of = ", ".join(PROMPTS)
+        raise RequestError("", f"{place}: must have one of {one_of}, not {' and '.join(given)}")
     for name in fields:
         if name not in KNOWN:
             raise RequestError("", f"{place}: unknown field {name!r}; known are {', '.join(KNOWN)}")
@@ -185,16 +185,14 @@ class _Live:
 
 
 def _print(lines: Iterable[InputLine], completions: Iterable[Completion]) -> None:
-    rest = iter(completions)
+    remaining = iter(completions)
     for line in lines:
-        for _ in range(line.sampling.n):
-            completion = next(rest)
-            which = f"{line.place} " if line.place else ""
-            number = f"completion {completion.index} " if line.sampling.n > 1 else ""
-            print(
-                f"--- {which}{number}({completion.usage.completion} tokens, "
-                f"{completion.reason})\n{completion.text}"
-            )
+        for completion in itertools.islice(remaining, line.sampling.n):
+            words = ["---", line.place]
+            if line.sampling.n > 1:
+                words.append(f"completion {completion.index}")
+            words.append(f"({completion.usage.completion} tokens, {completion.reason})")
+            print(" ".join(filter(None, words)), completion.text, sep="\n")
 
 
 COMMAND = Command(

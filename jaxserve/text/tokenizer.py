@@ -206,7 +206,7 @@ class Detokenizer:
 def _pieces(library: tokenizers.Tokenizer) -> tuple[list[bytes], bool]:
     """Returns the bytes of each id, and whether a leading space is stripped from a text."""
     byte_level, strips = _decoder_kind(library)
-    alphabet = {char: byte for byte, char in enumerate(_byte_alphabet())}
+    alphabet = {char: byte for byte, char in enumerate(byte_alphabet())}
     vocabulary = library.get_vocab(with_added_tokens=True)
     pieces = [b""] * (max(vocabulary.values(), default=-1) + 1)
     for token, i in vocabulary.items():
@@ -243,7 +243,7 @@ def _decoder_kind(library: tokenizers.Tokenizer) -> tuple[bool, bool]:
     )
 
 
-def _byte_alphabet() -> list[str]:
+def byte_alphabet() -> list[str]:
     """The character that byte-level vocabularies write for each byte: itself where it is printable,
     else one from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}

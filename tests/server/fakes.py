@@ -25,7 +25,7 @@ from jaxserve.scheduling import Load
 from jaxserve.scheduling.events import EventBus, Rejected
 from jaxserve.settings.schema import EngineConfig
 from jaxserve.text.chat_template import ChatTemplate
-from jaxserve.text.tokenizer import _byte_alphabet
+from jaxserve.text.tokenizer import byte_alphabet
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = f"00-{TRACE}-00f067aa0ba902b7-01"  # a caller's traceparent
@@ -93,7 +93,7 @@ class FakeTokenizer:
 
     def to_json(self) -> str:
         """As a tokenizer of the library: a token for each byte."""
-        alphabet = _byte_alphabet()
+        alphabet = byte_alphabet()
         vocabulary = {alphabet[byte]: byte for byte in range(256)} | {"<end>": EOS}
         library = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
         library.decoder = tokenizers.decoders.ByteLevel()

@@ -28,7 +28,7 @@ def ask(name: str = "") -> health_pb2.HealthCheckRequest:
 
 def turn(served, state: str) -> None:
     """As an operator does."""
-    served.server._loop.call_soon_threadsafe(setattr, served.server.server.frontend, "state", state)
+    served.server.call_soon(lambda: setattr(served.server.server.frontend, "state", state))
 
 
 def test_who_watches_hears_every_change(serve):
@@ -118,7 +118,9 @@ def test_who_watches_and_does_not_read_holds_up_nobody():
         check = health_pb2_grpc.HealthStub(channel).Check
         with watching_unread(server.server.ports["grpc"]):
             for state, status in ((DRAINING, DOWN), (SERVING, UP), (DRAINING, DOWN), (SERVING, UP)):
-                server._loop.call_soon_threadsafe(setattr, server.server.frontend, "state", state)
+                server.call_soon(
+                    lambda state=state: setattr(server.server.frontend, "state", state)
+                )
                 eventually(lambda status=status: check(ask(), timeout=5).status == status, 10.0)
             ending.start()
             ending.join(15)

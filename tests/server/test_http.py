@@ -282,7 +282,7 @@ def test_draining_ends_no_stream_and_takes_no_new_one(serve):
     for thread in threads:
         thread.start()
     eventually(lambda: len(served.engine.requests) == 50)
-    served.server._loop.call_soon_threadsafe(served.server._stop.set)
+    served.server.stop()
     eventually(lambda: served.server.server.frontend.state == "stopping")
     assert httpx.post(f"{url}/v1/completions", json={"prompt": "hi"}).status_code == 503
     assert (
@@ -311,7 +311,7 @@ def test_lines_about_a_request_are_not_in_the_name_of_the_one_before(serve, monk
     monkeypatch.setattr(
         logs,
         "log_ended",
-        lambda *rest, trace_id="", **more: seen.append(trace_id or logs._request.get()[1]),
+        lambda *rest, trace_id="", **more: seen.append(trace_id or logs.current_ids.get()[1]),
     )
     there = http.client.HTTPConnection("127.0.0.1", serve().server.server.ports["http"], timeout=10)
     body = b" " * 70_000 + json.dumps({"prompt": "hi", "max_tokens": 2}).encode()
@@ -353,8 +353,7 @@ def test_answers_that_nobody_reads_are_cut_off(serve):
     with contextlib.suppress(OSError):
         for _ in range(20_000):
             there.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n")
-    (listener,) = served.server.server._listeners
-    eventually(lambda: not listener._server.server_state.connections, 10)
+    eventually(lambda: served.server.server.http_connections == 0, 10)
     assert well(served)
 
 

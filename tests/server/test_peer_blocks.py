@@ -82,7 +82,7 @@ class Source:
         server = ReplicaService(secret, blocks=self.service)
         self.address = f"127.0.0.1:{server.start('127.0.0.1:0')}"
         stack.callback(self.transfer.close)
-        stack.callback(server._server.stop, 0)
+        stack.callback(server.stop)
 
     def of(self, request_id: str = "") -> KvSource:
         return KvSource(self.address, 1000, request_id)

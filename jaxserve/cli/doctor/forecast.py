@@ -132,6 +132,6 @@ def shown(count: int) -> str:
 def seconds(time: float | None) -> str:
     if time is None:
         return "-"
-    return (
-        f"{time * 1e3:.3g} ms" if time < 1 else f"{time:.3g} s" if time < 1000 else f"{time:.0f} s"
-    )
+    if time < 1:
+        return f"{time * 1e3:.3g} ms"
+    return f"{time:.3g} s" if time < 1000 else f"{time:.0f} s"
