@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field
 
 from jaxserve.api.errors import RequestError
 from jaxserve.server.generation.chat import ChatRequest
-from jaxserve.server.generation.fields import FirstFault, OpenModel, add_limits
+from jaxserve.server.generation.fields import FirstFault, OpenModel, add_limits, text_in
 from jaxserve.server.json_body import JsonObject
 
 # of content that models need not see again
@@ -52,20 +52,22 @@ class CountRequest(OpenModel):
     thinking: Thinking | None = None
 
     def as_chat(self) -> ChatRequest:
-        """The chat that this asks for. Errors: RequestError."""
-        return ChatRequest.of(self._chat_fields())
-
-    def _chat_fields(self) -> JsonObject:
+        """Returns the chat that this asks for. Errors: RequestError."""
         choice = self.tool_choice
         thinks = self.thinking is None or self.thinking.type != "disabled"
-        return {
-            "model": self.model,
-            "messages": list(self._messages()),
-            "tools": [_chat_tool(tool) for tool in self.tools] if self.tools else None,
-            "tool_choice": _chat_choice(choice),
-            "parallel_tool_calls": not (choice and choice.disable_parallel_tool_use),
-            "chat_template_kwargs": {} if thinks else {"enable_thinking": False},
-        }
+        return ChatRequest.of(
+            self,
+            messages=list(self._messages()),
+            tools=[_chat_tool(tool) for tool in self.tools or ()],
+            tool_choice=_chat_choice(choice),
+            parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
+            chat_template_kwargs={} if thinks else {"enable_thinking": False},
+            **self._renamed(),
+        )
+
+    def _renamed(self) -> JsonObject:
+        """Returns the chat's fields that have other names here."""
+        return {}
 
     def _messages(self) -> Iterator[JsonObject]:
         if self.system:
@@ -90,18 +92,8 @@ class MessagesRequest(CountRequest):
     metadata: dict[str, Any] | None = Field(None, description="has no effect")
     service_tier: str | None = Field(None, description="has no effect")
 
-    def _chat_fields(self) -> JsonObject:
-        return {
-            **super()._chat_fields(),
-            "max_completion_tokens": self.max_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "stop": self.stop_sequences,
-            "stream": self.stream,
-            "request_id": self.request_id,
-            "cache_salt": self.cache_salt,
-        }
+    def _renamed(self) -> JsonObject:
+        return {"stop": self.stop_sequences}
 
 
 def _chat_tool(tool: ClientTool) -> JsonObject:
@@ -136,12 +128,12 @@ def _chat_messages(message: Message, where: str) -> Iterator[JsonObject]:
         place = f"{where}.content.{number}"
         kind = block.get("type")
         if kind == "text":
-            texts.append(_string(block, "text", place))
+            texts.append(text_in(block, "text", place))
         elif kind == "tool_use" and message.role == "assistant":
             calls.append(_chat_call(block, place))
         elif kind == "tool_result" and message.role == "user":
             content = _text(block.get("content") or "", f"{place}.content")
-            id = _string(block, "tool_use_id", place)
+            id = text_in(block, "tool_use_id", place)
             yield {"role": "tool", "tool_call_id": id, "content": content}
         elif kind not in UNSEEN_BLOCKS:
             raise RequestError(f"{place}.type", f"{kind!a:.50} cannot be taken in a message here")
@@ -153,8 +145,8 @@ def _chat_messages(message: Message, where: str) -> Iterator[JsonObject]:
 def _chat_call(block: Mapping[str, Any], where: str) -> JsonObject:
     if not isinstance(block.get("input"), dict):
         raise RequestError(f"{where}.input", "must be an object")
-    function = {"name": _string(block, "name", where), "arguments": json.dumps(block["input"])}
-    return {"id": _string(block, "id", where), "type": "function", "function": function}
+    function = {"name": text_in(block, "name", where), "arguments": json.dumps(block["input"])}
+    return {"id": text_in(block, "id", where), "type": "function", "function": function}
 
 
 def _text(content: str | Sequence[Mapping[str, Any]], where: str) -> str:
@@ -168,11 +160,5 @@ def _text(content: str | Sequence[Mapping[str, Any]], where: str) -> str:
         place = f"{where}.{number}"
         if not isinstance(block, dict) or block.get("type") != "text":
             raise RequestError(place, "must be a block of type text")
-        texts.append(_string(block, "text", place))
+        texts.append(text_in(block, "text", place))
     return "\n".join(texts)
-
-
-def _string(block: Mapping[str, Any], name: str, where: str) -> str:
-    if not isinstance(block.get(name), str):
-        raise RequestError(f"{where}.{name}", "must be a text")
-    return block[name]

@@ -86,10 +86,13 @@ class ChatRequest(GenerateRequest):
     include_reasoning: bool | None = Field(None, description="whether answers have reasoning")
 
     @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> ChatRequest:
-        """A chat that another protocol's body asks for. Errors: RequestError."""
+    def of(cls, body: OpenModel, **fields: Any) -> ChatRequest:
+        """Returns the chat that another protocol's body asks for: its fields of equal names, and
+        these instead of others. Errors: RequestError."""
+        same = type(body).model_fields.keys() & cls.model_fields.keys()
+        given = {name: getattr(body, name) for name in same}
         try:
-            return cls.model_validate(fields)
+            return cls.model_validate({**given, **fields})
         except ValidationError as error:
             raise first_fault(error.errors()[0]) from None
 

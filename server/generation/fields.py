@@ -6,12 +6,13 @@ its bounds from the same ranges.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, WithJsonSchema
 from pydantic_core import core_schema
 
-from jaxserve.api.errors import Range
+from jaxserve.api.errors import Range, RequestError
 from jaxserve.api.request import MAX_ID_CHARS, MAX_RETENTION, PRIORITY
 from jaxserve.api.sampling import (
     BIAS,
@@ -121,3 +122,10 @@ def schema_in(field: str) -> ConfigDict:
     json_schema."""
     of_type: JsonObject = {"properties": {"type": {"const": "json_schema"}}, "required": ["type"]}
     return ConfigDict(json_schema_extra={"if": of_type, "then": {"required": [field]}})
+
+
+def text_in(entry: Mapping[str, Any], name: str, where: str) -> str:
+    """Returns the text under a name in an entry of a list. Errors: RequestError."""
+    if not isinstance(entry.get(name), str):
+        raise RequestError(f"{where}.{name}", "must be a text")
+    return entry[name]

@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field
 
 from jaxserve.api.errors import RequestError
 from jaxserve.server.generation.chat import ChatRequest
-from jaxserve.server.generation.fields import OpenModel, add_limits, schema_in
+from jaxserve.server.generation.fields import OpenModel, add_limits, schema_in, text_in
 from jaxserve.server.json_body import JsonObject
 
 MAX_ITEMS = 10_000
@@ -112,29 +112,20 @@ class ResponsesRequest(OpenModel):
         return self.input
 
     def as_chat(self, earlier: Sequence[JsonObject] = ()) -> ChatRequest:
-        """The chat that this asks for. earlier: items of the conversation that it continues.
-        Errors: RequestError."""
+        """Returns the chat that this asks for. earlier: items of the conversation that it
+        continues. Errors: RequestError."""
         if self.top_logprobs and not self.wants_logprobs:
             raise RequestError("top_logprobs", f"needs include: [{LOGPROBS!r}]")
-        fields: JsonObject = {
-            "model": self.model,
-            "request_id": self.request_id,
-            "messages": _messages(self.instructions, earlier, self.input_items),
-            "max_completion_tokens": self.max_output_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "logprobs": self.wants_logprobs or None,
-            "top_logprobs": self.top_logprobs,
-            "stream": self.stream,
-            "parallel_tool_calls": self.parallel_tool_calls,
-            "reasoning_effort": self.reasoning.effort if self.reasoning else None,
-            "cache_salt": self.cache_salt,
-            "prompt_cache_retention": self.prompt_cache_retention,
-            "tools": [_chat_tool(tool) for tool in self.tools] if self.tools else None,
-            "tool_choice": _chat_choice(self.tool_choice),
-            "response_format": _chat_format(self.text),
-        }
-        return ChatRequest.of(fields)
+        return ChatRequest.of(
+            self,
+            messages=_messages(self.instructions, earlier, self.input_items),
+            max_completion_tokens=self.max_output_tokens,
+            logprobs=self.wants_logprobs or None,
+            reasoning_effort=self.reasoning and self.reasoning.effort,
+            tools=[_chat_tool(tool) for tool in self.tools or ()],
+            tool_choice=_chat_choice(self.tool_choice),
+            response_format=_chat_format(self.text),
+        )
 
 
 def _chat_tool(tool: FunctionTool) -> JsonObject:
@@ -183,15 +174,15 @@ def _add_item(messages: list[JsonObject], item: Mapping[str, Any], where: str) -
             content = _text(item.get("content"), f"{where}.content")
             messages.append({"role": role, "content": content})
         case "function_call":
-            call = {"name": _string(item, "name", where)}
-            call["arguments"] = _string(item, "arguments", where)
-            made = {"id": _string(item, "call_id", where), "type": "function", "function": call}
+            call = {"name": text_in(item, "name", where)}
+            call["arguments"] = text_in(item, "arguments", where)
+            made = {"id": text_in(item, "call_id", where), "type": "function", "function": call}
             if not (messages and messages[-1]["role"] == "assistant"):
                 messages.append({"role": "assistant", "content": ""})
             messages[-1].setdefault("tool_calls", []).append(made)
         case "function_call_output":
             content = _text(item.get("output"), f"{where}.output")
-            id = _string(item, "call_id", where)
+            id = text_in(item, "call_id", where)
             messages.append({"role": "tool", "tool_call_id": id, "content": content})
         case "reasoning":
             pass  # models do not see their earlier thoughts
@@ -212,9 +203,3 @@ def _text(content: Any, where: str) -> str:
             raise RequestError(where, f"has a part that is none of {', '.join(TEXT_PARTS)}")
         texts.append(part["text"])
     return "".join(texts)
-
-
-def _string(item: Mapping[str, Any], name: str, where: str) -> str:
-    if not isinstance(item.get(name), str):
-        raise RequestError(f"{where}.{name}", "must be a text")
-    return item[name]
