@@ -242,9 +242,9 @@ class _Run:
             self._collectors[number].add(output)
 
 
-def _for_each(name: str, given: Any, kind: Any, count: int) -> list[Any]:
+def _for_each(name: str, values: Any, kind: Any, count: int) -> list[Any]:
     """Returns one value for each prompt, from one for all or from a list of them."""
-    each = [given] * count if isinstance(given, kind) else list(given)
+    each = [values] * count if isinstance(values, kind) else list(values)
     if len(each) != count:
         raise RequestError(name, f"has {len(each)} entries for {count} prompts")
     return each

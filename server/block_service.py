@@ -84,12 +84,12 @@ class BlockService(rpc.BlocksServicer):
         asked: Iterator[pb.BlocksAsked],
         context: grpc.ServicerContext,
     ) -> Iterator[pb.BlocksTold]:
-        own = ReplicaProof(self._secret)
+        ours = ReplicaProof(self._secret)
         with handshake_time(context):
             hello = next(asked, pb.BlocksAsked()).hello
-            yield pb.BlocksTold(challenge=own.challenge)
-            given = next(asked, pb.BlocksAsked()).proof
-        proof = own.answer(hello, given, context)
+            yield pb.BlocksTold(challenge=ours.challenge)
+            answer = next(asked, pb.BlocksAsked()).proof
+        proof = ours.answer(hello, answer, context)
         yield pb.BlocksTold(ready=pb.Ready(proof=proof, block_bytes=exporter.block_bytes))
 
 
@@ -164,15 +164,18 @@ class _Sending:
         if first is None:
             return
         want = first.want
-        keys = [want.keys[at : at + KEY_BYTES] for at in range(0, len(want.keys), KEY_BYTES)]
+        keys = [
+            want.keys[position : position + KEY_BYTES]
+            for position in range(0, len(want.keys), KEY_BYTES)
+        ]
         self._request_id = want.request_id
         self._exporter.want(keys)
         try:
-            at = 0
+            position = 0
             for message in iter(self._heard.get, None):
                 batch = message.batch
-                mine = keys[at : at + batch.blocks]
-                at += len(mine)
+                mine = keys[position : position + batch.blocks]
+                position += len(mine)
                 window = Window(batch.peer, batch.token, batch.size, batch.epoch)
                 if not self._send(window, mine):
                     return
@@ -182,17 +185,17 @@ class _Sending:
     def _send(self, window: Window, keys: list[bytes]) -> bool:
         """Sends these blocks to a window, from its beginning; False where one does not come.
         Errors: TransferError."""
-        at = 0
-        while at < len(keys):
-            if not self._wait(keys[at]):
+        position = 0
+        while position < len(keys):
+            if not self._wait(keys[position]):
                 return False
-            group = keys[at : at + len(self._rows)]
+            group = keys[position : position + len(self._rows)]
             count = 1
             while count < len(group) and self._exporter.read(group[count], self._rows[count], 0.0):
                 count += 1
-            self._write(window, at * self._exporter.block_bytes, self._rows[:count])
+            self._write(window, position * self._exporter.block_bytes, self._rows[:count])
             self._told.put(pb.Sent(checksums=map(block_checksum, group[:count], self._rows)))
-            at += count
+            position += count
         return True
 
     def _wait(self, key: bytes) -> bool:

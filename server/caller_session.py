@@ -207,8 +207,8 @@ class CallerSession:
                 compiling = self._served.guides.submit(guided)
                 request = dataclasses.replace(request, guide=compiling.result(GUIDE_SECONDS))
             self._numbers[number] = request.id
-            left = [request.sampling.n]
-            self._replica.submit(request, functools.partial(self._sink, number, left))
+            remaining = [request.sampling.n]
+            self._replica.submit(request, functools.partial(self._sink, number, remaining))
         except RequestError as error:
             self._refuse(number, error)
         except Exception:
@@ -216,10 +216,10 @@ class CallerSession:
             self._refuse(number, internal_error())
         self._flush()
 
-    def _sink(self, number: int, left: list[int], events: Sequence[Event]) -> None:
+    def _sink(self, number: int, remaining: list[int], events: Sequence[Event]) -> None:
         """Returns the sink of a request with that many completions left."""
-        left[0] -= sum(isinstance(event, Finished) for event in events)
-        if not left[0]:
+        remaining[0] -= sum(isinstance(event, Finished) for event in events)
+        if not remaining[0]:
             self._numbers.pop(number, None)
         self._hear((number, events))
 

@@ -67,9 +67,9 @@ class _Calls:
     `AsyncClient` an awaitable of it. Errors: ServerError."""
 
     def __init__(self, module: Any, target: str, credentials: Mapping[str, Any]):
-        given = Credentials(**credentials)
-        self.channel = given.channel(module, target)
-        self._metadata = given.metadata
+        identity = Credentials(**credentials)
+        self.channel = identity.channel(module, target)
+        self._metadata = identity.metadata
         self._inference = rpc.InferenceStub(self.channel)
         self._control = rpc.ControlStub(self.channel)
 

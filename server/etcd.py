@@ -46,10 +46,12 @@ class EtcdUrl:
         that names `field`."""
         match = URL.fullmatch(text)
         endpoints = tuple(match[2].split(",")) if match else ()
-        found = [ENDPOINT.fullmatch(endpoint) for endpoint in endpoints]
-        if match is None or not all(one and 0 < int(one[2]) < 65536 for one in found):
-            said = "is not etcd://HOST:PORT[,HOST:PORT...][/PREFIX], or etcds:// for TLS"
-            raise ConfigError(field, f"what is given {said}; {USER} and {PASSWORD} tell who asks")
+        matches = [ENDPOINT.fullmatch(endpoint) for endpoint in endpoints]
+        if match is None or not all(one and 0 < int(one[2]) < 65536 for one in matches):
+            message = "is not etcd://HOST:PORT[,HOST:PORT...][/PREFIX], or etcds:// for TLS"
+            raise ConfigError(
+                field, f"what is given {message}; {USER} and {PASSWORD} tell who asks"
+            )
         return cls(endpoints, (match[3] or "").strip("/") or DEFAULT_PREFIX, match[1] == "etcds")
 
 
@@ -120,8 +122,8 @@ class Etcd:
             self._token = ""
             if status != UNAUTHENTICATED:
                 break
-        said = str(answer.get("message") or answer.get("error"))[:200]
-        raise EtcdError(f"etcd at {endpoint} answered {path} with status {status}: {said}")
+        message = str(answer.get("message") or answer.get("error"))[:200]
+        raise EtcdError(f"etcd at {endpoint} answered {path} with status {status}: {message}")
 
     def _ask(
         self, endpoint: str, path: str, question: dict[str, Any]

@@ -26,7 +26,7 @@ def file_signature(*files: Path) -> FileSignature | None:
     """A value that differs once one of the files was written, replaced or given another owner; None
     if one does not exist."""
     try:
-        found = [file.stat() for file in files]
+        stats = [file.stat() for file in files]
     except OSError:
         return None
-    return tuple((info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns) for info in found)
+    return tuple((info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns) for info in stats)

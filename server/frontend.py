@@ -173,9 +173,9 @@ class Frontend:
         with self._reserve(caller):
             if self.tokenizer is None:
                 raise RequestError(field, "this model has no tokenizer", "FAILED_PRECONDITION")
-            most = max(MAX_DETOKENIZED_IDS, self.info.max_model_len)
-            if len(ids) > most:
-                raise RequestError(field, f"has {len(ids)} ids; the limit is {most}")
+            limit = max(MAX_DETOKENIZED_IDS, self.info.max_model_len)
+            if len(ids) > limit:
+                raise RequestError(field, f"has {len(ids)} ids; the limit is {limit}")
             work = functools.partial(self._text, self.tokenizer, ids, skip_special, field)
             return await run_in_thread_if(len(ids) >= INLINE_CHARS, work)
 
@@ -281,13 +281,13 @@ class Frontend:
 
     def _truncated(self, call: GenerateCall, prompt: np.ndarray) -> np.ndarray:
         """The end of a prompt that the call asks for. Errors: RequestError."""
-        most = call.truncate_prompt_tokens
-        if most is None:
+        count = call.truncate_prompt_tokens
+        if count is None:
             return prompt
         limit = self.info.max_model_len - 1
-        if most != -1:
-            check_integer("truncate_prompt_tokens", most, 1, limit)
-        return prompt[-(limit if most == -1 else most) :]
+        if count != -1:
+            check_integer("truncate_prompt_tokens", count, 1, limit)
+        return prompt[-(limit if count == -1 else count) :]
 
     def _submit(
         self,

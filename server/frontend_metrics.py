@@ -62,8 +62,8 @@ class FrontendMetrics:
     def answered(self, protocol: str, status: str | int) -> None:
         """Counts a response. protocol: http or grpc. status: a code of it, 404 or NOT_FOUND;
         unknown ones count as other. Errors: KeyError for another protocol."""
-        known = str(status) if str(status) in STATUSES[protocol] else OTHER
-        self._answers.labels(protocol, known).inc()
+        label = str(status) if str(status) in STATUSES[protocol] else OTHER
+        self._answers.labels(protocol, label).inc()
 
     def lagged(self, seconds: float) -> None:
         """Records by how much the event loop was late."""

@@ -50,8 +50,8 @@ class Connection(H11Protocol):
 
     limits: ServerConfig  # set by the listener, which derives a class for it
 
-    def __init__(self, *arguments: Any, **rest: Any):
-        super().__init__(*arguments, **rest)
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
         self.logger = connection_log
         self._header_timer: asyncio.TimerHandle | None = None
         self._reader_timer: asyncio.TimerHandle | None = None
@@ -369,18 +369,18 @@ def _authorization(scope: Scope) -> str | None:
 
 
 def _sole_value(scope: Scope, header: bytes) -> str | None:
-    found = [value.decode("latin-1") for name, value in scope["headers"] if name == header]
-    return sole_header(found)
+    values = [value.decode("latin-1") for name, value in scope["headers"] if name == header]
+    return sole_header(values)
 
 
 def _bind(host: str, port: int, port_field: str) -> socket.socket:
     """A listening socket. Errors: ConfigError."""
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        info = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         # with its protocol: asyncio sets TCP_NODELAY only on what it knows to be TCP
-        listener = socket.socket(*found[:3])
+        listener = socket.socket(*info[:3])
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(found[4])
+        listener.bind(info[4])
         listener.listen(BACKLOG)
         listener.setblocking(False)
     except OSError as error:

@@ -39,24 +39,24 @@ def parse(body: bytes) -> JsonObject:
     """Parses a body. Errors: RequestError if it is not JSON, not an object, or exceeds a limit."""
     try:
         large = len(body) > PARSE_IN_THREAD_BYTES
-        found = simdjson.Parser().parse(body) if large else pydantic_core.from_json(body)
+        document = simdjson.Parser().parse(body) if large else pydantic_core.from_json(body)
     except (ValueError, RuntimeError) as error:
         message = f"the body is not JSON that can be read: {str(error)[:200]}"
         raise RequestError("", message) from None
-    if not isinstance(found, _OBJECTS):
+    if not isinstance(document, _OBJECTS):
         raise RequestError("", NOT_AN_OBJECT)
-    if len(found) > MAX_FIELDS:
-        raise RequestError("", f"the body has {len(found)} fields; the limit is {MAX_FIELDS}")
-    return {name: _FieldParser(name).value(part) for name, part in _items(found)}
+    if len(document) > MAX_FIELDS:
+        raise RequestError("", f"the body has {len(document)} fields; the limit is {MAX_FIELDS}")
+    return {name: _FieldParser(name).value(part) for name, part in _items(document)}
 
 
-def _items(found: Any) -> Iterator[tuple[str, Any]]:
+def _items(value: Any) -> Iterator[tuple[str, Any]]:
     """Items of an object, without simdjson's `items`, which would make everything inside Python
     objects. simdjson looks names up as C strings, so a name may not hold a NUL."""
-    for name in found:
+    for name in value:
         if "\0" in name:
             raise RequestError("", f"the name {name[:100]!r} holds a NUL")
-        yield name, found[name]
+        yield name, value[name]
 
 
 class _FieldParser:
@@ -74,20 +74,20 @@ class _FieldParser:
         return part
 
     def _list(self, array: Any, depth: int) -> list[Any]:
-        made: list[Any] = []
+        items: list[Any] = []
         entries = iter(array)
         while some := list(itertools.islice(entries, PARSE_SLICE)):
             flat = _SCALARS.issuperset(map(type, some))
             if not (flat and self._name in UNCOUNTED_FIELDS):
                 self._check(len(some), depth)
-            made += some if flat else [self.value(entry, depth) for entry in some]
-        return made
+            items += some if flat else [self.value(entry, depth) for entry in some]
+        return items
 
-    def _object(self, found: Any, depth: int) -> JsonObject:
-        if len(found) > MAX_KEYS:
+    def _object(self, value: Any, depth: int) -> JsonObject:
+        if len(value) > MAX_KEYS:
             raise RequestError(self._name, f"has an object of more than {MAX_KEYS} names")
-        self._check(len(found), depth)
-        return {name: self.value(part, depth) for name, part in _items(found)}
+        self._check(len(value), depth)
+        return {name: self.value(part, depth) for name, part in _items(value)}
 
     def _check(self, more: int, depth: int) -> None:
         self._count += more
@@ -116,8 +116,8 @@ def dump_pieces(value: Any) -> Iterator[bytes]:
             yield from dump_pieces(part)
         yield b"]"
     elif isinstance(value, list) and value:
-        for at in range(0, len(value), WRITE_SLICE):
-            yield (b"," if at else b"[") + dump(value[at : at + WRITE_SLICE])[1:-1]
+        for begin in range(0, len(value), WRITE_SLICE):
+            yield (b"," if begin else b"[") + dump(value[begin : begin + WRITE_SLICE])[1:-1]
         yield b"]"
     else:
         yield dump(value)

@@ -73,7 +73,7 @@ def log_ended(
     """Logs the one line about a request that has ended. finished: the ends of its completions, as
     far as they came. status: name of a gRPC status. refused: the limit that it was refused for.
     output_tokens: that came, of whatever has no end."""
-    whole = Summary.of(finished) if finished else None
+    summary = Summary.of(finished) if finished else None
     reasons = dict.fromkeys(end.reason for end in finished)
     fields: dict[str, Any] = {
         "status": status,
@@ -81,24 +81,24 @@ def log_ended(
         "tenant": tenant or None,
         "protocol": protocol or None,
         "prompt_tokens": len(request.prompt),
-        "cached_tokens": whole.cached if whole else 0,
-        "output_tokens": whole.output if whole else output_tokens,
+        "cached_tokens": summary.cached if summary else 0,
+        "output_tokens": summary.output if summary else output_tokens,
     }
-    if whole:
+    if summary:
         times = {
-            "queued": whole.queued,
-            "ttft": whole.ttft,
-            "tpot": whole.tpot,
-            "seconds": whole.total,
+            "queued": summary.queued,
+            "ttft": summary.ttft,
+            "tpot": summary.tpot,
+            "seconds": summary.total,
         }
         fields |= {
             name: round(seconds, 6) for name, seconds in times.items() if seconds is not None
         }
-    known = {name: value for name, value in fields.items() if value is not None}
+    present = {name: value for name, value in fields.items() if value is not None}
     log.info(
         "ended",
         extra={
-            "fields": known,
+            "fields": present,
             "request_id": request.id,
             "trace_id": trace_id or current_ids.get()[1],
         },

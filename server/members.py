@@ -33,16 +33,16 @@ def addresses(text: str, field: str) -> list[str]:
     """Addresses HOST:PORT, apart by commas or white space; '#' begins a comment. Errors:
     ConfigError that names `field`."""
     lines = (line.partition("#")[0] for line in text.splitlines())
-    found = " ".join(lines).replace(",", " ").split()
-    for address in found:
+    words = " ".join(lines).replace(",", " ").split()
+    for address in words:
         match = ADDRESS.fullmatch(address)
         if match is None or not 0 < int(match[2]) < 65536:
             raise ConfigError(field, f"{address[:100]!r} is not HOST:PORT")
-    if len(set(found)) < len(found):
+    if len(set(words)) < len(words):
         raise ConfigError(field, "names a replica more than once")
-    if len(found) > MAX_MEMBERS:
-        raise ConfigError(field, f"has {len(found)} replicas; the limit is {MAX_MEMBERS}")
-    return found
+    if len(words) > MAX_MEMBERS:
+        raise ConfigError(field, f"has {len(words)} replicas; the limit is {MAX_MEMBERS}")
+    return words
 
 
 class Members:
@@ -153,14 +153,14 @@ class Members:
     def _tell(self, conductor: Conductor) -> None:
         """Has the conductor use the replicas that there are now. It closes those that it has had,
         once their requests have ended."""
-        there = self.all
+        members = self.all
         used = [member for member in conductor.members if not member.leaving]
-        known = {member.replica for member in used}
-        for replica in there:
-            if replica not in known:
+        replicas = {member.replica for member in used}
+        for replica in members:
+            if replica not in replicas:
                 conductor.add(_member(replica))
         for member in used:
-            if member.replica not in there:
+            if member.replica not in members:
                 conductor.remove(member)
 
 

@@ -187,9 +187,9 @@ class PeerStream:
         self._session = _Session(self._source.address, peers.credentials)
         if self._ending.is_set():
             raise StreamFault("closed")
-        found = self._session.open(peers.secret, self._keys, self._source.request_id)
-        if found != block_bytes:
-            raise StreamFault(f"its blocks have {found} bytes, not {block_bytes}")
+        agreement = self._session.open(peers.secret, self._keys, self._source.request_id)
+        if agreement != block_bytes:
+            raise StreamFault(f"its blocks have {agreement} bytes, not {block_bytes}")
         self._block_bytes = block_bytes
         self._per_batch = max(1, WINDOW_BYTES // block_bytes)
         windows = min(WINDOWS, -(-len(self._keys) // self._per_batch))
@@ -273,9 +273,9 @@ class _Session:
 
     def _listen(self) -> None:
         try:
-            for told in self._told:
-                self._heard.put(told)
-                if told.HasField("sent"):
+            for report in self._told:
+                self._heard.put(report)
+                if report.HasField("sent"):
                     self.say(pb.BlocksAsked(alive=pb.Alive()))
             self._heard.put("it has no more")
         except grpc.RpcError as error:
@@ -284,11 +284,11 @@ class _Session:
     def open(self, secret: bytes, keys: list[bytes], request_id: str) -> int:
         """Proves both sides' secrets and tells what is wanted; returns a block's bytes there.
         Errors: StreamFault."""
-        own = CallerProof(secret)
-        self.say(pb.BlocksAsked(hello=own.hello))
-        self.say(pb.BlocksAsked(proof=own.answer(self.next().challenge)))
+        proof = CallerProof(secret)
+        self.say(pb.BlocksAsked(hello=proof.hello))
+        self.say(pb.BlocksAsked(proof=proof.answer(self.next().challenge)))
         ready = self.next().ready
-        if not own.accepts(ready.proof):
+        if not proof.accepts(ready.proof):
             raise StreamFault("it does not know the cluster's secret")
         self.say(pb.BlocksAsked(want=pb.Want(keys=b"".join(keys), request_id=request_id)))
         return ready.block_bytes
@@ -299,12 +299,12 @@ class _Session:
     def next(self) -> pb.BlocksTold:
         """Returns the next report. Errors: StreamFault if the source is silent, or has ended."""
         try:
-            told = self._heard.get(timeout=SILENT_SECONDS)
+            report = self._heard.get(timeout=SILENT_SECONDS)
         except queue.Empty:
             raise StreamFault(f"it has said nothing for {SILENT_SECONDS:g} s") from None
-        if isinstance(told, str):
-            raise StreamFault(told)
-        return told
+        if isinstance(report, str):
+            raise StreamFault(report)
+        return report
 
     def end(self) -> None:
         self._heard.put("closed")

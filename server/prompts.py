@@ -129,8 +129,8 @@ def to_array(field: str, ids: Sequence[int] | np.ndarray) -> np.ndarray:
 def _slices(field: str, ids: Sequence[int]) -> Iterator[array.array[int]]:
     """Arrays of SLICE ids. Not by numpy: a text among the ids would make every entry of its array
     as long as that text."""
-    for at in range(0, len(ids), SLICE):
-        part = ids[at : at + SLICE]
+    for begin in range(0, len(ids), SLICE):
+        part = ids[begin : begin + SLICE]
         if not set(map(type, part)) <= {int}:
             raise RequestError(field, "must be a flat list of integers")
         try:

@@ -85,9 +85,13 @@ class RegisteredReplicas:
     def addresses(self) -> list[str]:
         """Returns the addresses that are listed now or were lately. Entries that are no addresses
         are included. Errors: EtcdError."""
-        found = self._etcd.values(self._folder)
+        values = self._etcd.values(self._folder)
         now = time.monotonic()
-        self._listed.update(dict.fromkeys(found, now))
-        kept = {address: at for address, at in self._listed.items() if now - at < GONE_SECONDS}
-        self._listed = kept
-        return list(kept)
+        self._listed.update(dict.fromkeys(values, now))
+        listed = {
+            address: seen_at
+            for address, seen_at in self._listed.items()
+            if now - seen_at < GONE_SECONDS
+        }
+        self._listed = listed
+        return list(listed)

@@ -102,7 +102,7 @@ def _proof(secret: bytes, role: bytes, replicas: bytes, callers: bytes) -> bytes
     return Proofs(secret, PURPOSE, replicas, callers, b"").of(role)
 
 
-def _proves(given: bytes, secret: bytes, role: bytes, replicas: bytes, callers: bytes) -> bool:
+def _proves(proof: bytes, secret: bytes, role: bytes, replicas: bytes, callers: bytes) -> bool:
     """Returns whether a proof is right. A number that is too short proves nothing."""
     long_enough = len(replicas) == len(callers) == NONCE_BYTES
-    return long_enough and hmac.compare_digest(given, _proof(secret, role, replicas, callers))
+    return long_enough and hmac.compare_digest(proof, _proof(secret, role, replicas, callers))

@@ -84,12 +84,12 @@ def request_of(message: pb.Submit, info: ReplicaInfo, now: float) -> Request:
 
 def _options_of(message: pb.Submit) -> dict[str, Any]:
     """The request's options by name, as `RequestOptions` has them."""
-    given = {name: getattr(message, name) for name in RequestOptions().options() if name != "slo"}
+    options = {name: getattr(message, name) for name in RequestOptions().options() if name != "slo"}
     slo = {
         name: getattr(message, name) if message.HasField(name) else None
         for name in ("ttft", "tpot", "class_name")
     }
-    return {**given, "slo": Slo(**slo)}
+    return {**options, "slo": Slo(**slo)}
 
 
 def _kv_source_of(message: pb.Submit) -> KvSource | None:

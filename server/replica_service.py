@@ -156,13 +156,13 @@ class ReplicaService(rpc.ReplicaServicer):
         commands: Iterator[pb.Command],
         context: grpc.ServicerContext,
     ) -> Iterator[pb.Report]:
-        own = ReplicaProof(self._secret)
+        proof = ReplicaProof(self._secret)
         hello = next(commands, pb.Command()).hello
-        yield pb.Report(challenge=own.challenge)
-        given = next(commands, pb.Command()).proof
+        yield pb.Report(challenge=proof.challenge)
+        answer = next(commands, pb.Command()).proof
         yield pb.Report(
             welcome=pb.Welcome(
-                proof=own.answer(hello, given, context),
+                proof=proof.answer(hello, answer, context),
                 info=info_text(replica.info),
                 max_message_bytes=self.max_message_bytes,
             )

@@ -40,11 +40,11 @@ class ReplicaSession:
     def open(self) -> pb.Welcome:
         """Proves to the replica that this side knows the secret, and has it prove the same.
         Errors: RequestError."""
-        own = CallerProof(self._secret)
-        self.say(pb.Command(hello=own.hello))
-        self.say(pb.Command(proof=own.answer(self.next().challenge)))
+        proof = CallerProof(self._secret)
+        self.say(pb.Command(hello=proof.hello))
+        self.say(pb.Command(proof=proof.answer(self.next().challenge)))
         welcome = self.next().welcome
-        if not own.accepts(welcome.proof):
+        if not proof.accepts(welcome.proof):
             raise RequestError("", "it does not know the cluster's secret", "UNAUTHENTICATED")
         return welcome
 

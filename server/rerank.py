@@ -77,13 +77,13 @@ class ScoreRequest(EmbedRequest):
             )
         return first, second
 
-    def _side(self, field: str, given: str | list[str]) -> list[Input]:
+    def _side(self, field: str, texts: str | list[str]) -> list[Input]:
         special = self.add_special_tokens is not False
-        if isinstance(given, str):
-            return [Input(field, Text(given, special))]
-        _check_count(field, given)
+        if isinstance(texts, str):
+            return [Input(field, Text(texts, special))]
+        _check_count(field, texts)
         return [
-            Input(f"{field}.{number}", Text(text, special)) for number, text in enumerate(given)
+            Input(f"{field}.{number}", Text(text, special)) for number, text in enumerate(texts)
         ]
 
 
@@ -156,13 +156,13 @@ def _result(body: RerankRequest, number: int, similarity: float) -> JsonObject:
     return result
 
 
-def _text(given: str | Document) -> str:
-    return given if isinstance(given, str) else given.text
+def _text(document: str | Document) -> str:
+    return document if isinstance(document, str) else document.text
 
 
-def _check_count(field: str, given: Sequence[object]) -> None:
+def _check_count(field: str, texts: Sequence[object]) -> None:
     """Refuses too few or too many texts. Errors: RequestError."""
-    if not given:
+    if not texts:
         raise RequestError(field, "is empty")
-    if len(given) > MAX_INPUTS:
-        raise RequestError(field, f"has {len(given)} entries; the limit is {MAX_INPUTS}")
+    if len(texts) > MAX_INPUTS:
+        raise RequestError(field, f"has {len(texts)} entries; the limit is {MAX_INPUTS}")

@@ -63,9 +63,9 @@ class Mailbox:
         """Wakes all streams in the mailbox, or rests before it does."""
         now = self._loop.time()
         cpu = time.thread_time()
-        rest = min((cpu - self._last_cpu) / CPU_SHARE, MAX_REST_SECONDS)
-        if now < self._last_wake + rest:
-            self._loop.call_at(self._last_wake + rest, self._wake)
+        pause = min((cpu - self._last_cpu) / CPU_SHARE, MAX_REST_SECONDS)
+        if now < self._last_wake + pause:
+            self._loop.call_at(self._last_wake + pause, self._wake)
             return
         self._last_wake = now
         self._last_cpu = cpu

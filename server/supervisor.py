@@ -281,11 +281,11 @@ class Server:
         deadline = asyncio.get_running_loop().time() + self.config.drain_timeout
         while self._requests and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(DRAIN_POLL_SECONDS)
-        left = self.frontend.abort_all(
+        aborted = self.frontend.abort_all(
             RequestError("", "the server is shutting down", "UNAVAILABLE")
         )
-        if left:
-            log.warning("%d requests were aborted", left)
+        if aborted:
+            log.warning("%d requests were aborted", aborted)
 
     @property
     def _requests(self) -> int:
@@ -374,12 +374,12 @@ def _shared_interpreter() -> Iterator[None]:
     """Makes threads switch often, for the replica's thread and the event loop share the
     interpreter. At the exit this, and the garbage collector, are as before; see
     `_build_and_freeze`."""
-    before = sys.getswitchinterval()
+    interval = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_SECONDS)
     try:
         yield
     finally:
-        sys.setswitchinterval(before)
+        sys.setswitchinterval(interval)
         gc.unfreeze()
 
 

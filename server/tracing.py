@@ -124,24 +124,24 @@ class _RecordedSpan(Span):
         if not span.is_recording():
             return
         if finished:
-            whole = Summary.of(finished)
-            end_ns = self._at(whole.total)
-            span.set_attributes(_result_attributes(finished, whole))
-            self._add_phases(whole)
+            summary = Summary.of(finished)
+            end_ns = self._at(summary.total)
+            span.set_attributes(_result_attributes(finished, summary))
+            self._add_phases(summary)
         if error is not None:
             span.set_attribute("error.type", error.status)
             span.set_status(Status(StatusCode.ERROR, str(error)[:MAX_ERROR_CHARS]))
         span.end(end_ns)
 
-    def _add_phases(self, whole: Summary) -> None:
+    def _add_phases(self, summary: Summary) -> None:
         from opentelemetry.trace import set_span_in_context
 
         context = set_span_in_context(self._span)
         start = 0.0
         for name, seconds in (
-            ("queued", whole.queued),
-            ("prefill", whole.prefill),
-            ("decode", whole.decode),
+            ("queued", summary.queued),
+            ("prefill", summary.prefill),
+            ("decode", summary.decode),
         ):
             if seconds > 0:
                 phase = self._tracer.start_span(name, context, start_time=self._at(start))
@@ -156,7 +156,7 @@ class _RecordedSpan(Span):
 def _request_attributes(request: Request, model: str, operation: str) -> dict[str, Any]:
     sampling = request.sampling
     slo = request.slo
-    found = {
+    attributes = {
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": "jaxserve",
         "gen_ai.request.model": model,
@@ -172,23 +172,23 @@ def _request_attributes(request: Request, model: str, operation: str) -> dict[st
         "jaxserve.slo.tpot": slo.tpot,
         "gen_ai.usage.input_tokens": len(request.prompt),
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in attributes.items() if value is not None}
 
 
-def _result_attributes(finished: Sequence[Finished], whole: Summary) -> dict[str, Any]:
+def _result_attributes(finished: Sequence[Finished], summary: Summary) -> dict[str, Any]:
     """Attributes of a request that has ended; those of its first token if it had one."""
-    found: dict[str, Any] = {
-        "gen_ai.usage.output_tokens": whole.output,
-        "gen_ai.usage.cache_read.input_tokens": whole.cached,
+    attributes: dict[str, Any] = {
+        "gen_ai.usage.output_tokens": summary.output,
+        "gen_ai.usage.cache_read.input_tokens": summary.cached,
         "gen_ai.response.finish_reasons": [end.reason for end in finished],
-        "jaxserve.queue_seconds": whole.queued,
-        "jaxserve.prefill_seconds": whole.prefill,
-        "jaxserve.decode_seconds": whole.decode,
-        "gen_ai.response.time_to_first_chunk": whole.ttft,
-        "jaxserve.ttft": whole.ttft,
-        "jaxserve.tpot": whole.tpot,
+        "jaxserve.queue_seconds": summary.queued,
+        "jaxserve.prefill_seconds": summary.prefill,
+        "jaxserve.decode_seconds": summary.decode,
+        "gen_ai.response.time_to_first_chunk": summary.ttft,
+        "jaxserve.ttft": summary.ttft,
+        "jaxserve.tpot": summary.tpot,
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in attributes.items() if value is not None}
 
 
 def _provider(endpoint: str | None) -> Any:

@@ -53,7 +53,7 @@ class Conversation:
 
     def take(self, line: str) -> bool:
         """Answers a line, or does what it commands; False where it ends the conversation."""
-        command, _, rest = line.strip().partition(" ")
+        command, _, argument = line.strip().partition(" ")
         match command:
             case "":
                 pass
@@ -62,7 +62,7 @@ class Conversation:
             case "/clear":
                 self._begin(self._system)
             case "/system":
-                self._begin(rest.strip() or None)
+                self._begin(argument.strip() or None)
             case "/help":
                 print(HELP)
             case _ if command.startswith("/") and self._terminal:
@@ -73,12 +73,12 @@ class Conversation:
 
     def _answer(self, line: str) -> None:
         self.messages.append({"role": "user", "content": line})
-        said = ""
+        answer = ""
         try:
             with contextlib.closing(self._client.chat(self.messages, self._given)) as pieces:
                 for piece in pieces:
                     self._show(piece.text, piece.reasoning)
-                    said += "" if piece.reasoning else piece.text
+                    answer += "" if piece.reasoning else piece.text
         except KeyboardInterrupt:
             if not self._terminal:
                 raise
@@ -86,7 +86,7 @@ class Conversation:
             self._failed(error)
             return
         print(flush=True)
-        self.messages.append({"role": "assistant", "content": said})
+        self.messages.append({"role": "assistant", "content": answer})
         if self._stats:
             print(f"{FAINT}{self._client.answered}{PLAIN}", flush=True)
 

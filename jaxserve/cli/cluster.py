@@ -84,8 +84,8 @@ def run(values: dict[str, Any]) -> int:
     ports = others[: len(roles)]
     devices = _devices(values, roles)
     tasks = [
-        _replica(number, role, port, _with_host_memory(role, values), own)
-        for number, (role, port, own) in enumerate(zip(roles, ports, devices))
+        _replica(number, role, port, _with_host_memory(role, values), variables)
+        for number, (role, port, variables) in enumerate(zip(roles, ports, devices))
     ]
     tasks.append(_conductor(local, ports))
     environment = {name: text for name, text in os.environ.items() if name != "JAXSERVE_CONFIG"}
@@ -118,8 +118,8 @@ def _devices(values: Mapping[str, Any], roles: list[str]) -> list[Mapping[str, s
     if shown is not None:
         gpus = [gpu.strip() for gpu in shown.split(",") if gpu.strip()]
     else:
-        found = (re.fullmatch(r"nvidia([0-9]+)", name) for name in os.listdir("/dev"))
-        gpus = [str(number) for number in sorted(int(match[1]) for match in found if match)]
+        matches = (re.fullmatch(r"nvidia([0-9]+)", name) for name in os.listdir("/dev"))
+        gpus = [str(number) for number in sorted(int(match[1]) for match in matches if match)]
     if not gpus:
         return [{} for _ in roles]
     each = engine_config(values).mesh.devices
@@ -136,8 +136,10 @@ def _replica(
 ) -> Task:
     conductors = {option.name for option in SERVER["server"]} - OF_REPLICA
     flags = _flags(COMMAND, _own_folder(number, values), OF_CLUSTER | conductors)
-    own = ["--grpc_port=0", "--port=0", f"--replica_port={port}", f"--role={role}"]
-    return Task(f"replica {number}", own_command("jaxserve", "serve", *own, *flags), 1, environment)
+    fixed = ["--grpc_port=0", "--port=0", f"--replica_port={port}", f"--role={role}"]
+    return Task(
+        f"replica {number}", own_command("jaxserve", "serve", *fixed, *flags), 1, environment
+    )
 
 
 def _with_host_memory(role: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -166,8 +168,8 @@ def _conductor(values: Mapping[str, Any], ports: list[int]) -> Task:
 
 def _flags(command: Command, values: Mapping[str, Any], without: set[str]) -> list[str]:
     """The settings of a command among these values, as arguments."""
-    given = {name: values.get(name) for name in command.options if name not in without}
-    several = {name: v if isinstance(v, (list, tuple)) else (v,) for name, v in given.items()}
+    settings = {name: values.get(name) for name in command.options if name not in without}
+    several = {name: v if isinstance(v, (list, tuple)) else (v,) for name, v in settings.items()}
     return [flag(name, v) for name, vs in several.items() for v in vs if v is not None]
 
 
@@ -196,10 +198,10 @@ def _port_file(values: Mapping[str, Any]) -> Iterator[Callable[[], None]]:
 def _addresses(values: Mapping[str, Any]) -> dict[str, str]:
     host = f"[{values['host']}]" if ":" in values["host"] else values["host"]
     scheme = "http" if values["tls_cert"] is None else "https"
-    found = {"grpc": f"{host}:{values['grpc_port']}"}
+    addresses = {"grpc": f"{host}:{values['grpc_port']}"}
     if values["port"] is not None:
-        found["http"] = f"{scheme}://{host}:{values['port']}"
-    return found
+        addresses["http"] = f"{scheme}://{host}:{values['port']}"
+    return addresses
 
 
 def _listens(values: Mapping[str, Any]) -> bool:

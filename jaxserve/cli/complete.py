@@ -40,8 +40,8 @@ def run(values: dict[str, Any]) -> int:
                 if not values["json"]:
                     print(piece.text, end="", flush=True)
         if values["json"]:
-            known = dataclasses.asdict(client.answered)
-            print(json.dumps({"model": client.model, "text": "".join(said), **known}))
+            statistics = dataclasses.asdict(client.answered)
+            print(json.dumps({"model": client.model, "text": "".join(said), **statistics}))
         else:
             print()
     return 0

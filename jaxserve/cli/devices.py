@@ -61,8 +61,10 @@ def look(count: int, limit: float) -> Devices:
             "may hang"
         ) from None
     if process.returncode:
-        said = " ".join(error.strip().splitlines()[-1:])[:QUOTED]
-        raise NoDevices(f"JAX cannot use the devices here (exit code {process.returncode}): {said}")
+        reason = " ".join(error.strip().splitlines()[-1:])[:QUOTED]
+        raise NoDevices(
+            f"JAX cannot use the devices here (exit code {process.returncode}): {reason}"
+        )
     return Devices(**json.loads(out.splitlines()[-1]))
 
 
@@ -75,18 +77,18 @@ def main(count: int) -> None:
     from jaxserve.sharding.mesh import ensure_devices
 
     ensure_devices(count)
-    found = jax.devices()
-    on_cpu = found[0].platform == "cpu"
+    devices = jax.devices()
+    on_cpu = devices[0].platform == "cpu"
     stats: dict[str, Any] = {}
     with contextlib.suppress(Exception):  # not every platform tells
-        stats = found[0].memory_stats() or {}
+        stats = devices[0].memory_stats() or {}
     print(
         json.dumps(
             dataclasses.asdict(
                 Devices(
-                    found[0].platform,
-                    found[0].device_kind,
-                    len(found),
+                    devices[0].platform,
+                    devices[0].device_kind,
+                    len(devices),
                     stats.get("bytes_limit"),
                     library.unsupported() if on_cpu else hopper_unsupported(),
                     library.instruction_set(),

@@ -84,10 +84,10 @@ class Streams:
         if self._live:
             self._draw()
             return
-        *lines, rest = _lines(self._texts[name])
+        *lines, last = _lines(self._texts[name])
         for line in lines:
             self._write(name, line)
-        self._texts[name] = rest
+        self._texts[name] = last
 
     def end(self, name: str, note: str) -> None:
         """Ends a stream: shows its last text and a note."""
@@ -129,9 +129,9 @@ def _lines(text: str) -> list[str]:
     lines = []
     for line in (parts := text.split("\n"))[:-1]:
         lines += textwrap.wrap(line, LINE_CHARS) or [""]
-    rest = parts[-1]
-    while len(rest) > LINE_CHARS and " " in rest[1:LINE_CHARS]:
-        cut = rest.rindex(" ", 1, LINE_CHARS)
-        lines.append(rest[:cut])
-        rest = rest[cut + 1 :]
-    return [*lines, rest]
+    remainder = parts[-1]
+    while len(remainder) > LINE_CHARS and " " in remainder[1:LINE_CHARS]:
+        cut = remainder.rindex(" ", 1, LINE_CHARS)
+        lines.append(remainder[:cut])
+        remainder = remainder[cut + 1 :]
+    return [*lines, remainder]

@@ -72,7 +72,7 @@ def engine_config(values: Mapping[str, Any], **instead: Any) -> EngineConfig:
     origins = getattr(values, "origins", values)
     if values["admission"] == "stated" and "admission" not in origins:
         instead = {"admission": "stated" if PROMISES.isdisjoint(origins) else "predict"} | instead
-    given = {
+    settings = {
         name
         for name in ALL
         if name not in instead
@@ -80,7 +80,7 @@ def engine_config(values: Mapping[str, Any], **instead: Any) -> EngineConfig:
             name in origins or name not in AUTOMATIC or str(values[name]) != str(ALL[name].default)
         )
     }
-    return make(EngineConfig, {name: values[name] for name in given} | instead)
+    return make(EngineConfig, {name: values[name] for name in settings} | instead)
 
 
 def server_config(values: Mapping[str, Any]) -> ServerConfig:

@@ -116,17 +116,17 @@ def parse(
         raise RequestError("", f"{place}: not JSON ({error})") from None
     if not isinstance(fields, dict):
         raise RequestError("", f"{place}: must be an object with a prompt")
-    given = [name for name in PROMPTS if name in fields]
-    if not given:
+    names = [name for name in PROMPTS if name in fields]
+    if not names:
         raise RequestError("", f"{place}: must have one of {', '.join(PROMPTS)}")
-    if len(given) > 1:
+    if len(names) > 1:
         one_of = ", ".join(PROMPTS)
-        raise RequestError("", f"{place}: must have one of {one_of}, not {' and '.join(given)}")
+        raise RequestError("", f"{place}: must have one of {one_of}, not {' and '.join(names)}")
     for name in fields:
         if name not in KNOWN:
             raise RequestError("", f"{place}: unknown field {name!r}; known are {', '.join(KNOWN)}")
     try:
-        _check_prompt(given[0], prompt := fields.pop(given[0]))
+        _check_prompt(names[0], prompt := fields.pop(names[0]))
         class_name = fields.pop("class_name", class_name)
         return InputLine(prompt, SamplingParams.make(**defaults | fields), class_name, place)
     except RequestError as error:
@@ -162,13 +162,13 @@ def _logprobs(name: str, logprobs: Sequence[Logprobs | None]) -> dict[str, Any]:
 
 
 def _check_prompt(name: str, prompt: Any) -> None:
-    whole = isinstance(prompt, list) and bool(prompt)
+    is_list = isinstance(prompt, list) and bool(prompt)
     if name == "prompt" and not isinstance(prompt, str):
         raise RequestError(name, "must be a text")
-    if name == "prompt_ids" and not (whole and all(type(id) is int for id in prompt)):
+    if name == "prompt_ids" and not (is_list and all(type(id) is int for id in prompt)):
         raise RequestError(name, "must be a list of token ids")
     if name == "messages" and not (
-        whole and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in prompt)
+        is_list and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in prompt)
     ):
         raise RequestError(name, 'must be a list of {"role": ..., "content": ...}')
 

@@ -95,13 +95,13 @@ def _add(file: Path, values: dict[str, Any]) -> str:
 
 
 def _remove(keys: list[Key], name: str) -> None:
-    left = [key for key in keys if key.name != name]
-    if len(left) == len(keys):
+    others = [key for key in keys if key.name != name]
+    if len(others) == len(keys):
         raise ConfigError(
             "remove",
             f"there is no key {name!r}; known are {', '.join(key.name for key in keys) or 'none'}",
         )
-    keys[:] = left
+    keys[:] = others
 
 
 @contextlib.contextmanager

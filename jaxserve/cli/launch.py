@@ -89,13 +89,14 @@ def _place(values: dict[str, Any]) -> Place:
         hosts = [host.strip() for host in values["hosts"].split(",")]
         if "" in hosts:
             raise ConfigError("hosts", f"{values['hosts']!r} is not a list of hosts")
-        own = [number for number, host in enumerate(hosts) if _is_here(host)]
-        if len(own) != 1:
+        places = [number for number, host in enumerate(hosts) if _is_here(host)]
+        if len(places) != 1:
             raise ConfigError(
                 "hosts",
-                f"{values['hosts']}: {len(own)} of them are this machine ({socket.gethostname()})",
+                f"{values['hosts']}: {len(places)} of them are this machine "
+                f"({socket.gethostname()})",
             )
-        return Place(own[0], len(hosts), hosts[0], source="--hosts")
+        return Place(places[0], len(hosts), hosts[0], source="--hosts")
     place = place_of(os.environ) or Place(0, 1, "127.0.0.1")
     if not place.leader:
         raise ConfigError("hosts", f"{place.source} does not tell the first host: give --hosts")
@@ -138,9 +139,9 @@ def group_secret(place: Place) -> Iterator[str]:
     """Gives the group's secret: on one machine a new one, for a job on several machines the one in
     the cache folder, which the first host writes, and removes when its command has ended. Errors:
     ConfigError."""
-    given = os.environ.get(SECRET_VARIABLE)
-    if given:
-        yield checked_secret(given)
+    secret = os.environ.get(SECRET_VARIABLE)
+    if secret:
+        yield checked_secret(secret)
         return
     if place.count == 1:
         yield secrets.token_hex(32)

@@ -83,16 +83,16 @@ def _main(arguments: list[str]) -> int:
     if arguments[0] == "--version":
         print(f"jaxserve {jaxserve.__version__}")
         return 0
-    name, rest = _named(arguments)
+    name, flags = _named(arguments)
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, 1)
-        hint = f"did you mean {near[0]!r}?" if near else "see jaxserve --help"
+        similar = difflib.get_close_matches(name, COMMANDS, 1)
+        hint = f"did you mean {similar[0]!r}?" if similar else "see jaxserve --help"
         return _fail("", f"{name!r} is not a command; {hint}")
     command = load(name)
-    if any(argument in ("-h", "-help", "--help") for argument in rest):
+    if any(argument in ("-h", "-help", "--help") for argument in flags):
         print(help_of(f"jaxserve {name}", COMMANDS[name][1], command))
         return 0
-    return _run(name, command, rest)
+    return _run(name, command, flags)
 
 
 def load(name: str) -> Command:

@@ -99,14 +99,14 @@ class OpenAIClient:
     def __exit__(self, *_: object) -> None:
         self._http.close()
 
-    def chat(self, messages: Sequence[Mapping[str, str]], given: Mapping[str, Any]) -> Pieces:
+    def chat(self, messages: Sequence[Mapping[str, str]], fields: Mapping[str, Any]) -> Pieces:
         """The answer to a conversation. Leaving it early ends the server's work. Errors:
         RequestError."""
-        return self._stream("/chat/completions", {"messages": list(messages), **given})
+        return self._stream("/chat/completions", {"messages": list(messages), **fields})
 
-    def complete(self, prompt: str, given: Mapping[str, Any]) -> Pieces:
+    def complete(self, prompt: str, fields: Mapping[str, Any]) -> Pieces:
         """Completes a text; otherwise as `chat`."""
-        return self._stream("/completions", {"prompt": prompt, **given})
+        return self._stream("/completions", {"prompt": prompt, **fields})
 
     def _first_model(self) -> str:
         with self._told("url"):
@@ -132,10 +132,10 @@ class OpenAIClient:
         try:
             yield
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            said = f"{self._url}: {str(error) or type(error).__name__}"
+            message = f"{self._url}: {str(error) or type(error).__name__}"
             if field:
-                raise ConfigError(field, said) from None
-            raise RequestError("", said, "UNAVAILABLE") from None
+                raise ConfigError(field, message) from None
+            raise RequestError("", message, "UNAVAILABLE") from None
 
 
 def _pieces(chunk: Mapping[str, Any], answered: Answered) -> Pieces:

@@ -62,14 +62,14 @@ class Channel:
                 raise ChannelError("the other side is gone")
             code = frame_code(self._sending, self._sent, head, content)
             self._sent += 1
-            left = memoryview(b"".join((head, content, code)))
+            frame = memoryview(b"".join((head, content, code)))
             try:
-                while left:
-                    part = left[:PART_BYTES]
-                    taken = self._connection.write(
+                while frame:
+                    part = frame[:PART_BYTES]
+                    count = self._connection.write(
                         self._connection.socket.send, part, STALL_SECONDS
                     )
-                    left = left[taken:]
+                    frame = frame[count:]
             except OSError as error:
                 self._torn = True
                 raise ChannelError(str(error)) from None
@@ -123,12 +123,12 @@ def free_port(host: str = "") -> int:
 def lasting_ports(count: int, host: str = "") -> list[int]:
     """Returns different ports that no process listens on now, outside of the range of connections:
     a process that restarts can listen on them again. Errors: OSError if there are too few."""
-    found: list[int] = []
+    ports: list[int] = []
     for port in random.sample(LASTING_PORTS, len(LASTING_PORTS)):
-        if len(found) == count:
-            return found
+        if len(ports) == count:
+            return ports
         with contextlib.suppress(OSError), socket.create_server((host, port)):
-            found.append(port)
+            ports.append(port)
     raise OSError(f"there are no {count} free ports in {LASTING_PORTS}")
 
 

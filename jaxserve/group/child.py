@@ -54,10 +54,10 @@ class Child:
         """Its exit code; None while it runs. The kernel keeps its number until `kill`, so that no
         other process is taken for it."""
         if self._code is None and hasattr(os, "waitid"):
-            found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if found is not None:
-                ended = found.si_code == os.CLD_EXITED
-                self._code = found.si_status if ended else -found.si_status
+            status = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if status is not None:
+                ended = status.si_code == os.CLD_EXITED
+                self._code = status.si_status if ended else -status.si_status
         elif self._code is None:
             self._code = self._process.poll()
         return self._code

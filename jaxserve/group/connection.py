@@ -72,13 +72,13 @@ class Connection:
                 except ssl.SSLWantWriteError:
                     awaited = select.POLLOUT
                 file = self.socket.fileno()
-            left = began + seconds - time.monotonic() if seconds else TURN_SECONDS
-            if left <= 0:
+            seconds_left = began + seconds - time.monotonic() if seconds else TURN_SECONDS
+            if seconds_left <= 0:
                 what = "took" if event == select.POLLOUT else "sent"
                 raise ChannelError(f"the other side {what} no bytes for {seconds:g} s")
             poll = select.poll()
             poll.register(file, awaited)
-            poll.poll(1000 * min(TURN_SECONDS, left))
+            poll.poll(1000 * min(TURN_SECONDS, seconds_left))
 
     def settle(self) -> None:
         """Returns once an operation that is under way is over: at most one copy between the kernel
@@ -108,12 +108,12 @@ def _notice_a_vanished_host(connection: socket.socket, seconds: float) -> None:
     """Has the kernel ask the other side's whether it is there, and end the connection where no
     answer comes: a host that lost its power or its network closes nothing."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    most = max(2, round(seconds))
+    limit = max(2, round(seconds))
     for name, value in (
-        ("TCP_KEEPIDLE", most // 2),  # seconds
+        ("TCP_KEEPIDLE", limit // 2),  # seconds
         ("TCP_KEEPINTVL", 1),
-        ("TCP_KEEPCNT", most - most // 2),
-        ("TCP_USER_TIMEOUT", 1000 * most),  # of what was sent
+        ("TCP_KEEPCNT", limit - limit // 2),
+        ("TCP_USER_TIMEOUT", 1000 * limit),  # of what was sent
     ):
         if hasattr(socket, name):  # Linux has all of them
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

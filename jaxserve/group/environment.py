@@ -80,14 +80,14 @@ def _open_mpi(environment: Mapping[str, str]) -> Place | None:
     if "OMPI_COMM_WORLD_RANK" not in environment:
         return None
     count = _number(environment, "OMPI_COMM_WORLD_SIZE")
-    here = _number(environment, "OMPI_COMM_WORLD_LOCAL_SIZE") == count
+    is_local = _number(environment, "OMPI_COMM_WORLD_LOCAL_SIZE") == count
     address = re.search(r"tcp[46]?://([0-9.]+)", environment.get("OMPI_MCA_orte_hnp_uri", ""))
-    leader = "127.0.0.1" if here else address[1] if address else ""
+    leader = "127.0.0.1" if is_local else address[1] if address else ""
     job = environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid")
     return Place(
         _number(environment, "OMPI_COMM_WORLD_RANK"),
         count,
-        leader if here or not leader.startswith("127.") else "",
+        leader if is_local or not leader.startswith("127.") else "",
         _number(environment, "OMPI_COMM_WORLD_LOCAL_RANK"),
         f"mpi-{job}" if job else "",
         "Open MPI",
@@ -99,11 +99,11 @@ def _mpich(environment: Mapping[str, str]) -> Place | None:
     if "PMI_RANK" not in environment:
         return None
     count = _number(environment, "PMI_SIZE")
-    here = environment.get("MPI_LOCALNRANKS", "") == str(count)
+    is_local = environment.get("MPI_LOCALNRANKS", "") == str(count)
     return Place(
         _number(environment, "PMI_RANK"),
         count,
-        "127.0.0.1" if here else "",
+        "127.0.0.1" if is_local else "",
         _number({"MPI_LOCALRANKID": "0", **environment}, "MPI_LOCALRANKID"),
         source="MPICH",
     )
@@ -118,17 +118,19 @@ def _number(environment: Mapping[str, str], name: str) -> int:
 
 def expand(hosts: str) -> list[str]:
     """Slurm's lists of hosts: 'a[01-03,7],b' -> a01, a02, a03, a7, b. Errors: ConfigError."""
-    found = []
-    rest = hosts + ","
-    while rest:
-        match = HOSTS.match(rest)
-        if match is None or rest[match.end()] != ",":
+    names = []
+    text = hosts + ","
+    while text:
+        match = HOSTS.match(text)
+        if match is None or text[match.end()] != ",":
             raise ConfigError("group", f"{hosts!r} is not a list of hosts")
         pieces = re.split(r"\[(.*?)\]", match[0])  # every second one stood in brackets
-        choices = [list(_range(piece)) if at % 2 else [piece] for at, piece in enumerate(pieces)]
-        found += ["".join(chosen) for chosen in itertools.product(*choices)]
-        rest = rest[match.end() + 1 :]
-    return found
+        choices = [
+            list(_range(piece)) if number % 2 else [piece] for number, piece in enumerate(pieces)
+        ]
+        names += ["".join(chosen) for chosen in itertools.product(*choices)]
+        text = text[match.end() + 1 :]
+    return names
 
 
 def _range(text: str) -> Iterator[str]:

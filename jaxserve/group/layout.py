@@ -37,8 +37,8 @@ def devices_each(mesh: MeshConfig, processes: int, ranks_across: bool = False) -
 
 
 def _fault(mesh: MeshConfig, processes: int, ranks_across: bool) -> str | None:
-    each, left = divmod(mesh.devices, processes)
-    if left:
+    each, remainder = divmod(mesh.devices, processes)
+    if remainder:
         return f"{mesh.devices} devices are not a multiple of them"
     if each % mesh.tp and not ranks_across:
         return (

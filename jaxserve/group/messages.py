@@ -52,13 +52,13 @@ class Hello:
             hello = cls(**json.loads(content))
         except (TypeError, RecursionError) as error:
             raise ValueError(str(error)) from None
-        whole = (
+        is_valid = (
             type(hello.worker) is type(hello.port) is int
             and isinstance(hello.versions, dict)
             and isinstance(hello.settings, dict)
             and isinstance(hello.weights, str)
         )
-        if not whole:
+        if not is_valid:
             raise ValueError("it does not say who it is")
         return hello
 

@@ -158,8 +158,8 @@ class Supervisor:
         if self._signals:
             return self._end()
         leader = next((p for p in self._processes.values() if p.member.leads), None)
-        told = [leader] if leader is not None else self._processes.values()
-        if self._waits and all(process.ready for process in told):
+        processes = [leader] if leader is not None else self._processes.values()
+        if self._waits and all(process.ready for process in processes):
             what = "weights are loaded" if leader is None else "tokens come"
             self._say(f"ready: {what} {now - self._began:.1f} s after the start")
             self._waits = False

@@ -163,18 +163,18 @@ async def _stream(
             tell(error)
 
     replica.post(enter)
-    left = request.sampling.n
+    remaining = request.sampling.n
     try:
-        while left:
+        while remaining:
             events = await came.get()
             if isinstance(events, RequestError):
-                left = 0
+                remaining = 0
                 raise events
-            left -= sum(isinstance(event, Finished) for event in events)
+            remaining -= sum(isinstance(event, Finished) for event in events)
             for chunk in chunks_of(events, text):
                 yield chunk
     finally:
-        if left:
+        if remaining:
             replica.post(functools.partial(replica.cancel, request.id))
 
 

@@ -106,45 +106,49 @@ def _parsed(command: Command, arguments: Sequence[str]) -> Values:
     for option in command.options.values():
         _define(option, values)
     try:
-        rest = values(["", *_current(command.options, arguments)])[1:]
+        positional = values(["", *_current(command.options, arguments)])[1:]
     except flags.UnrecognizedFlagError as error:
         instead = foreign.INSTEAD.get(renamed.spelt(error.flagname))
         if instead and "model" in command.options:
             raise UsageError(f"--{error.flagname} is not a flag here: {instead}") from None
-        known = {*command.options, *renamed.ALIASES} if "model" in command.options else ()
-        hint = near(error.flagname, known or command.options).replace("mean ", "mean --")
+        names = {*command.options, *renamed.ALIASES} if "model" in command.options else ()
+        hint = near(error.flagname, names or command.options).replace("mean ", "mean --")
         raise UsageError(f"unknown flag --{error.flagname}{hint}") from None
     except flags.Error as error:
         raise UsageError(str(error).removeprefix("flag ").rstrip(".")) from None
     origins = {name: f"--{name}" for name in command.options if values[name].present}
     if command.argument.endswith("..."):
-        if not rest or "--" not in arguments:
+        if not positional or "--" not in arguments:
             raise UsageError("give a command behind --")
         name = command.argument.removesuffix("...").lower()
-        return Values(values.flag_values_dict() | {name: rest}, origins)
+        return Values(values.flag_values_dict() | {name: positional}, origins)
     if command.argument.startswith("["):
-        return _with_argument(command, values.flag_values_dict(), origins, rest)
-    if command.argument and len(rest) != 1:
-        raise UsageError(f"give one {command.argument}" + (f", not {len(rest)}" if rest else ""))
-    if rest and not command.argument:
-        raise UsageError(f"{rest[0]!r} is not a flag; flags begin with --")
+        return _with_argument(command, values.flag_values_dict(), origins, positional)
+    if command.argument and len(positional) != 1:
+        raise UsageError(
+            f"give one {command.argument}" + (f", not {len(positional)}" if positional else "")
+        )
+    if positional and not command.argument:
+        raise UsageError(f"{positional[0]!r} is not a flag; flags begin with --")
     return Values(
-        values.flag_values_dict() | ({command.argument.lower(): rest[0]} if rest else {}), origins
+        values.flag_values_dict()
+        | ({command.argument.lower(): positional[0]} if positional else {}),
+        origins,
     )
 
 
 def _with_argument(
-    command: Command, values: dict[str, Any], origins: dict[str, str], rest: list[str]
+    command: Command, values: dict[str, Any], origins: dict[str, str], arguments: list[str]
 ) -> Values:
     """The values with that of a flag which may be given without its name. Errors: UsageError."""
     name = command.argument.strip("[]").lower()
-    if len(rest) > 1:
-        raise UsageError(f"{rest[1]!r} is not a flag; flags begin with --")
-    if rest and name in origins:
+    if len(arguments) > 1:
+        raise UsageError(f"{arguments[1]!r} is not a flag; flags begin with --")
+    if arguments and name in origins:
         raise UsageError(f"give {command.argument.strip('[]')} or --{name}, not both")
-    if not rest:
+    if not arguments:
         return Values(values, origins)
-    return Values({**values, name: rest[0]}, {**origins, name: f"--{name}"})
+    return Values({**values, name: arguments[0]}, {**origins, name: f"--{name}"})
 
 
 def help_of(name: str, summary: str, command: Command, width: int | None = None) -> str:
@@ -247,14 +251,16 @@ class _Parser(flags.ArgumentParser):
 
 def _line(option: Option, width: int) -> str:
     """The flag and its help. Choices that do not fit beside the flag are listed in the help."""
-    left, told = f"  {spelling(option)}", ""
-    if len(left) > width:
-        left, told = f"  --{option.name}=NAME", f": {', '.join(option.choices)}"
-    text = textwrap.wrap(f"{option.help}{told} {limits(option)}".strip(), width - COLUMN)
-    if len(left) > COLUMN - 2:
+    head, choices = f"  {spelling(option)}", ""
+    if len(head) > width:
+        head, choices = f"  --{option.name}=NAME", f": {', '.join(option.choices)}"
+    text = textwrap.wrap(f"{option.help}{choices} {limits(option)}".strip(), width - COLUMN)
+    if len(head) > COLUMN - 2:
         text.insert(0, "")
-    first, *rest = text
-    return "\n".join([f"{left:{COLUMN}}{first}".rstrip(), *(" " * COLUMN + line for line in rest)])
+    first, *others = text
+    return "\n".join(
+        [f"{head:{COLUMN}}{first}".rstrip(), *(" " * COLUMN + line for line in others)]
+    )
 
 
 def spelling(option: Option) -> str:

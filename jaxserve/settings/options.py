@@ -21,17 +21,17 @@ Config = TypeVar("Config")
 
 def options_of(config: type) -> dict[str, Option]:
     """Every setting of a config class and of those inside it, by name. A mesh is one setting."""
-    own = {option.name: option for option in own_options(config)}
-    found: dict[str, Option] = {}
+    options = {option.name: option for option in own_options(config)}
+    made_options: dict[str, Option] = {}
     for field in dataclasses.fields(config):
         kind = kinds_of(config)[field.name]
-        if field.name in own:
-            found[field.name] = own[field.name]
+        if field.name in options:
+            made_options[field.name] = options[field.name]
         elif kind is MeshConfig:
-            found[field.name] = Option(field.name, kind, field.default, MeshConfig.HELP)
+            made_options[field.name] = Option(field.name, kind, field.default, MeshConfig.HELP)
         elif dataclasses.is_dataclass(kind):
-            found |= options_of(kind)
-    return found
+            made_options |= options_of(kind)
+    return made_options
 
 
 def make(config: type[Config], values: Mapping[str, Any]) -> Config:
@@ -54,24 +54,24 @@ def make(config: type[Config], values: Mapping[str, Any]) -> Config:
             raise ConfigError(today, str(error)) from None
     if "mesh" in options:
         given = with_mesh(given, given)
-    made = _made(config, given)
-    if isinstance(made, EngineConfig):
-        return dataclasses.replace(made, automatic=tuple(sorted(AUTOMATIC - given.keys())))
-    return made
+    instance = _made(config, given)
+    if isinstance(instance, EngineConfig):
+        return dataclasses.replace(instance, automatic=tuple(sorted(AUTOMATIC - given.keys())))
+    return instance
 
 
 def values_of(config: Any) -> dict[str, Any]:
     """The inverse of `make`: all settings by name, a mesh as text."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if isinstance(value, MeshConfig):
-            found[field.name] = str(value)
+            values[field.name] = str(value)
         elif dataclasses.is_dataclass(value):
-            found |= values_of(value)
+            values |= values_of(value)
         elif field.metadata:
-            found[field.name] = value
-    return found
+            values[field.name] = value
+    return values
 
 
 def _made(config: type[Config], values: Mapping[str, Any]) -> Config:
@@ -87,5 +87,5 @@ def _made(config: type[Config], values: Mapping[str, Any]) -> Config:
 
 def near(name: str, known: Collection[str]) -> str:
     """'; did you mean NAME?' where a known name is much like this one, else ''."""
-    found = difflib.get_close_matches(name, known, 1)
-    return f"; did you mean {found[0]}?" if found else ""
+    matches = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {matches[0]}?" if matches else ""

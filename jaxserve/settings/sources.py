@@ -61,39 +61,39 @@ def from_file(name: str, options: Mapping[str, Option]) -> Layer:
     except (ValueError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError("config", f"{name}: not YAML: {reason}") from None
-    found: Layer = {}
+    layer: Layer = {}
     for key, line in lines.items():
         today = renamed.current_name(key)
         if today in options:
             where = f"{name} line {line}"
             try:
-                found[today] = options[today].check(_plain(options[today], values[key])), where
+                layer[today] = options[today].check(_plain(options[today], values[key])), where
             except ValueError as error:
                 raise ConfigError("config", f"{where}: {key}: {error}") from None
-    return found
+    return layer
 
 
 def from_environment(options: Mapping[str, Option], environment: Mapping[str, str]) -> Layer:
     """Reads these options from variables JAXSERVE_NAME; warns of variables that are no setting at
     all. Errors: ConfigError of the variable."""
-    found: Layer = {}
-    known = {*options, *_engine_and_server()} - set(OWN)
+    layer: Layer = {}
+    names = {*options, *_engine_and_server()} - set(OWN)
     for variable, text in environment.items():
         if not variable.startswith(PREFIX) or variable in OTHER_VARIABLES:
             continue
         name = variable.removeprefix(PREFIX).lower()
-        if SERVICE_LINKS.fullmatch(variable) and (name not in known or "://" in text):
+        if SERVICE_LINKS.fullmatch(variable) and (name not in names or "://" in text):
             continue
         today = renamed.current_name(name)
-        if today not in known or variable != PREFIX + name.upper():
+        if today not in names or variable != PREFIX + name.upper():
             hint = near(name, _engine_and_server())
             log.warning("%a is not a setting%s", variable[:100], hint)
         elif today in options:
             try:
-                found[today] = options[today].parse(text), variable
+                layer[today] = options[today].parse(text), variable
             except ValueError as error:
                 raise ConfigError(variable, str(error)) from None
-    return found
+    return layer
 
 
 def printed(
@@ -152,13 +152,13 @@ def _entries(text: str) -> Iterator[tuple[str, int]]:
     nothing = isinstance(first, yaml.ScalarEvent) and not first.value
     if not nothing and not isinstance(first, yaml.MappingStartEvent):
         raise _Refused(_at(first) + "must be lines of `name: value`")
-    seen: set[str] = set()
+    keys: set[str] = set()
     while not nothing and not isinstance(key := next(events), yaml.MappingEndEvent):
         if not isinstance(key, yaml.ScalarEvent):
             raise _Refused(_at(key) + "a name must be a plain text")
-        if key.value in seen:
+        if key.value in keys:
             raise _Refused(_at(key) + f"{key.value} is given more than once")
-        seen.add(key.value)
+        keys.add(key.value)
         _skip_value(key.value, next(events), events)
         yield key.value, key.start_mark.line + 1
     if not isinstance(next(events), yaml.DocumentEndEvent) or not isinstance(
@@ -185,10 +185,10 @@ def _at(event: Any) -> str:
 
 def _known(lines: Mapping[str, int], options: Mapping[str, Option]) -> bool:
     """Returns whether a file has settings at all. Errors: _Refused for a name that is none."""
-    known = (options.keys() | _engine_and_server().keys()) - set(OWN)
+    names = (options.keys() | _engine_and_server().keys()) - set(OWN)
     for name, line in lines.items():
-        if not {name, renamed.spelt(name)} & known and name not in renamed.FLAGS:
-            raise _Refused(f" line {line}: unknown setting {name!a:.100}{near(name, known)}")
+        if not {name, renamed.spelt(name)} & names and name not in renamed.FLAGS:
+            raise _Refused(f" line {line}: unknown setting {name!a:.100}{near(name, names)}")
     return bool(lines)
 
 

@@ -138,8 +138,8 @@ def _chat_messages(message: Message, where: str) -> Iterator[JsonObject]:
         elif kind not in UNSEEN_BLOCKS:
             raise RequestError(f"{place}.type", f"{kind!a:.50} cannot be taken in a message here")
     if texts or calls:
-        made: JsonObject = {"role": message.role, "content": "\n".join(texts)}
-        yield {**made, "tool_calls": calls} if calls else made
+        chat_message: JsonObject = {"role": message.role, "content": "\n".join(texts)}
+        yield {**chat_message, "tool_calls": calls} if calls else chat_message
 
 
 def _chat_call(block: Mapping[str, Any], where: str) -> JsonObject:

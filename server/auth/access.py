@@ -142,17 +142,17 @@ class KeyUsage:
     def check_tokens(self, limits: Limits, tokens: int) -> None:
         """Refuses further queued prompt tokens above the limit. Errors: RequestError;
         INVALID_ARGUMENT if they alone exceed it, which no waiting helps."""
-        most = limits.queued_tokens
-        if most is None or self.queued_tokens + tokens <= most:
+        limit = limits.queued_tokens
+        if limit is None or self.queued_tokens + tokens <= limit:
             return
-        if tokens > most:
+        if tokens > limit:
             raise RequestError(
-                "queued_tokens", f"the prompt has {tokens} tokens; the limit of this key is {most}"
+                "queued_tokens", f"the prompt has {tokens} tokens; the limit of this key is {limit}"
             )
         raise _exhausted(
             "queued_tokens",
             f"{self.queued_tokens} prompt tokens of this key wait, and this prompt has {tokens}; "
-            f"the limit is {most}",
+            f"the limit is {limit}",
         )
 
     def add(self, limits: Limits, now: float) -> None:

@@ -157,12 +157,12 @@ def parse(text: str, name: str) -> list[Key]:
     if listed is None or listed.id != "sequence":
         raise _fault(root, "keys must be a list")
     keys: list[Key] = []
-    seen: set[str | bytes] = set()  # names and hashes
+    taken_names: set[str | bytes] = set()  # names and hashes
     for node in listed.value:
         key = _key(node)
-        if key.name in seen or key.sha256 in seen:
+        if key.name in taken_names or key.sha256 in taken_names:
             raise _fault(node, f"{key.name}: its name or its key is given more than once")
-        seen |= {key.name, key.sha256}
+        taken_names |= {key.name, key.sha256}
         keys.append(key)
     return keys
 
@@ -220,17 +220,17 @@ def _fields(node: yaml.Node, what: str, known: set[str]) -> dict[str, yaml.Node]
     """The values of a YAML mapping, as nodes, by name. what: the mapping, for errors."""
     if node.id != "mapping":
         raise _fault(node, f"{what} must be a mapping")
-    found: dict[str, yaml.Node] = {}
+    nodes: dict[str, yaml.Node] = {}
     for key, value in node.value:
         name = _text(key)
         if name not in known:
             raise _fault(
                 key, f"{what} has no field {name[:64]!r}; known are {', '.join(sorted(known))}"
             )
-        if name in found:
+        if name in nodes:
             raise _fault(key, f"{name} is given more than once")
-        found[name] = value
-    return found
+        nodes[name] = value
+    return nodes
 
 
 def _text(node: yaml.Node) -> str:

@@ -79,17 +79,17 @@ class Tls:
         authorities = self._authorities if clients else None
         if authorities is not None:
             self.context()  # raises for authorities that gRPC would silently fail to read
-        given = self._pair
+        pair = self._pair
 
         def newer() -> grpc.ServerCertificateConfiguration | None:
             """Called by gRPC before each handshake, on its own threads; None means unchanged."""
-            nonlocal given
-            if given is self._pair:
+            nonlocal pair
+            if pair is self._pair:
                 return None
-            given = self._pair
-            return grpc.ssl_server_certificate_configuration([given], authorities)
+            pair = self._pair
+            return grpc.ssl_server_certificate_configuration([pair], authorities)
 
-        first = grpc.ssl_server_certificate_configuration([given], authorities)
+        first = grpc.ssl_server_certificate_configuration([pair], authorities)
         return grpc.dynamic_ssl_server_credentials(first, newer, authorities is not None)
 
     def refresh(self) -> None:

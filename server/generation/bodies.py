@@ -188,58 +188,58 @@ class GenerateRequest(PromptRequest):
         otherwise. Errors: RequestError."""
         if self.stream and self.prompt_logprobs is not None:
             raise RequestError("prompt_logprobs", "cannot be streamed: they are known at the end")
-        given = {**self._given(_SAMPLING_FIELDS), "stop": self.stop or None}
-        return SamplingParams.make(**{**given, "max_tokens": max_tokens, **others})
+        fields = {**self._given(_SAMPLING_FIELDS), "stop": self.stop or None}
+        return SamplingParams.make(**{**fields, "max_tokens": max_tokens, **others})
 
     def retention(self) -> int:
         """The request's `cache_retention`. Errors: RequestError."""
-        given = self.cache_retention
-        if given is None:
+        retention = self.cache_retention
+        if retention is None:
             return MAX_RETENTION if self.prompt_cache_retention == "24h" else NORMAL_RETENTION
         if self.prompt_cache_retention is not None:
             raise RequestError("prompt_cache_retention", "cannot be given beside cache_retention")
-        if isinstance(given, str):
-            return EPHEMERAL if given == "ephemeral" else NORMAL_RETENTION
-        KEPT_SECONDS.check("cache_retention", given)
-        return given
+        if isinstance(retention, str):
+            return EPHEMERAL if retention == "ephemeral" else NORMAL_RETENTION
+        KEPT_SECONDS.check("cache_retention", retention)
+        return retention
 
     def guided(self) -> tuple[Guided | None, str]:
         """Returns what the output must match, and the field that says so. Errors: RequestError."""
-        found = [*self._response_format(), *self._structured_outputs()]
-        if len(found) > 1:
-            raise RequestError(found[1][1], f"cannot be given beside {found[0][1]}")
-        return found[0] if found else (None, "")
+        constraints = [*self._response_format(), *self._structured_outputs()]
+        if len(constraints) > 1:
+            raise RequestError(constraints[1][1], f"cannot be given beside {constraints[0][1]}")
+        return constraints[0] if constraints else (None, "")
 
     def _response_format(self) -> Iterator[tuple[Guided, str]]:
-        given = self.response_format
-        if given is None or given.type == "text":
+        wanted = self.response_format
+        if wanted is None or wanted.type == "text":
             return
-        if (given.type == "json_schema") != (given.json_schema is not None):
+        if (wanted.type == "json_schema") != (wanted.json_schema is not None):
             raise RequestError(
                 "response_format.json_schema", "goes with type json_schema, and only with that"
             )
-        if given.json_schema is None:
+        if wanted.json_schema is None:
             yield Guided("json_object"), "response_format"
             return
-        schema = {} if given.json_schema.schema_ is None else given.json_schema.schema_
+        schema = {} if wanted.json_schema.schema_ is None else wanted.json_schema.schema_
         yield Guided("json_schema", json.dumps(schema)), "response_format.json_schema.schema"
 
     def _structured_outputs(self) -> Iterator[tuple[Guided, str]]:
-        given = self.structured_outputs
+        wanted = self.structured_outputs
         name = "structured_outputs"
-        if given is None:
+        if wanted is None:
             return
-        if given.json_ is not None:
-            schema = given.json_ if isinstance(given.json_, str) else json.dumps(given.json_)
+        if wanted.json_ is not None:
+            schema = wanted.json_ if isinstance(wanted.json_, str) else json.dumps(wanted.json_)
             yield Guided("json_schema", schema), f"{name}.json"
-        if given.json_object:
+        if wanted.json_object:
             yield Guided("json_object"), f"{name}.json_object"
-        if given.choice is not None:
-            yield Guided("choice", choices=tuple(given.choice)), f"{name}.choice"
-        if given.regex is not None:
-            yield Guided("regex", given.regex), f"{name}.regex"
-        if given.grammar is not None:
-            yield Guided("grammar", given.grammar), f"{name}.grammar"
+        if wanted.choice is not None:
+            yield Guided("choice", choices=tuple(wanted.choice)), f"{name}.choice"
+        if wanted.regex is not None:
+            yield Guided("regex", wanted.regex), f"{name}.regex"
+        if wanted.grammar is not None:
+            yield Guided("grammar", wanted.grammar), f"{name}.grammar"
 
     def slo(self, headers: Mapping[str, str]) -> Slo:
         """The objectives of the body, or else of its headers. Errors: RequestError."""
@@ -266,14 +266,14 @@ class GenerateRequest(PromptRequest):
 
 def _seconds(name: str, value: float | None, header: str | None) -> float | None:
     """Milliseconds of a field, or else of a header, in seconds. Errors: RequestError."""
-    given = header if value is None else value
-    if given is None:
+    milliseconds = header if value is None else value
+    if milliseconds is None:
         return None
     try:
-        seconds = float(given) / 1000
+        seconds = float(milliseconds) / 1000
     except ValueError:
         seconds = -1.0
     if not 0 < seconds < MAX_OBJECTIVE_SECONDS:
-        message = f"must be a number of milliseconds above 0, not {str(given)[:100]!r}"
+        message = f"must be a number of milliseconds above 0, not {str(milliseconds)[:100]!r}"
         raise RequestError(name, message)
     return seconds

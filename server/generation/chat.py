@@ -90,9 +90,9 @@ class ChatRequest(GenerateRequest):
         """Returns the chat that another protocol's body asks for: its fields of equal names, and
         these instead of others. Errors: RequestError."""
         same = type(body).model_fields.keys() & cls.model_fields.keys()
-        given = {name: getattr(body, name) for name in same}
+        values = {name: getattr(body, name) for name in same}
         try:
-            return cls.model_validate({**given, **fields})
+            return cls.model_validate({**values, **fields})
         except ValidationError as error:
             raise first_fault(error.errors()[0]) from None
 
@@ -141,10 +141,10 @@ class ChatRequest(GenerateRequest):
     @property
     def template_variables(self) -> dict[str, Any]:
         """Variables for the model's chat template."""
-        given = self.chat_template_kwargs or {}
+        variables = self.chat_template_kwargs or {}
         if self.reasoning_effort is None:
-            return given
-        return {"reasoning_effort": self.reasoning_effort, **given}
+            return variables
+        return {"reasoning_effort": self.reasoning_effort, **variables}
 
 
 def chat_call(frontend: Frontend, body: ChatRequest, headers: Mapping[str, str]) -> GenerateCall:
@@ -195,5 +195,5 @@ def _strict_calls(frontend: Frontend, tools: Sequence[JsonObject]) -> Guided | N
 
 def tool_message(tool: Tool) -> JsonObject:
     """Returns a tool as the model's chat template takes it."""
-    known = tool.function.model_dump(include=set(Function.model_fields), exclude_none=True)
-    return {"type": tool.type, "function": known}
+    fields = tool.function.model_dump(include=set(Function.model_fields), exclude_none=True)
+    return {"type": tool.type, "function": fields}

@@ -101,13 +101,13 @@ class ChatParts:
 
 def _tokens_of(texts: Sequence[str], pieces: Sequence[bytes]) -> int:
     """Returns the number of tokens with a part of these texts, which follow each other in them."""
-    whole = b"".join(pieces)
+    output = b"".join(pieces)
     ends = list(itertools.accumulate(map(len, pieces)))
     place = 0
     count = 0
     for text in texts:
         shown = text.rstrip("\ufffd").encode()  # without a character that was cut off
-        begin = whole.find(shown, place)
+        begin = output.find(shown, place)
         if shown and begin >= 0:
             place = begin + len(shown)
             count += bisect.bisect_left(ends, place) + 1 - bisect.bisect_right(ends, begin)

@@ -17,12 +17,12 @@ FORMATS = ("TEXT", "JSON")
 def wanted_format(headers: Mapping[str, str]) -> str | None:
     """The form of a report that a request's headers ask for; None for none. Errors:
     RequestError."""
-    given = headers.get(FORMAT_HEADER)
-    if given is None:
+    form = headers.get(FORMAT_HEADER)
+    if form is None:
         return None
-    if given.upper() not in FORMATS:
+    if form.upper() not in FORMATS:
         raise RequestError(FORMAT_HEADER, f"must be one of {', '.join(FORMATS)}")
-    return given.upper()
+    return form.upper()
 
 
 def load_header(load: Load, form: str) -> dict[str, str]:
@@ -35,5 +35,5 @@ def load_header(load: Load, form: str) -> dict[str, str]:
     }
     if form == "JSON":
         return {LOAD_HEADER: f"JSON {json.dumps({'named_metrics': metrics})}"}
-    told = ", ".join(f"named_metrics.{name}={value}" for name, value in metrics.items())
-    return {LOAD_HEADER: f"TEXT {told}"}
+    report = ", ".join(f"named_metrics.{name}={value}" for name, value in metrics.items())
+    return {LOAD_HEADER: f"TEXT {report}"}

@@ -188,19 +188,19 @@ async def _events(
 def _ends_joined(chunks: Iterable[JsonObject]) -> Iterator[JsonObject]:
     """Chunks, of which one that only says how a choice has ended is joined to the one before, if
     that is of the same choice: load generators count a token for each chunk."""
-    before: JsonObject | None = None
+    previous: JsonObject | None = None
     for chunk in chunks:
-        if before is not None:
+        if previous is not None:
             choice = chunk["choices"][0]
-            last = before["choices"][0]
+            last = previous["choices"][0]
             only_ends = choice["finish_reason"] and not (choice.get("text") or choice.get("delta"))
             if only_ends and choice["index"] == last["index"] and not last["finish_reason"]:
                 last |= {key: choice[key] for key in ("finish_reason", "stop_reason")}
                 continue
-            yield before
-        before = chunk
-    if before is not None:
-        yield before
+            yield previous
+        previous = chunk
+    if previous is not None:
+        yield previous
 
 
 def _ends_comment(after_keepalive: bool, data: bytes) -> bool:
@@ -228,8 +228,8 @@ async def _outputs(streams: Sequence[Stream]) -> AsyncIterator[tuple[int, list[O
     taking = {asyncio.ensure_future(stream.take()): number for number, stream in enumerate(streams)}
     try:
         while taking:
-            done, _ = await asyncio.wait(taking, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
+            ended, _ = await asyncio.wait(taking, return_when=asyncio.FIRST_COMPLETED)
+            for task in ended:
                 number = taking.pop(task)
                 if outputs := task.result():
                     yield number, outputs

@@ -68,26 +68,26 @@ class TokenWriter:
         """Log-probabilities of tokens in the form of chat completions."""
         return [
             {
-                **self._chat_logprob(id, at.chosen),
-                "top_logprobs": [self._chat_logprob(*top) for top in at.top],
+                **self._chat_logprob(id, value.chosen),
+                "top_logprobs": [self._chat_logprob(*top) for top in value.top],
             }
-            for id, at in zip(ids, logprobs)
+            for id, value in zip(ids, logprobs)
         ]
 
     def prompt_logprobs(self, completion: Completion) -> list[dict[str, JsonObject] | None]:
         """Log-probabilities of a prompt's tokens in the form of vLLM, by id; None for the first,
         which nothing predicts. A token that is not among the most likely ones has no rank."""
-        given = completion.prompt_logprobs or ()
+        values = completion.prompt_logprobs or ()
         return [
-            None if at is None else self._by_id(id, at)
-            for id, at in zip(completion.prompt_ids, given)
+            None if value is None else self._by_id(id, value)
+            for id, value in zip(completion.prompt_ids, values)
         ]
 
-    def _by_id(self, chosen: int, at: Logprobs) -> dict[str, JsonObject]:
-        found = {str(chosen): self._ranked(chosen, at.chosen, None)}
-        for rank, (id, logprob) in enumerate(at.top, 1):
-            found[str(id)] = self._ranked(id, logprob, rank)
-        return found
+    def _by_id(self, chosen: int, value: Logprobs) -> dict[str, JsonObject]:
+        entries = {str(chosen): self._ranked(chosen, value.chosen, None)}
+        for rank, (id, logprob) in enumerate(value.top, 1):
+            entries[str(id)] = self._ranked(id, logprob, rank)
+        return entries
 
     def _ranked(self, id: int, logprob: float, rank: int | None) -> JsonObject:
         return {"logprob": logprob, "rank": rank, "decoded_token": self.text(id)}

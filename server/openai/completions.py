@@ -252,17 +252,17 @@ class CompletionWriter:
             offsets.append(offset)
             offset += len(token)
         tops = [
-            None if at is None else {token: at.chosen} | self._by_text(at.top)
-            for token, at in zip(tokens, values)
+            None if value is None else {token: value.chosen} | self._by_text(value.top)
+            for token, value in zip(tokens, values)
         ]
         return {
             "tokens": tokens,
-            "token_logprobs": [None if at is None else at.chosen for at in values],
+            "token_logprobs": [None if value is None else value.chosen for value in values],
             "top_logprobs": tops,
             "text_offset": offsets,
         }
 
 
 def _mean_logprob(completion: Completion) -> float:
-    values = [at.chosen for at in completion.logprobs or ()]
+    values = [value.chosen for value in completion.logprobs or ()]
     return sum(values) / max(len(values), 1)

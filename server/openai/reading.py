@@ -23,8 +23,8 @@ def chunk_of(line: str) -> Mapping[str, Any] | None:
     chunk = json.loads(data)
     if chunk.get("error"):
         error = chunk["error"]
-        told = error.get("message", error) if isinstance(error, dict) else error
-        raise RequestError("", str(told), "INTERNAL")
+        message = error.get("message", error) if isinstance(error, dict) else error
+        raise RequestError("", str(message), "INTERNAL")
     return chunk
 
 

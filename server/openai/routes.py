@@ -87,8 +87,8 @@ def _add_model_routes(router: fastapi.APIRouter, frontend: Frontend) -> None:
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> JsonObject:
         frontend.check_model(name)
-        known = _models(frontend)
-        return next((model for model in known if model["id"] == name), known[0])
+        rows = _models(frontend)
+        return next((model for model in rows if model["id"] == name), rows[0])
 
 
 def _models(frontend: Frontend) -> list[JsonObject]:

@@ -61,16 +61,16 @@ def libraries() -> Iterator[Check]:
     for name, least in NEEDED.items():
         needed = ".".join(map(str, least))
         try:
-            found = metadata.version(name)
+            version = metadata.version(name)
         except metadata.PackageNotFoundError:
             yield Check(name, FAULT, "is not installed", f"pip install '{name}>={needed}'")
             continue
-        numbers = tuple(int(part) for part in found.split(".")[:3] if part.isdigit())
+        numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
         if numbers >= least:
-            yield Check(name, OK, found)
+            yield Check(name, OK, version)
             continue
-        said = f"{found} is older than {needed}"
-        yield Check(name, FAULT, said, f"pip install --upgrade '{name}>={needed}'")
+        text = f"{version} is older than {needed}"
+        yield Check(name, FAULT, text, f"pip install --upgrade '{name}>={needed}'")
 
 
 def ports(config: ServerConfig) -> Iterator[Check]:
@@ -90,8 +90,8 @@ def _port(name: str, host: str, port: int) -> Check:
             trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             trial.bind(address)
     except OSError as error:
-        said = f"cannot listen on {host}:{port}: {error.strerror}"
-        return Check(name, FAULT, said, f"end what listens there, or choose another --{name}")
+        text = f"cannot listen on {host}:{port}: {error.strerror}"
+        return Check(name, FAULT, text, f"end what listens there, or choose another --{name}")
     return Check(name, OK, f"{host}:{port} is free" if port else "a free one is taken")
 
 
@@ -111,8 +111,8 @@ def _kept(name: str, folders: tuple[Path, ...], advice: str) -> Check:
     """The last of these folders, each in the one before, by the rules of `private_folder`;
     none is made."""
     last = folders[-1]
-    there = next(path for path in (last, *last.absolute().parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+    existing = next(path for path in (last, *last.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         return Check(name, FAULT, f"{last} cannot be written to", advice)
     for folder in filter(Path.exists, folders):
         info = folder.stat()
@@ -124,15 +124,15 @@ def _kept(name: str, folders: tuple[Path, ...], advice: str) -> Check:
                 "code run here",
                 f"chmod go-w {folder}, after a look at what is in it; {advice}",
             )
-    return Check(name, OK, str(last) + ("" if there == last else " (will be made)"))
+    return Check(name, OK, str(last) + ("" if existing == last else " (will be made)"))
 
 
 def _disk(folder: Path) -> Check:
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(there).free
-    said = f"{free / 2**30:.1f} GiB free for {folder}"
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    text = f"{free / 2**30:.1f} GiB free for {folder}"
     advice = "make room, or move the cache with JAXSERVE_CACHE"
-    return Check.of("disk", state_of(free, *DISK), said, advice)
+    return Check.of("disk", state_of(free, *DISK), text, advice)
 
 
 def descriptors() -> Check:
@@ -152,13 +152,15 @@ def descriptors() -> Check:
 def memory_available() -> int:
     """Bytes of RAM that this process may still take: of the machine, and of its control group where
     that has a limit."""
-    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    amounts = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     with contextlib.suppress(OSError, ValueError):
         lines = Path("/proc/meminfo").read_text().splitlines()
-        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+        amounts += [
+            int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")
+        ]
     with contextlib.suppress(OSError, ValueError):
         group = Path("/sys/fs/cgroup")
-        found.append(
+        amounts.append(
             int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
         )
-    return min(found)
+    return min(amounts)

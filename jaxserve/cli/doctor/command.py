@@ -53,12 +53,12 @@ class Patient:
 
 def run(values: dict[str, Any]) -> int:
     patient = Patient()
-    found = list(_all(patient, values))
-    healthy = all(check.state != FAULT for check in found)
+    findings = list(_all(patient, values))
+    healthy = all(check.state != FAULT for check in findings)
     if values["json"]:
-        print(_json(patient, found, healthy))
+        print(_json(patient, findings, healthy))
     else:
-        print(_text(patient, found))
+        print(_text(patient, findings))
     return int(not healthy)
 
 
@@ -91,10 +91,10 @@ def _all(patient: Patient, values: dict[str, Any]) -> Iterator[Check]:
         yield from _guarded("profile", _profile(patient))
 
 
-def _guarded(name: str, found: Iterable[Check]) -> Iterator[Check]:
+def _guarded(name: str, findings: Iterable[Check]) -> Iterator[Check]:
     """Runs a check; an error in it becomes a finding."""
     try:
-        yield from found
+        yield from findings
     except ConfigError as error:
         yield Check(
             name if error.field == "model" else error.field,
@@ -127,8 +127,8 @@ def _settings(patient: Patient, values: dict[str, Any]) -> Iterator[Check]:
         if error is not None
     ]
     changed = len(getattr(values, "origins", {}).keys() & SETTINGS)
-    said = f"{changed} differ from the defaults" if changed else "all are the defaults"
-    yield from faults or [Check("settings", OK, said)]
+    text = f"{changed} differ from the defaults" if changed else "all are the defaults"
+    yield from faults or [Check("settings", OK, text)]
 
 
 def _security(config: ServerConfig) -> Iterator[Check]:
@@ -164,44 +164,44 @@ def _error_of(make: Callable[[], object]) -> ConfigError | None:
 def _devices(patient: Patient, limit: float) -> Iterator[Check]:
     mesh = patient.engine.mesh  # type: ignore[union-attr]
     try:
-        found = look(mesh.devices, limit)
+        devices = look(mesh.devices, limit)
     except NoDevices as error:
         yield Check("devices", FAULT, str(error), "nvidia-smi, and JAX_PLATFORMS=cpu to do without")
         return
-    patient.devices = found
-    held = "" if found.memory is None else f", {forecast.gib(found.memory)} each"
-    yield Check("devices", OK, f"{found.count} x {found.kind} ({found.platform}{held})")
-    if found.platform == "cpu" and NVIDIA.exists():
+    patient.devices = devices
+    memory = "" if devices.memory is None else f", {forecast.gib(devices.memory)} each"
+    yield Check("devices", OK, f"{devices.count} x {devices.kind} ({devices.platform}{memory})")
+    if devices.platform == "cpu" and NVIDIA.exists():
         yield Check(
             "GPU",
             WARNING,
             "there is one of NVIDIA's, and JAX does not see it",
             f"{_CUDA_JAX}, and leave LD_LIBRARY_PATH unset",
         )
-    kernels = {"gpu": _kernels}.get(found.platform, _cpu_kernels)
-    yield kernels(found)
+    kernels = {"gpu": _kernels}.get(devices.platform, _cpu_kernels)
+    yield kernels(devices)
     yield Check.of(
         "mesh",
-        checks.state_of(found.count, mesh.devices, mesh.devices),
-        f"{mesh} needs {mesh.devices} of {found.count}",
+        checks.state_of(devices.count, mesh.devices, mesh.devices),
+        f"{mesh} needs {mesh.devices} of {devices.count}",
         "choose smaller degrees with --mesh",
     )
 
 
-def _cpu_kernels(found: Devices) -> Check:
-    if found.lacks is None:
-        return Check("kernels", OK, f"compiled for CPUs ({found.instruction_set})")
+def _cpu_kernels(devices: Devices) -> Check:
+    if devices.lacks is None:
+        return Check("kernels", OK, f"compiled for CPUs ({devices.instruction_set})")
     return Check(
         "kernels",
         WARNING,
-        f"not those compiled for CPUs: {found.lacks}. Prompts take about 1.3 times as long, "
+        f"not those compiled for CPUs: {devices.lacks}. Prompts take about 1.3 times as long, "
         "several sequences at once twice as long, and bfloat16 ten times",
         "install g++, then jaxserve again: pip install --force-reinstall --no-deps",
     )
 
 
-def _kernels(found: Devices) -> Check:
-    lacks = found.lacks
+def _kernels(devices: Devices) -> Check:
+    lacks = devices.lacks
     if lacks is None:
         return Check("kernels", OK, "those for Hopper")
     advice = "it works, slower, in XLA's plain form"
@@ -259,8 +259,10 @@ def _room(patient: Patient) -> Any:
     """Returns the memory of the devices that another process has found."""
     from jaxserve.engine.memory import DeviceRoom
 
-    found = patient.devices
-    return DeviceRoom("cpu", None) if found is None else DeviceRoom(found.platform, found.memory)
+    devices = patient.devices
+    return (
+        DeviceRoom("cpu", None) if devices is None else DeviceRoom(devices.platform, devices.memory)
+    )
 
 
 def _hash(source: str, file: Path) -> Iterator[Check]:
@@ -274,8 +276,8 @@ def _hash(source: str, file: Path) -> Iterator[Check]:
     if digest == WHEELS[source].member_sha256:
         yield Check("model hash", OK, "as published")
         return
-    said = f"{file} is not the file that was published"
-    yield Check("model hash", FAULT, said, f"remove {file.parent}, then `jaxserve fetch {source}`")
+    text = f"{file} is not the file that was published"
+    yield Check("model hash", FAULT, text, f"remove {file.parent}, then `jaxserve fetch {source}`")
 
 
 def _tokenizer(patient: Patient) -> Check:
@@ -290,8 +292,8 @@ def _tokenizer(patient: Patient) -> Check:
         )
     tokenizer = Tokenizer.load(patient.checkpoint.tokenizer)
     if tokenizer.vocab > patient.checkpoint.config.vocab:
-        said = f"has {tokenizer.vocab} ids, the model knows {patient.checkpoint.config.vocab}"
-        return Check("tokenizer", FAULT, said, "take the tokenizer that belongs to the model")
+        text = f"has {tokenizer.vocab} ids, the model knows {patient.checkpoint.config.vocab}"
+        return Check("tokenizer", FAULT, text, "take the tokenizer that belongs to the model")
     if tokenizer.template is None:
         return Check(
             "tokenizer",
@@ -379,10 +381,10 @@ def _scheduler(patient: Patient, costs: Any) -> Any:
     return Scheduler(config.scheduler, cache, config.mesh, patient.max_len, costs=costs)
 
 
-def _text(patient: Patient, found: list[Check]) -> str:
-    width = max(len(check.name) for check in found)
+def _text(patient: Patient, findings: list[Check]) -> str:
+    width = max(len(check.name) for check in findings)
     lines = []
-    for check in found:
+    for check in findings:
         lines.append(f"{check.state:8} {check.name:{width}}  {check.said}")
         if check.advice:
             lines.append(f"{'':8} {'':{width}}  -> {check.advice}")
@@ -393,14 +395,16 @@ def _text(patient: Patient, found: list[Check]) -> str:
             "predicted, with nothing else running:",
             table(headers, patient.forecast.rows()),
         ]
-    faults, warnings = (sum(check.state == state for check in found) for state in (FAULT, WARNING))
+    faults, warnings = (
+        sum(check.state == state for check in findings) for state in (FAULT, WARNING)
+    )
     summary = "all is well"
     if faults or warnings:
         summary = f"{faults} at fault, {warnings} to look at"
     return "\n".join([*lines, "", summary])
 
 
-def _json(patient: Patient, found: list[Check], healthy: bool) -> str:
+def _json(patient: Patient, findings: list[Check], healthy: bool) -> str:
     expected = patient.forecast
     predicted = None
     if expected is not None:
@@ -414,7 +418,7 @@ def _json(patient: Patient, found: list[Check], healthy: bool) -> str:
     return json.dumps(
         {
             "ok": healthy,
-            "checks": [dataclasses.asdict(check) for check in found],
+            "checks": [dataclasses.asdict(check) for check in findings],
             "predicted": predicted,
         }
     )

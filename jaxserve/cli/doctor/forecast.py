@@ -55,10 +55,10 @@ class Forecast:
 def forecast(scheduler: Scheduler) -> Forecast | None:
     """Returns its predictor's forecast; None without known costs of steps."""
     predictor = scheduler.predictor
-    most = min(scheduler.max_len, scheduler.cache.total * scheduler.cache.block_size)
+    longest = min(scheduler.max_len, scheduler.cache.total * scheduler.cache.block_size)
     if not predictor.calibrated:
         return None
-    lengths = sorted({*(length for length in LENGTHS if length < most), most - 1})
+    lengths = sorted({*(length for length in LENGTHS if length < longest), longest - 1})
     batches = sorted(
         {
             *(batch for batch in BATCHES if batch < scheduler.config.max_seqs),

@@ -67,10 +67,10 @@ def with_mesh(values: Mapping[str, Any], given: Collection[str]) -> dict[str, An
     """Settings whose degrees, where there are any, are those of `mesh`. given: names of settings
     that are not defaults. Errors: ConfigError for a mesh beside degrees."""
     degrees = {axis: values[name] for name, axis in DEGREES.items() if values.get(name) is not None}
-    found = {name: value for name, value in values.items() if name not in DEGREES}
+    others = {name: value for name, value in values.items() if name not in DEGREES}
     if not degrees:
-        return found
+        return others
     if "mesh" in given:
         name = next(name for name in DEGREES if values.get(name) is not None)
         raise ConfigError(name, "give it or mesh, not both")
-    return {**found, "mesh": str(replace(MeshConfig(), **degrees))}
+    return {**others, "mesh": str(replace(MeshConfig(), **degrees))}

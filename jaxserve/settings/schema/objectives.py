@@ -82,10 +82,10 @@ def objectives_by_class(text: str, default: Objectives) -> dict[str | None, Obje
 
 def _objectives_of_class(name: str, text: str, default: Objectives) -> Objectives:
     """Reads the objectives in 'ttft=0.5,tpot=0.05'. Errors: ConfigError that names the class."""
-    given: dict[str, float] = {}
+    values: dict[str, float] = {}
     for part in filter(None, map(str.strip, text.split(","))):
         field, _, value = map(str.strip, part.partition("="))
-        if field not in CLASS_FIELDS or CLASS_FIELDS[field] in given:
+        if field not in CLASS_FIELDS or CLASS_FIELDS[field] in values:
             raise ConfigError(
                 "classes",
                 f"{name}: {part!r} is not FIELD=NUMBER, each of {', '.join(CLASS_FIELDS)} at most "
@@ -97,10 +97,10 @@ def _objectives_of_class(name: str, text: str, default: Objectives) -> Objective
             number = math.nan
         if not math.isfinite(number):
             raise ConfigError("classes", f"{name}: {field}: {value!r} is not a number")
-        given[CLASS_FIELDS[field]] = number
+        values[CLASS_FIELDS[field]] = number
     try:
         return Objectives(
-            **{own: given.get(own, getattr(default, own)) for own in CLASS_FIELDS.values()}
+            **{own: values.get(own, getattr(default, own)) for own in CLASS_FIELDS.values()}
         )
     except ConfigError as error:
         raise ConfigError("classes", f"{name}: {error}") from None

@@ -129,8 +129,8 @@ class ResponsesRequest(OpenModel):
 
 
 def _chat_tool(tool: FunctionTool) -> JsonObject:
-    known = tool.model_dump(include={"name", "description", "parameters", "strict"})
-    return {"type": "function", "function": known}
+    fields = tool.model_dump(include={"name", "description", "parameters", "strict"})
+    return {"type": "function", "function": fields}
 
 
 def _chat_choice(choice: str | NamedFunctionTool | AllowedFunctionTools | None) -> Any:
@@ -148,17 +148,17 @@ def _chat_format(text: TextSettings | None) -> JsonObject | None:
 
 
 def _messages(
-    instructions: str | None, earlier: Sequence[JsonObject], given: Sequence[JsonObject]
+    instructions: str | None, earlier: Sequence[JsonObject], items: Sequence[JsonObject]
 ) -> list[JsonObject]:
     """A conversation as the messages of a chat. Errors: RequestError that names the item."""
     messages: list[JsonObject] = []
     if instructions:
         messages.append({"role": "system", "content": instructions})
-    if not given or len(earlier) + len(given) > MAX_ITEMS:
+    if not items or len(earlier) + len(items) > MAX_ITEMS:
         raise RequestError("input", f"must have 1 to {MAX_ITEMS} items, with those it continues")
     for item in earlier:
         _add_item(messages, item, "previous_response_id")
-    for number, item in enumerate(given):
+    for number, item in enumerate(items):
         _add_item(messages, item, f"input.{number}")
     return messages
 
@@ -176,10 +176,14 @@ def _add_item(messages: list[JsonObject], item: Mapping[str, Any], where: str) -
         case "function_call":
             call = {"name": text_in(item, "name", where)}
             call["arguments"] = text_in(item, "arguments", where)
-            made = {"id": text_in(item, "call_id", where), "type": "function", "function": call}
+            tool_call = {
+                "id": text_in(item, "call_id", where),
+                "type": "function",
+                "function": call,
+            }
             if not (messages and messages[-1]["role"] == "assistant"):
                 messages.append({"role": "assistant", "content": ""})
-            messages[-1].setdefault("tool_calls", []).append(made)
+            messages[-1].setdefault("tool_calls", []).append(tool_call)
         case "function_call_output":
             content = _text(item.get("output"), f"{where}.output")
             id = text_in(item, "call_id", where)
@@ -198,8 +202,8 @@ def _text(content: Any, where: str) -> str:
         raise RequestError(where, "must be a text or a list of texts")
     texts = []
     for part in content:
-        known = isinstance(part, dict) and part.get("type") in TEXT_PARTS
-        if not known or not isinstance(part.get("text"), str):
+        is_text = isinstance(part, dict) and part.get("type") in TEXT_PARTS
+        if not is_text or not isinstance(part.get("text"), str):
             raise RequestError(where, f"has a part that is none of {', '.join(TEXT_PARTS)}")
         texts.append(part["text"])
     return "".join(texts)

@@ -27,8 +27,8 @@ def add_responses_routes(
         caller = request.state.caller
         earlier: list[JsonObject] = []
         if body.previous_response_id is not None:
-            found = stored.get(caller.name, body.previous_response_id, "previous_response_id")
-            earlier = [*found.items]
+            previous = stored.get(caller.name, body.previous_response_id, "previous_response_id")
+            earlier = [*previous.items]
         chat = body.as_chat(earlier)
         call = chat_call(frontend, chat, request.headers)
         items = [*earlier, *body.input_items]
@@ -46,8 +46,8 @@ def add_responses_routes(
     @router.get("/v1/responses/{id}/input_items")
     async def responses_input_items(id: str, request: fastapi.Request) -> JsonObject:
         """The items of the conversation before the response, the newest first."""
-        found = stored.get(request.state.caller.name, id).input_items
-        shown = [_with_id(number, item) for number, item in enumerate(found)][::-1]
+        items = stored.get(request.state.caller.name, id).input_items
+        shown = [_with_id(number, item) for number, item in enumerate(items)][::-1]
         ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]}
         return {"object": "list", "data": shown, **ends, "has_more": False}
 

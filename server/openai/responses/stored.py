@@ -43,12 +43,12 @@ class StoredResponses:
 
     def add(self, caller: str, response: JsonObject, items: Sequence[JsonObject]) -> None:
         """Stores a response. items: of its conversation, see `StoredResponse`."""
-        made = StoredResponse(response, items, len(dump(response)) + len(dump(list(items))))
-        if made.bytes > self._max_bytes:
+        entry = StoredResponse(response, items, len(dump(response)) + len(dump(list(items))))
+        if entry.bytes > self._max_bytes:
             return
         with self._lock:
-            self._stored[caller, response["id"]] = made
-            self.bytes += made.bytes
+            self._stored[caller, response["id"]] = entry
+            self.bytes += entry.bytes
             while self.bytes > self._max_bytes:
                 _, oldest = self._stored.popitem(last=False)
                 self.bytes -= oldest.bytes

@@ -156,8 +156,8 @@ class ResponsesWriter:
                 yield from self._item_begun(kind, part)
             if not isinstance(part, CallBegin):
                 self._written += part.text
-                made = self._made(kind, part.text) if self._pending_logprobs else []
-                extra = {"logprobs": made} if kind == "message" else {}
+                logprobs = self._made(kind, part.text) if self._pending_logprobs else []
+                extra = {"logprobs": logprobs} if kind == "message" else {}
                 yield self._of_item(f"{_EVENT_OF[kind]}.delta", delta=part.text, **extra)
 
     def _item_begun(self, kind: str, part: Part) -> Iterator[JsonObject]:
@@ -187,8 +187,8 @@ class ResponsesWriter:
         item["status"] = "completed"
         if kind == "function_call":
             item["arguments"] = self._written
-            whole = {"arguments": self._written, "name": item["name"]}
-            yield self._of_item(f"{_EVENT_OF[kind]}.done", **whole)
+            fields = {"arguments": self._written, "name": item["name"]}
+            yield self._of_item(f"{_EVENT_OF[kind]}.done", **fields)
         else:
             part = self._part()
             item["content"] = [part]
@@ -215,14 +215,14 @@ class ResponsesWriter:
         """Takes the tokens that made further text of an item, and those before it: markers, which
         are no item's. Returns their log-probabilities, which a message has and no other item."""
         pending = self._pending_logprobs
-        made = b"".join(bytes(token["bytes"]) for token in pending)
+        written = b"".join(bytes(token["bytes"]) for token in pending)
         wanted = text.encode()
-        begin = made.find(wanted)
+        begin = written.find(wanted)
         message = kind == "message"
         if begin < 0 and not message:
             return []  # arguments that a parser rewrote: the next text is found behind them
         if begin < 0:  # bytes that are no text are shown as others
-            begin, wanted = 0, made
+            begin, wanted = 0, written
         ends = list(itertools.accumulate(len(token["bytes"]) for token in pending))
         end = begin + len(wanted)
         first = bisect.bisect_right(ends, begin)
