@@ -82,12 +82,16 @@ def _open_mpi(environment: Mapping[str, str]) -> Place | None:
     count = _number(environment, "OMPI_COMM_WORLD_SIZE")
     is_local = _number(environment, "OMPI_COMM_WORLD_LOCAL_SIZE") == count
     address = re.search(r"tcp[46]?://([0-9.]+)", environment.get("OMPI_MCA_orte_hnp_uri", ""))
-    leader = "127.0.0.1" if is_local else address[1] if address else ""
+    leader = address[1] if address else ""
+    if is_local:
+        leader = "127.0.0.1"
+    elif leader.startswith("127."):  # of another host
+        leader = ""
     job = environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid")
     return Place(
         _number(environment, "OMPI_COMM_WORLD_RANK"),
         count,
-        leader if is_local or not leader.startswith("127.") else "",
+        leader,
         _number(environment, "OMPI_COMM_WORLD_LOCAL_RANK"),
         f"mpi-{job}" if job else "",
         "Open MPI",
