@@ -27,6 +27,7 @@ from jaxserve.replica.info import ReplicaInfo
 from jaxserve.replica.protocol import Sink
 from jaxserve.scheduling import Load
 from jaxserve.server import replica_pb2 as pb
+from jaxserve.server.grpc.proto import value_in
 from jaxserve.server.remote_blocks import RemoteBlocks
 from jaxserve.server.remote_requests import (
     Pending,
@@ -115,8 +116,7 @@ class RemoteReplica:
         return time.monotonic()
 
     def overdue(self) -> float | None:
-        heartbeat = self._facts.heartbeat
-        return heartbeat.overdue if heartbeat.HasField("overdue") else None
+        return value_in(self._facts.heartbeat, "overdue")
 
     # --- requests
 

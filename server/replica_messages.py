@@ -29,6 +29,7 @@ from jaxserve.server.grpc.proto import (
     logprobs_of,
     sampling_message,
     sampling_of,
+    value_in,
 )
 from jaxserve.settings.schema import MeshConfig
 from jaxserve.text.structured_output import Guide
@@ -85,11 +86,8 @@ def request_of(message: pb.Submit, info: ReplicaInfo, now: float) -> Request:
 def _options_of(message: pb.Submit) -> dict[str, Any]:
     """The request's options by name, as `RequestOptions` has them."""
     options = {name: getattr(message, name) for name in RequestOptions().options() if name != "slo"}
-    slo = {
-        name: getattr(message, name) if message.HasField(name) else None
-        for name in ("ttft", "tpot", "class_name")
-    }
-    return {**options, "slo": Slo(**slo)}
+    slo = Slo(*(value_in(message, name) for name in ("ttft", "tpot", "class_name")))
+    return {**options, "slo": slo}
 
 
 def _kv_source_of(message: pb.Submit) -> KvSource | None:
@@ -156,7 +154,7 @@ def stored_message(blocks: StoredBlocks) -> pb.StoredBlocks:
 
 
 def stored_of(message: pb.StoredBlocks, medium: Medium) -> StoredBlocks:
-    parent = message.parent if message.HasField("parent") else None
+    parent = value_in(message, "parent")
     return StoredBlocks(tuple(message.keys), medium, parent, salt=message.salt)
 
 
@@ -176,7 +174,7 @@ def error_of(message: pb.Error) -> RequestError:
         message.field,
         message.message,
         message.status,
-        message.retry_after if message.HasField("retry_after") else None,
+        value_in(message, "retry_after"),
         message.reason,
     )
 

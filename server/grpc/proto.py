@@ -29,8 +29,8 @@ def sampling_of(message: pb.SamplingParams) -> SamplingParams:
 
 def slo_of(message: pb.Slo) -> Slo:
     """Latency objectives in seconds. Errors: RequestError."""
-    ttft = seconds_of("slo.ttft_ms", message.ttft_ms) if message.HasField("ttft_ms") else None
-    tpot = seconds_of("slo.tbt_ms", message.tbt_ms) if message.HasField("tbt_ms") else None
+    ttft = seconds_of("slo.ttft_ms", value_in(message, "ttft_ms"))
+    tpot = seconds_of("slo.tbt_ms", value_in(message, "tbt_ms"))
     return Slo(ttft, tpot, message.class_name or None)
 
 
@@ -91,8 +91,15 @@ def prompt_of(message: pb.GenerateRequest | pb.TokenizeRequest) -> Prompt:
     raise RequestError("prompt", "is missing")
 
 
-def seconds_of(name: str, ms: float) -> float:
-    """Milliseconds of the field `name`, in seconds. Errors: RequestError."""
+def value_in(message: Any, name: str) -> Any:
+    """Returns the value of a field; None if it is not set."""
+    return getattr(message, name) if message.HasField(name) else None
+
+
+def seconds_of(name: str, ms: float | None) -> float | None:
+    """Returns milliseconds of the field `name` in seconds. Errors: RequestError."""
+    if ms is None:
+        return None
     if not (math.isfinite(ms) and ms > 0):
         raise RequestError(name, f"must be a number of milliseconds above 0, not {ms}")
     return ms / 1000

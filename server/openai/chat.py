@@ -67,7 +67,7 @@ class ChatWriter:
 
     def _delta_chunks(self, output: Delta) -> Iterator[JsonObject]:
         deltas = self._deltas(output.index, self._parts.read(output))
-        logprobs = self._logprobs(output) if output.logprobs else None
+        logprobs = self._logprobs(output)
         # an empty text tells that tokens came; with tools it may be a call that is held back
         if not deltas and (logprobs or not self._parts.has_tools):
             deltas = [{"content": ""}]
@@ -128,7 +128,7 @@ class ChatWriter:
         choice = {
             "index": index,
             "message": _message(parts),
-            "logprobs": self._logprobs(completion) if completion.logprobs else None,
+            "logprobs": self._logprobs(completion),
             "finish_reason": self._finish_reason(completion),
             "stop_reason": completion.stop,
         }
@@ -136,8 +136,10 @@ class ChatWriter:
             choice["token_ids"] = list(completion.ids)
         return choice
 
-    def _logprobs(self, output: Delta | Completion) -> JsonObject:
-        entries = self._token_writer.chat_logprobs(output.ids, output.logprobs or ())
+    def _logprobs(self, output: Delta | Completion) -> JsonObject | None:
+        if not output.logprobs:
+            return None
+        entries = self._token_writer.chat_logprobs(output.ids, output.logprobs)
         return {"content": entries, "refusal": None}
 
     def _finish_reason(self, ended: Finished | Completion) -> str:
