@@ -64,7 +64,7 @@ class RemoteReplica:
         self._requests = RemoteRequests(self._lock, self._say)
         self._posted = PostedCommands(target)
         self._metrics = CollectorRegistry(auto_describe=False)
-        self._metrics.register(_RemoteMetrics(self))
+        self._metrics.register(_RemoteMetrics(lambda: self._question(metrics=True)))
         self._connection = ReplicaConnection(
             target,
             functools.partial(ReplicaSession, target, secret, credentials),
@@ -79,6 +79,11 @@ class RemoteReplica:
     def wait_connected(self, seconds: float) -> bool:
         """Waits until the replica answers; returns whether it does."""
         return self._connection.connected.wait(seconds)
+
+    @property
+    def fault(self) -> str:
+        """The reason why it is not alive."""
+        return self._connection.fault
 
     @property
     def info(self) -> ReplicaInfo:
@@ -189,11 +194,6 @@ class RemoteReplica:
     def flush_cache(self) -> int:
         """Frees pages as `Replica.flush_cache`. Errors: RequestError if it does not answer."""
         return self._question(flush_cache=True).flushed_pages
-
-    def metrics_text(self) -> str:
-        """Returns its metrics in Prometheus' text format. Errors: RequestError if it does not
-        answer."""
-        return self._question(metrics=True).metrics.decode()
 
     @property
     def metrics_registry(self) -> CollectorRegistry:
@@ -329,14 +329,14 @@ class PostedCommands:
 
 
 class _RemoteMetrics(Collector):
-    """The metrics of a remote replica, fetched at each scrape."""
+    """The metrics of a remote replica, fetched at each scrape. ask: Errors: RequestError."""
 
-    def __init__(self, replica: RemoteReplica):
-        self._replica = replica
+    def __init__(self, ask: Callable[[], pb.Answer]):
+        self._ask = ask
 
     def collect(self) -> Iterable[Metric]:
         try:
-            text = self._replica.metrics_text()
+            text = self._ask().metrics.decode()
         except RequestError:
             return []
         return text_string_to_metric_families(text)

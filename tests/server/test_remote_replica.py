@@ -159,7 +159,7 @@ def test_a_lost_session_ends_requests_and_the_replica_comes_back(offered):
 def test_requests_of_a_caller_that_says_nothing_are_cancelled(offered, monkeypatch):
     offered.service.stop()
     offered.offer(silent_seconds=0.6)
-    monkeypatch.setattr("jaxserve.server.remote_replica.ALIVE_SECONDS", 60)
+    monkeypatch.setattr("jaxserve.server.replica_connection.ALIVE_SECONDS", 60)
     remote = offered.reached()
     remote.submit(request(remote, tokens=4000), Heard())
     assert offered.behind.requests
