@@ -13,7 +13,7 @@ from jaxserve.cluster.router import Placement
 from jaxserve.settings.schema import ConfigError
 
 # rows of ADMISSION that decide on arrival alone; `baseline` refuses what was prefilled already
-POLICIES = ("none", "early", "predicted")
+OVERLOAD_POLICIES = ("none", "early", "predicted")
 
 
 class ArrivalCheck:
@@ -25,8 +25,10 @@ class ArrivalCheck:
     """
 
     def __init__(self, table: MemberTable, policy: str):
-        if policy not in POLICIES:
-            raise ConfigError("overload", f"must be one of {', '.join(POLICIES)}, not {policy!r}")
+        if policy not in OVERLOAD_POLICIES:
+            raise ConfigError(
+                "overload", f"must be one of {', '.join(OVERLOAD_POLICIES)}, not {policy!r}"
+            )
         self._table = table
         self._policy = ADMISSION[policy]
 

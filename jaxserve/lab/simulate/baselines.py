@@ -17,16 +17,18 @@ from jaxserve.lab.simulate.arrival import Arrival
 from jaxserve.lab.simulate.loongserve import LoongPool, LoongServe
 from jaxserve.lab.simulate.recorder import Outcome
 from jaxserve.lab.simulate.run import System, execute
+from jaxserve.policies import POLICIES
 from jaxserve.settings.schema import CacheConfig, ConfigError, MeshConfig, SchedulerConfig
 
-# Settings that make our scheduler another one: policies as `--policy` names them. Unshared: no
-# prompts share a step, which they do under `--policy=NAME` (Medha's LRS is slack-unshared, 5.4).
+# Settings that make our scheduler another one. Unshared: no prompts share a step, as they do under
+# `--policy=NAME`. Medha's LRS (5.4) is relative-slack-unshared; slack-unshared demotes late ones.
 SCHEDULERS: Mapping[str, Mapping[str, Any]] = {
     "sarathi-512": dict(policy="fcfs", chunking="static", chunk_tokens=512),
     "sarathi-2048": dict(policy="fcfs", chunking="static", chunk_tokens=2048),
-    "fcfs-unshared": dict(policy="fcfs", chunking="adaptive", sharing=0.0),
-    "edf-unshared": dict(policy="edf", chunking="adaptive", sharing=0.0),
-    "slack-unshared": dict(policy="slack", chunking="adaptive", sharing=0.0),
+    **{
+        f"{policy}-unshared": dict(policy=policy, chunking="adaptive", sharing=0.0)
+        for policy in POLICIES
+    },
 }
 # LoongServe: ranks of an instance, share of the instances kept for short prompts
 POOLS: Mapping[str, Mapping[str, Any]] = {
