@@ -2,7 +2,7 @@
 among them.
 
 Each block key has a bit set of members. What a member holds is closed under prefixes, up to what it
-evicts out of order: so the members that hold a chain's block b are found among those that hold the
+evicts out of order: so the members that hold a chain's block b are mask among those that hold the
 blocks before it, and one search over the chain, in steps that double, finds the depth of all
 members at once. It asks for few keys, and a chain's keys are hashed as they are asked for.
 
@@ -37,19 +37,19 @@ class Directory:
     def stored(self, member: int, keys: Iterable[bytes], medium: Medium = Medium.DEVICE) -> None:
         """Notes that a member holds these blocks on a medium."""
         members = self._members.setdefault(medium, {})
-        held = self._keys.setdefault((member, medium), set())
+        stored_keys = self._keys.setdefault((member, medium), set())
         bit = 1 << member
         for key in keys:
             members[key] = members.get(key, 0) | bit
-            held.add(key)
+            stored_keys.add(key)
 
     def removed(self, member: int, keys: Iterable[bytes], medium: Medium = Medium.DEVICE) -> None:
         """Notes that a member lost these blocks from a medium; unknown ones are ignored."""
         members = self._members.get(medium, {})
-        held = self._keys.get((member, medium), set())
+        stored_keys = self._keys.get((member, medium), set())
         for key in keys:
-            if key in held:
-                held.discard(key)
+            if key in stored_keys:
+                stored_keys.discard(key)
                 self._clear_bit(members, key, member)
 
     def cleared(self, member: int, medium: Medium | None = None) -> None:
@@ -60,16 +60,16 @@ class Directory:
 
     def rebuild(self, member: int, keys: Iterable[bytes], medium: Medium = Medium.DEVICE) -> None:
         """Takes over what a member says it holds on a medium, in place of what was noted."""
-        held = self._keys.get((member, medium), set())
+        stored_keys = self._keys.get((member, medium), set())
         new = set(keys)
-        self.removed(member, held - new, medium)
-        self.stored(member, new - held, medium)
+        self.removed(member, stored_keys - new, medium)
+        self.stored(member, new - stored_keys, medium)
 
     @staticmethod
     def _clear_bit(members: dict[bytes, int], key: bytes, member: int) -> None:
-        left = members[key] & ~(1 << member)
-        if left:
-            members[key] = left
+        others = members[key] & ~(1 << member)
+        if others:
+            members[key] = others
         else:
             del members[key]
 
@@ -77,10 +77,10 @@ class Directory:
 
     def holders(self, key: bytes) -> int:
         """The members that hold a block on any medium, as a bit set."""
-        found = 0
+        mask = 0
         for members in self._members.values():
-            found |= members.get(key, 0)
-        return found
+            mask |= members.get(key, 0)
+        return mask
 
     def count(self, member: int) -> int:
         """Blocks that a member holds, once for each medium."""
@@ -134,7 +134,7 @@ def _note(depths: list[int], members: int, blocks: int) -> None:
 
 class DirectoryFeed:
     """Tells a directory what one member says that it stores and loses; see
-    `cache.block_events.BlockListener`. lock: held while the directory changes."""
+    `cache.block_events.BlockListener`. lock: stored_keys while the directory changes."""
 
     def __init__(self, directory: Directory, member: int, lock: threading.Lock):
         self._directory = directory

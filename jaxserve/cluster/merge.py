@@ -101,8 +101,8 @@ def merged_view(
     for name in ("running", "waiting"):
         shown[name] = sum(view[name] for view in full)
     shown["pages"] = [lane for view in full for lane in view["pages"]]
-    left = {name: sum(view["left_out"][name] for view in full) for name in full[0]["left_out"]}
-    return {**shown, "left_out": left}
+    left_out = {name: sum(view["left_out"][name] for view in full) for name in full[0]["left_out"]}
+    return {**shown, "left_out": left_out}
 
 
 class MergedMetrics(Collector):

@@ -51,9 +51,9 @@ class CachedPrefixes:
     def tokens(self, request: Request, members: Iterable[Member], numbers: int) -> list[int]:
         """Tokens at a prompt's beginning that each member has cached, by the members' numbers
         [numbers]; 0 for those that have not joined. A prompt's last token is always computed."""
-        found = [0] * numbers
+        depths = [0] * numbers
         if request.bypass_prefix_cache:
-            return found
+            return depths
         by_size: dict[int, list[Member]] = {}
         for member in members:
             if member.joined:
@@ -61,8 +61,8 @@ class CachedPrefixes:
         for size, same in by_size.items():
             blocks = self._blocks(request, same[0].replica.info, numbers)
             for member in same:
-                found[member.number] = blocks[member.number] * size
-        return found
+                depths[member.number] = blocks[member.number] * size
+        return depths
 
     def _blocks(self, request: Request, info: ReplicaInfo, numbers: int) -> list[int]:
         """Blocks of `info`'s size at a prompt's beginning that members have, by number."""

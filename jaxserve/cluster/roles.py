@@ -106,14 +106,14 @@ class RatioController:
     def _movable(self, givers: Sequence[float], takers: Sequence[float]) -> int:
         """The most givers that may change sides, with the work of each side spread over those that
         are left there."""
-        given = trimmed_mean(givers)
-        taken = trimmed_mean(takers)
-        most = min(self.limits.step, len(givers) - self.limits.least)
-        for count in range(most, 0, -1):
-            after_given = given * len(givers) / (len(givers) - count)
-            after_taken = taken * len(takers) / (len(takers) + count)
+        giver_load = trimmed_mean(givers)
+        taker_load = trimmed_mean(takers)
+        limit = min(self.limits.step, len(givers) - self.limits.least)
+        for count in range(limit, 0, -1):
+            after_given = giver_load * len(givers) / (len(givers) - count)
+            after_taken = taker_load * len(takers) / (len(takers) + count)
             # the sides must not change places, or the next change would undo this one
-            if after_given + self.limits.margin * (taken - given) <= after_taken:
+            if after_given + self.limits.margin * (taker_load - giver_load) <= after_taken:
                 return count
             if after_given <= after_taken:
                 return count

@@ -48,9 +48,9 @@ Spans = list[tuple[float, float]]  # per stage: from when to when
 
 @dataclass(slots=True)
 class JournalStep:
-    """A batch that was issued. Arrays are the batch's; `held` where prompts on several lanes are in
-    it. `spans` and `took` (seconds since the step before it was read, or since it was issued where
-    that was later) are known once it was read."""
+    """A batch that was issued. Arrays are the batch's; `spread_blocks` where prompts on several
+    lanes are in it. `spans` and `took` (seconds since the step before it was read, or since it was
+    issued where that was later) are known once it was read."""
 
     number: int
     issued: float
@@ -60,22 +60,22 @@ class JournalStep:
     start: np.ndarray
     length: np.ndarray
     feed: np.ndarray
-    held: np.ndarray | None
+    spread_blocks: np.ndarray | None
     spans: Spans
     took: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class JournalEnd:
-    """A completion that ended. given, tpot: its objectives, seconds from arrival to the first token
-    and per output token."""
+    """A completion that ended. ttft_budget, tpot: its objectives, seconds from arrival to the first
+    token and per output token."""
 
     number: int
     request_id: str
     index: int
     class_name: str | None
     arrival: float
-    given: float
+    ttft_budget: float
     tpot: float
     event: Finished
 
@@ -116,8 +116,8 @@ class Journal:
         bus.subscribe(CompletionEnded, self._completion_ended)
 
     def _completion_ended(self, ended: CompletionEnded) -> None:
-        given = ended.ttft_deadline - ended.request.arrival
-        self.ended(ended.request, ended.event, given, ended.tpot)
+        ttft_budget = ended.ttft_deadline - ended.request.arrival
+        self.ended(ended.request, ended.event, ttft_budget, ended.tpot)
 
     def admitted(self, sequence: Sequence) -> None:
         """Records that a sequence got a slot."""
@@ -128,7 +128,7 @@ class Journal:
             del self.names[next(iter(self.names))]
 
     def issued(self, batch: Batch, now: float) -> None:
-        held = batch.blocks_per_lane if batch.block_lane.size else None
+        spread_blocks = batch.blocks_per_lane if batch.block_lane.size else None
         self.flying.append(
             JournalStep(
                 batch.number,
@@ -139,7 +139,7 @@ class Journal:
                 batch.start,
                 batch.length,
                 batch.is_decode,
-                held,
+                spread_blocks,
                 [],
             )
         )
@@ -165,8 +165,8 @@ class Journal:
         self.rows -= sum(step.seq.size for step in self.flying)
         self.flying.clear()
 
-    def ended(self, request: Request, event: Finished, given: float, tpot: float) -> None:
-        """Records that a completion ended; given, tpot: see JournalEnd."""
+    def ended(self, request: Request, event: Finished, ttft_budget: float, tpot: float) -> None:
+        """Records that a completion ended; ttft_budget, tpot: see JournalEnd."""
         number = self.running.pop((request.id, event.index), NO_NUMBER)
         self.ends.append(
             JournalEnd(
@@ -175,16 +175,16 @@ class Journal:
                 event.index,
                 request.slo.class_name,
                 request.arrival,
-                given,
+                ttft_budget,
                 tpot,
                 event,
             )
         )
 
-    def since(self, number: int, most: int) -> list[JournalStep]:
-        """Returns at most `most` steps that were read, from this number on, oldest first."""
+    def since(self, number: int, limit: int) -> list[JournalStep]:
+        """Returns at most `limit` steps that were read, from this number on, oldest first."""
         first = bisect_left(self.steps, number, key=attrgetter("number"))
-        return list(islice(self.steps, first, first + most))
+        return list(islice(self.steps, first, first + limit))
 
     def expected(self) -> list[tuple[JournalStep, Spans]]:
         """Steps in flight, oldest first, and when each stage should have them."""

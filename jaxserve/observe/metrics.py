@@ -293,16 +293,16 @@ class Metrics:
 
     def _request_completed(self, ends: Sequence[Finished], ttft: float, tpot: float) -> None:
         """Counts a request that ran to its end. ttft, tpot: its objectives in seconds."""
-        whole = Summary.of(ends)
-        self._observe("e2e_request_latency_seconds", whole.total)
-        self._observe("request_prefill_time_seconds", whole.prefill)
-        self._observe("request_decode_time_seconds", whole.decode)
+        summary = Summary.of(ends)
+        self._observe("e2e_request_latency_seconds", summary.total)
+        self._observe("request_prefill_time_seconds", summary.prefill)
+        self._observe("request_decode_time_seconds", summary.decode)
         self._observe("request_prompt_tokens", ends[0].usage.prompt)
-        self._observe("request_generation_tokens", whole.output)
+        self._observe("request_generation_tokens", summary.output)
         for end in ends:
             if end.tpot is not None:
                 self._observe("request_time_per_output_token_seconds", end.tpot)
-        good = (whole.ttft or 0.0) <= ttft and (whole.tpot or 0.0) <= tpot
+        good = (summary.ttft or 0.0) <= ttft and (summary.tpot or 0.0) <= tpot
         self._counters["goodput_requests"].inc(good)
 
     def _observe(self, name: str, value: float) -> None:

@@ -211,7 +211,7 @@ def _end(end: JournalEnd) -> list[Any]:
         usage.prompt if usage.completion else None,
         usage.cached,
         usage.completion,
-        _round(end.given),
+        _round(end.ttft_budget),
         None,
         None,
         ttft,
@@ -230,8 +230,8 @@ def _step(step: JournalStep, spans: Spans) -> dict[str, Any]:
     stop = decodes + CHUNKS
     named = lambda array: array[:few].tolist() + array[decodes:stop].tolist()
     lanes = [[lane] for lane in named(step.lane)]
-    if step.held is not None:
-        lanes[few:] = [np.flatnonzero(row).tolist() for row in step.held[decodes:stop]]
+    if step.spread_blocks is not None:
+        lanes[few:] = [np.flatnonzero(row).tolist() for row in step.spread_blocks[decodes:stop]]
     feeds = [1] * few + [0] * (len(lanes) - few)
     return {
         "number": step.number,

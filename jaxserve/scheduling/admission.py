@@ -73,8 +73,8 @@ class LatenessMargins:
         """Learns from a first token that came at clock second `now`."""
         forecast = self._forecast.pop(sequence.number, None)
         if forecast is not None:
-            given = max(sequence.ttft_deadline - sequence.request.arrival, 1e-9)
-            self._learn(sequence, (now - forecast) / given)
+            budget = max(sequence.ttft_deadline - sequence.request.arrival, 1e-9)
+            self._learn(sequence, (now - forecast) / budget)
 
     def overdue(self, now: float) -> None:
         """Learns from first tokens that were due before `now` and did not come: they are late,
@@ -160,16 +160,16 @@ class AdmissionController:
             self._check_decodes(sequence, forecast)
         prompts = self._ranked(sequence, work, forecast, now)
         first, before = self._first_tokens(prompts, forecast, begun)
-        own = float(first[prompts.place])
-        self._check_deadline(sequence, now, own)
+        first_token = float(first[prompts.place])
+        self._check_deadline(sequence, now, first_token)
         if not promises:
-            return now + own
+            return now + first_token
         due = prompts.view.deadline[prompts.place :] - now
         latest = self._latest(prompts, due, forecast)
         if feasible or not nobody_before:
-            self._check_own(own, due, latest)
+            self._check_own(first_token, due, latest)
         self._check_others(prompts, due, latest, first, before)
-        return now + own
+        return now + first_token
 
     def _promises(self, sequence: Sequence) -> bool:
         """Returns whether a sequence is promised its first token in time if it is accepted."""
@@ -178,16 +178,16 @@ class AdmissionController:
     def _check_decodes(self, sequence: Sequence, forecast: LoadForecast) -> None:
         """Checks the tightest objective per token. Errors: RequestError if too many sequences
         run."""
-        most = forecast.most_decodes
+        limit = forecast.most_decodes
         count = forecast.decodes + len(self.slots.prefilling) + sequence.request.sampling.n
-        if count <= max(most, 1):
+        if count <= max(limit, 1):
             return
         after = forecast.step
         ends = forecast.decode_ends
         if len(ends):
-            after = float(ends[min(count - most, len(ends)) - 1])
+            after = float(ends[min(count - limit, len(ends)) - 1])
         raise _refused(
-            f"{count} sequences would run, {most} can within {sequence.tpot:g} s per token",
+            f"{count} sequences would run, {limit} can within {sequence.tpot:g} s per token",
             "tpot",
             after,
         )
@@ -238,27 +238,27 @@ class AdmissionController:
         """Returns the latest seconds at which first tokens may be forecast: of the new prompt and
         those behind it, which are `due`."""
         behind = prompts.view.at(slice(prompts.place, None))
-        given = behind.deadline - behind.arrival
-        latest = due - self.margins.of(behind.tokens) * given
+        budget = behind.deadline - behind.arrival
+        latest = due - self.margins.of(behind.tokens) * budget
         is_long = prompts.view.work > forecast.prefill_per_step / SHARER_WORK_RATIO
         if is_long[prompts.place] and np.count_nonzero(is_long) > 1:
-            latest[0] = min(latest[0], due[0] - LONG_PROMPT_RESERVE * given[0])
+            latest[0] = min(latest[0], due[0] - LONG_PROMPT_RESERVE * budget[0])
         return latest
 
-    def _check_deadline(self, sequence: Sequence, now: float, own: float) -> None:
+    def _check_deadline(self, sequence: Sequence, now: float, first_token: float) -> None:
         """Checks a deadline. Errors: RequestError if the first token would come after it."""
         deadline = sequence.request.deadline
         if deadline is None:
             return
-        after = own - (deadline - now)
+        after = first_token - (deadline - now)
         if after > 0:
             raise _refused(
                 f"its first token would come {after:.3g} s after its deadline", "deadline", after
             )
 
-    def _check_own(self, own: float, due: np.ndarray, latest: np.ndarray) -> None:
+    def _check_own(self, first_token: float, due: np.ndarray, latest: np.ndarray) -> None:
         """Checks the new prompt. Errors: RequestError if its own first token would be late."""
-        after = own - float(latest[0])
+        after = first_token - float(latest[0])
         if after > 0:
             raise _refused(
                 f"its first token is due in {due[0]:.3g} s and would come {after:.3g} s too late",
@@ -291,7 +291,7 @@ class AdmissionController:
                 "others, whose first tokens are due, would have to wait for it", "ttft", after
             )
 
-    def most(self, tpot: float) -> int:
+    def max_running(self, tpot: float) -> int:
         """Returns how many sequences may have a slot, so that a step of their decodes leaves some
         of `tpot` to prompts; one in any case."""
         if not self.predictor.calibrated:

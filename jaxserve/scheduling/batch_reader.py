@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,8 +21,7 @@ NOT_FINITE = RequestError("", "the model's logits were not finite", "INTERNAL")
 NO_EMBEDDING = RequestError("", "the prompt's embedding was not finite", "INTERNAL")
 
 
-@dataclass(frozen=True, slots=True)
-class StepResults:
+class StepResults(NamedTuple):
     """Results of the devices for a batch of n chunks.
 
     A negative token stands for logits that were not finite, and ends its completion with an error,
@@ -30,11 +29,11 @@ class StepResults:
     """
 
     tokens: np.ndarray  # [n] sampled ids, which count where `batch.sample`
-    logprobs: list[Logprobs | None] | None = None  # per chunk, of its sampled token
+    logprobs: list[Logprobs | None] | None  # per chunk, of its sampled token
     # by number of the sequence: of the prompt's tokens from position `start + 1` on
-    prompt_logprobs: dict[int, list[Logprobs]] = field(default_factory=dict)
+    prompt_logprobs: dict[int, list[Logprobs]]
     # by number of the sequence: of embedded prompts that end in the batch, [D]; none in simulations
-    embeddings: dict[int, np.ndarray] = field(default_factory=dict)
+    embeddings: dict[int, np.ndarray]
 
 
 class BatchReader:
@@ -124,13 +123,13 @@ class BatchReader:
                 end = self.requests.end(sequence, "error", now, NOT_FINITE)
                 events.append((sequence.id, end))
                 continue
-            entry = logprobs[row] if logprobs else None
-            events.append((sequence.id, Token(sequence.index, token, entry)))
+            event = Token(sequence.index, token, logprobs[row] if logprobs else None)
+            events.append((sequence.id, event))
             if sequence.first_token_at is None:
                 self.requests.note_first_token(sequence, now)
-            error = None
             try:
                 reason = sequence.append_token(token, now)
+                error = None
             except RequestError as fault:
                 reason = "error"
                 error = fault

@@ -60,21 +60,21 @@ class StepBudget:
         decodes = self.decode_seconds[home]
         return decodes + share * max(0.0, self.target - decodes)
 
-    def most(self, home: int, held: BlocksPerLane) -> int:
+    def capacity(self, home: int, blocks: BlocksPerLane) -> int:
         """Returns the most tokens of a chunk: as many as the lanes of its group can still take;
         none where the home lane, which computes the last of them, takes no more."""
         if not self.tokens_left[home]:
             return 0
-        return sum(self.tokens_left[lane] for lane in lanes_of(home, held))
+        return sum(self.tokens_left[lane] for lane in lanes_of(home, blocks))
 
-    def seconds(self, home: int, held: BlocksPerLane) -> float:
+    def seconds(self, home: int, blocks: BlocksPerLane) -> float:
         """Returns seconds so far of the lanes that a chunk would bear on."""
-        return max(self.lane_seconds[lane] for lane in lanes_of(home, held))
+        return max(self.lane_seconds[lane] for lane in lanes_of(home, blocks))
 
-    def seconds_with(self, home: int, held: BlocksPerLane, cached: int, new: int) -> float:
+    def seconds_with(self, home: int, blocks: BlocksPerLane, cached: int, new: int) -> float:
         """Predicts seconds of these lanes with a chunk of `new` tokens after `cached` ones."""
-        lanes = lanes_of(home, held)
-        with_chunk = self._with((home, held, cached, new))
+        lanes = lanes_of(home, blocks)
+        with_chunk = self._with((home, blocks, cached, new))
         return max(seconds for lane, _, seconds in with_chunk if lane in lanes)
 
     def _with(self, chunk: Chunk) -> list[tuple[int, LaneLoad, float]]:
@@ -86,16 +86,16 @@ class StepBudget:
             )
         return self._tried[1]
 
-    def add(self, home: int, held: BlocksPerLane, cached: int, new: int) -> None:
+    def add(self, home: int, blocks: BlocksPerLane, cached: int, new: int) -> None:
         """Adds a chunk to the step. It takes whole tiles, as the device computes them: the last one
         of its home lane's tokens, the others of those of the lanes of its group that have most
         left."""
-        for index, lane, seconds in self._with((home, held, cached, new)):
+        for index, lane, seconds in self._with((home, blocks, cached, new)):
             self.lanes[index] = lane
             self.lane_seconds[index] = seconds
         self._tried = (None, [])
         tiles = -(-new // self.tile)
-        lanes = lanes_of(home, held)
+        lanes = lanes_of(home, blocks)
         if len(lanes) > 1:
             self._take(home, 1)
             for _ in range(tiles - 1):
@@ -112,26 +112,26 @@ Chunking = Callable[[StepBudget, int, BlocksPerLane, int, int, float], int]
 
 
 def static(
-    budget: StepBudget, home: int, held: BlocksPerLane, cached: int, most: int, limit: float
+    budget: StepBudget, home: int, blocks: BlocksPerLane, cached: int, tokens: int, limit: float
 ) -> int:
     """Takes as many tokens as the lane can, whatever the time (Sarathi)."""
-    return most
+    return tokens
 
 
 def adaptive(
-    budget: StepBudget, home: int, held: BlocksPerLane, cached: int, most: int, limit: float
+    budget: StepBudget, home: int, blocks: BlocksPerLane, cached: int, tokens: int, limit: float
 ) -> int:
-    """Takes the most tokens, in whole tiles or all of `most`, with which the step takes no longer
+    """Takes the most tokens, in whole tiles or all of `tokens`, with which the step takes no longer
     than `limit`; 0 where one tile is too much."""
-    below = budget.seconds(home, held)
+    below = budget.seconds(home, blocks)
     if limit <= below:
         return 0
-    above = budget.seconds_with(home, held, cached, most)
+    above = budget.seconds_with(home, blocks, cached, tokens)
     if above <= limit:
-        return most
+        return tokens
     # `low` tiles fit, `high` do not; try in turns where a line would cross, and half way
     low = 0
-    high = -(-most // budget.tile)
+    high = -(-tokens // budget.tile)
     halve = False
     while high - low > 1:
         if halve:
@@ -140,7 +140,7 @@ def adaptive(
             middle = low + int((high - low) * (limit - below) / (above - below))
         halve = not halve
         middle = min(max(middle, low + 1), high - 1)
-        seconds = budget.seconds_with(home, held, cached, middle * budget.tile)
+        seconds = budget.seconds_with(home, blocks, cached, middle * budget.tile)
         if seconds <= limit:
             low = middle
             below = seconds

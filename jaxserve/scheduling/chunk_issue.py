@@ -56,14 +56,14 @@ class ChunkIssuer:
         step.chunks.append(self._issue(step, sequence, length, lanes))
         return True
 
-    def length_with_pages(self, sequence: Sequence, most: int, reserve: int) -> int:
-        """Returns the most tokens of the next chunk of a sequence with a slot, up to `most`, for
+    def length_with_pages(self, sequence: Sequence, limit: int, reserve: int) -> int:
+        """Returns the most tokens of the next chunk of a sequence with a slot, up to `limit`, for
         which there are pages beside the `reserve`."""
         cache = self.cache
         start = int(self.slots.issued[sequence.slot])
         spare = max(cache.available - reserve, 0)
         capacity = int(cache.capacity[sequence.slot]) + spare * cache.block_size
-        return min(sequence.prefill_len - start, most, capacity - start)
+        return min(sequence.prefill_len - start, limit, capacity - start)
 
     def _extend(self, sequence: Sequence, stop: int) -> int:
         """Gives the sequence pages for its tokens to before `stop`, on the lanes that its plan has
@@ -75,12 +75,12 @@ class ChunkIssuer:
         planned = sequence.plan_at(start).lanes
         if sequence.plan and planned != cache.layouts[slot].group:
             cache.regroup(slot, planned)
-        before = int(cache.group_size[slot])
+        group_size = int(cache.group_size[slot])
         moved = cache.rebalance(slot, start // cache.block_size)
         cache.extend(slot, cache.blocks(stop) - len(cache.layouts[slot].pages))
         lanes = int(cache.group_size[slot])
         if moved:
-            return max(before, lanes)
+            return max(group_size, lanes)
         return lanes
 
     def _issue(

@@ -46,11 +46,11 @@ class DecodeReserve:
         """Returns the part of these pages that is kept free at most."""
         return min(pages, self._most)
 
-    def _growth(self, start: Any, most: Any) -> Any:
-        """Pages from position `start` to where a sequence is expected to end, at `most` at last."""
+    def _growth(self, start: Any, limit: Any) -> Any:
+        """Predicts pages from position `start` to the end of a sequence, at `limit` at last."""
         size = self._cache.block_size
         tokens = self._lengths.remaining
         if tokens == math.inf:
             tokens = UNKNOWN_TOKENS
-        end = np.minimum(start + tokens, most)
+        end = np.minimum(start + tokens, limit)
         return np.maximum(-(-end // size) - -(-start // size), 0)

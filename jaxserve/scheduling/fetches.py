@@ -69,11 +69,11 @@ class Fetches:
         """Begins the fetch of a sequence, which waits for it in its slot."""
         cache = self.cache
         first, keys, source = fetch
-        there = None
+        blocks = None
         if source is not None:
             hashes = sequence.block_hashes
-            there = cache.below.source_blocks(hashes, first, first + len(keys), source.block_size)
-        sequence.ticket = cache.fetch(sequence.slot, keys, source, there)
+            blocks = cache.below.source_blocks(hashes, first, first + len(keys), source.block_size)
+        sequence.ticket = cache.fetch(sequence.slot, keys, source, blocks)
         sequence.fetch_seconds = SOURCE_SECONDS if source else FETCH_SECONDS
         sequence.fetch_deadline = now + sequence.fetch_seconds
 

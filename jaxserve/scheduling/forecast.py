@@ -180,10 +180,10 @@ class LoadModel:
         ended += np.searchsorted(about + forecast.completion, about)
         decodes = np.maximum(forecast.decodes + np.arange(len(waits)) - ended, 0)
         seconds = work / rate[np.minimum(decodes, len(forecast.slot_free))]
-        before = np.cumsum(seconds) - seconds
+        work_before = np.cumsum(seconds) - seconds
         if self.predictor.mesh.kvp > 1:  # lanes share the work of several, not that of one
-            before /= self.predictor.mesh.kvp
-        return np.maximum.accumulate(ready - before) + before + seconds
+            work_before /= self.predictor.mesh.kvp
+        return np.maximum.accumulate(ready - work_before) + work_before + seconds
 
     def _slots_ready(self, waits: np.ndarray, forecast: LoadForecast) -> np.ndarray:
         """Predicts when each prompt has a slot [n]: every slot comes free, and again after each
@@ -216,8 +216,8 @@ class LoadModel:
         """Learns from a batch that was packed how much a step gets done if it has more than it can
         do. backlog: seconds of prefill that were left to do before it."""
         self._current = None
-        left = self.slots.backlog
-        if not batch.tokens.size or not 0 < left < backlog:
+        backlog_left = self.slots.backlog
+        if not batch.tokens.size or not 0 < backlog_left < backlog:
             return
         fed = batch.is_decode
         decode_seconds = 0.0
@@ -229,7 +229,7 @@ class LoadModel:
             decode_seconds = self.predictor.stage(lanes)
         seconds = batch.seconds - decode_seconds
         if seconds > 0:
-            done = (backlog - left) / self.predictor.mesh.kvp / seconds
+            done = (backlog - backlog_left) / self.predictor.mesh.kvp / seconds
             done = min(max(done, MIN_YIELD), MAX_YIELD)
             self.prefill_yield += SMOOTHING * (done - self.prefill_yield)
 

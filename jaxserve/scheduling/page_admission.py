@@ -65,8 +65,8 @@ class SmallPromptPages:
         counted = Counter(
             page for table, small in zip(tables, self.is_small) if small for page in table
         )
-        held = {page: holders for page, holders in enumerate(self._holders) if holders}
-        assert held == counted, f"pages of small prompts {held}, counted {dict(counted)}"
+        counts = {page: holders for page, holders in enumerate(self._holders) if holders}
+        assert counts == counted, f"pages of small prompts {counts}, counted {dict(counted)}"
         assert self.count == len(counted), (
             f"{self.count} pages of small prompts, counted {len(counted)}"
         )
@@ -77,8 +77,8 @@ class PageAdmission:
 
     Each step begins with `begin`; then `match` answers for one sequence whether it fits, and
     `admit` gives it its slot and pages. `small_tokens` is the length of the longest small prompt.
-    `most`, where given, is the number of sequences that may have a slot, by the tightest objective
-    per output token in seconds.
+    `max_running`, if given, is the number of sequences that may have a slot, by the tightest
+    objective per output token in seconds.
     """
 
     def __init__(
@@ -86,12 +86,12 @@ class PageAdmission:
         cache: CacheManager,
         slots: SlotTable,
         decode_reserve: DecodeReserve,
-        most: Callable[[float], int] | None = None,
+        max_running: Callable[[float], int] | None = None,
     ):
         self.cache = cache
         self.slots = slots
         self.decode_reserve = decode_reserve
-        self.most = most
+        self.max_running = max_running
         self._small_pages = int(SMALL_PROMPT * cache.total)  # the most that a small prompt takes
         self.small_tokens = self._small_pages * cache.block_size
         self._held_by_small = SmallPromptPages(cache)
@@ -129,7 +129,8 @@ class PageAdmission:
         free = len(self.slots.free)
         if not free:
             return False
-        return self.most is None or len(self.slots.phase) - free < self.most(self._tpot)
+        running = len(self.slots.phase) - free
+        return self.max_running is None or running < self.max_running(self._tpot)
 
     @property
     def open(self) -> bool:

@@ -67,9 +67,9 @@ class QueuePrefetch:
         last = (sequence.prefill_len - 1) // cache.block_size
         sequence.prefix_match = cache.match(hashes, last, sequence.prefix_match)
         first = len(sequence.prefix_match.pages)
-        held = cache.below.fetchable(hashes, first, last)
+        keys = cache.below.fetchable(hashes, first, last)
         if not lower.shared:
-            return held
-        behind = first + len(held)
+            return keys
+        behind = first + len(keys)
         more = range(behind, min(last, behind + lower.prefetch_room))
-        return [*held, *(hashes[block] for block in more)]
+        return [*keys, *(hashes[block] for block in more)]

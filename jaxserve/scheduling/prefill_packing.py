@@ -163,22 +163,22 @@ class PrefillPacker:
 
     def _length(self, step: PrefillStep, candidate: ChunkCandidate, limit: float) -> int:
         """Returns the tokens of the chunk with which the step takes at most `limit` seconds."""
-        most = self._most(step, candidate)
-        if most <= 0:
+        tokens = self._capacity(step, candidate)
+        if tokens <= 0:
             return 0
         chunking = CHUNKING[step.config.chunking]
-        home = candidate.home
-        return chunking(step.budget, home, candidate.blocks_per_lane, candidate.start, most, limit)
+        blocks = candidate.blocks_per_lane
+        return chunking(step.budget, candidate.home, blocks, candidate.start, tokens, limit)
 
-    def _most(self, step: PrefillStep, candidate: ChunkCandidate) -> int:
+    def _capacity(self, step: PrefillStep, candidate: ChunkCandidate) -> int:
         """Returns the most tokens of the chunk: to the end of the plan's part, as its lanes can
         take."""
-        tokens = candidate.part.stop - candidate.start
-        return min(tokens, step.budget.most(candidate.home, candidate.blocks_per_lane))
+        left_of_part = candidate.part.stop - candidate.start
+        return min(left_of_part, step.budget.capacity(candidate.home, candidate.blocks_per_lane))
 
     def _add_something(self, step: PrefillStep, candidate: ChunkCandidate, length: int) -> None:
         """Adds a chunk of `length` tokens; if it is the first of the step, of a tile at least, so
         that something always runs."""
         if not length and not step.chunks:
-            length = min(step.config.tile, self._most(step, candidate))
+            length = min(step.config.tile, self._capacity(step, candidate))
         self.issuer.add(step, candidate, length)

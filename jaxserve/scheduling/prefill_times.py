@@ -56,14 +56,14 @@ class PrefillTimes:
         config = self.config
         prompts = slots.prompts(sequence.request.arrival)
         key = POLICIES[config.policy].rank(prompts)
-        own = float(prompts.work[-1])  # the youngest: those of equal rank go before it
+        work = float(prompts.work[-1])  # the youngest: those of equal rank go before it
         ahead = prompts.work[:-1][key[:-1] <= key[-1]]
         if config.chunking == "adaptive" and config.sharing > 0:
             # what a longer prompt takes of the steps that both are in
-            shared = own * (1 - config.sharing) / config.sharing
-            ahead = np.where(SHARER_WORK_RATIO * ahead >= own, np.minimum(ahead, shared), ahead)
-        before = begun + float(ahead.sum()) / self.predictor.mesh.kvp
-        return before + own + self._passage(sequence.prefill_len)
+            shared = work * (1 - config.sharing) / config.sharing
+            ahead = np.where(SHARER_WORK_RATIO * ahead >= work, np.minimum(ahead, shared), ahead)
+        seconds = begun + float(ahead.sum()) / self.predictor.mesh.kvp
+        return seconds + work + self._passage(sequence.prefill_len)
 
     def running(self, sequence: Sequence, done: int, now: float) -> float:
         """Predicts seconds from arrival to the first token of a sequence with `done` tokens of its
@@ -71,8 +71,8 @@ class PrefillTimes:
         began = sequence.started_at or 0.0
         work = self.seconds(sequence.cached_tokens, done)
         slower = max(1.0, (now - began) / work) if work > 0 else 1.0
-        left = slower * self.seconds(done, sequence.prefill_len)
-        return now - sequence.request.arrival + left
+        seconds_left = slower * self.seconds(done, sequence.prefill_len)
+        return now - sequence.request.arrival + seconds_left
 
     def _passage(self, prompt: int) -> float:
         """Predicts seconds that a prompt's last chunk takes through the stages after the first."""

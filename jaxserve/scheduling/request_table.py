@@ -132,9 +132,9 @@ class RequestTable:
         slots = self.slots
         alive = {sequence.number for sequence in self.sequences()}
         ended = set(slots.number[slots.phase == ENDED].tolist())
-        known = set(slots.by_number)
-        assert alive | ended == known and not alive & ended, (
-            f"alive {alive}, ended {ended}, all {known}"
+        numbers = set(slots.by_number)
+        assert alive | ended == numbers and not alive & ended, (
+            f"alive {alive}, ended {ended}, all {numbers}"
         )
         later = sum(len(entry.later) for entry in self._entries.values())
         queued = len(slots.queue)

@@ -91,7 +91,7 @@ class Scheduler:
             cache,
             self.slots,
             DecodeReserve(cache, self.slots, lengths, config.decode_reserve),
-            None if self.admission is None else self.admission.most,
+            None if self.admission is None else self.admission.max_running,
         )
         self.packer = BatchPacker(
             config,

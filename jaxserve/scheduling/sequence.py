@@ -34,6 +34,8 @@ class History:
         if last <= prompt:
             return self.prompt[first:last]
         output = np.array(self.output[max(first - prompt, 0) : last - prompt], np.int32)
+        if first >= prompt:
+            return output
         return np.concatenate([self.prompt[first:], output])
 
 

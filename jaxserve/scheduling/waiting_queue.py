@@ -52,14 +52,15 @@ class WaitingQueue:
         return self._rows[TOKENS, : len(self)]
 
     def view_among(
-        self, now: float, before: Sequenced[Sequence], after: Sequenced[Sequence] = ()
+        self, now: float, first: Sequenced[Sequence], last: Sequenced[Sequence] = ()
     ) -> PromptView:
-        """Returns the waiting prompts at clock second `now`, with others before and after them."""
+        """Returns the waiting prompts at clock second `now`, with others at the front and at the
+        end."""
         rows = [self._rows[:, : len(self)]]
-        if before:
-            rows.insert(0, self._columns(before))
-        if after:
-            rows.append(self._columns(after))
+        if first:
+            rows.insert(0, self._columns(first))
+        if last:
+            rows.append(self._columns(last))
         arrival, deadline, work, tokens, priority, class_index = np.concatenate(rows, 1)
         names = tuple(self._class_index)
         return PromptView(now, arrival, deadline, work, tokens, priority, class_index, names)
