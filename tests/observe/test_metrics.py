@@ -423,7 +423,7 @@ def test_goodput_is_what_ran_to_its_end_within_its_objectives(built, slo, second
         real.clock.advance(real.clock.now() + 1.0)
         if second == "stop":
             real.stop(id, 1)
-        elif second and any(
+        elif id in real.registry and any(
             isinstance(event, Token) and event.index == 1 for event in runner.events[id]
         ):
             real.registry.notify(real.scheduler.cancel(id, real.now(), second, 1))
