@@ -22,6 +22,8 @@ class Placement:
     stripe: consecutive blocks on a lane, where a prompt is dealt out.
     """
 
+    # lanes to which blocks of a long prompt go, for help texts
+    help: str
     # lanes share a long prompt's blocks from its first ones on; else they fill one after the other
     deals = False
     # the lanes of a prompt may be chosen by a planner; without one `limit` says which prompts are
@@ -57,6 +59,8 @@ class Grow(Placement):
     fits.
     """
 
+    help = "the next lane once one holds lane_tokens"
+
     def next_lane(self, layout: SequenceLayout, available: list[int]) -> int:
         lane = next_of_round(layout, available, self.limit)
         if lane is not None:
@@ -82,6 +86,10 @@ class Striped(Grow):
     the group, whatever its lanes hold.
     """
 
+    help = (
+        "evenly over all lanes if it is longer than lane_tokens, or over those that a planner "
+        "chooses, from the first to the last again and again"
+    )
     deals = True
     planned = True
 
@@ -116,6 +124,8 @@ class Zigzag(Striped):
     takes every lane equally long (context parallel paper, 3.5.1).
     """
 
+    help = "the same, but there and back again"
+
     def order(self, group: tuple[int, ...]) -> tuple[int, ...]:
         return group + group[::-1]
 
@@ -123,6 +133,7 @@ class Zigzag(Striped):
 class RoundRobin(Placement):
     """Goes block by block over the lanes, skipping full ones."""
 
+    help = "block after block to the next lane"
     deals = True
 
     def dealt_over(self, home: int, blocks: int) -> tuple[int, ...]:
@@ -136,6 +147,8 @@ class RoundRobin(Placement):
 
 class Random(RoundRobin):
     """Draws any lane, but the same one in every run."""
+
+    help = "to any lane at random"
 
     def next_lane(self, layout: SequenceLayout, available: list[int]) -> int:
         lanes = [lane for lane, pages in enumerate(available) if pages]

@@ -25,6 +25,7 @@ class Hashed(Placement):
     """Goes where the key of its stripe's first block says: equal prefixes to equal lanes, whoever
     computes them. Blocks without a key go on behind the one before."""
 
+    help = "where its key says"
     deals = True
 
     def dealt_over(self, home: int, blocks: int) -> tuple[int, ...]:

@@ -37,10 +37,8 @@ class CacheConfig(Settings):
     )
     placement: str = option(
         "grow",
-        "lanes that the blocks of a long prompt go to: the next lane once one holds lane_tokens "
-        "(grow); evenly over all lanes if it is longer than lane_tokens, or over those that a "
-        "planner chooses (striped, zigzag); block after block to another lane (round_robin, "
-        "random)",
+        "lanes that the blocks of a long prompt go to: "
+        + "; ".join(f"{placement.help} ({name})" for name, placement in PLACEMENTS.items()),
         choices=PLACEMENTS.keys(),
     )
     prefix_caching: bool = option(True, "reuse the KV of equal prefixes")
