@@ -109,7 +109,8 @@ class Parts:
         self.ended: dict[str, float] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.ended["lab" if "lab" in report.keywords else "serving"] = time.monotonic()
+        is_lab = report.nodeid.removeprefix("tests/").startswith(LABORATORY)
+        self.ended["lab" if is_lab else "serving"] = time.monotonic()
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if len(self.ended) == 2:
