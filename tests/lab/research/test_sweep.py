@@ -103,7 +103,7 @@ def _noting(call, ran):
 def test_a_sweep_that_is_killed_goes_on_where_it_was(tmp_path):
     out = tmp_path / "out.jsonl"
     axes = "seed=" + "|".join(map(str, range(300)))
-    base = "model=llama3-8b;qps=5;requests=200;prompt=4096;output=64"
+    base = "model=llama3-8b;qps=5;requests=50;prompt=4096;output=64"
     command = [
         *(sys.executable, "-m", "jaxserve", "bench", "sweep", "--run=simulated", "--gpu=h100"),
         *(f"--base={base}", f"--axes={axes}", f"--out={out}"),
