@@ -58,7 +58,7 @@ def attention(
     outs = [
         attend(x, rows, pages.take(0), groups.table, dtype=q.dtype)[0] for rows, x in local
     ] + spread_outs
-    return jnp.concatenate(outs) if len(outs) > 1 else outs[0], pages
+    return (jnp.concatenate(outs) if len(outs) > 1 else outs[0]), pages
 
 
 def _spread_parts(groups: Groups) -> list[tuple[str, Groups, slice]]:
@@ -70,7 +70,9 @@ def _spread_parts(groups: Groups) -> list[tuple[str, Groups, slice]]:
         spread = tuple(rows for rows in groups.spread if rows.settled == settled)
         if spread:
             stop = at + sum(rows.pos.size for rows in spread) // groups.lanes.size
-            exchange = groups.exchange if settled or not groups.settled else DEFAULT_EXCHANGE
+            exchange = groups.exchange
+            if groups.settled and not settled:
+                exchange = DEFAULT_EXCHANGE
             out.append((exchange, dataclasses.replace(groups, spread=spread), slice(at, stop)))
             at = stop
     return out

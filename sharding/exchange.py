@@ -75,7 +75,9 @@ def pass_q(
     by_hop = []
     for hop in range(lanes):
         # before the attention that hides it
-        arriving = groups.lanes.send_to_next(q) if hop < lanes - 1 else q
+        arriving = q
+        if hop < lanes - 1:
+            arriving = groups.lanes.send_to_next(q)
         owner = (lane - hop) % lanes
         partials = [
             attend(x, rows.computed_by(owner), pages.take(0), groups.table)
@@ -113,7 +115,9 @@ def pass_kv(
         )
         for hop in range(lanes):
             # before the attention that hides it
-            arriving = jax.tree.map(groups.lanes.send_to_next, here) if hop < lanes - 1 else here
+            arriving = here
+            if hop < lanes - 1:
+                arriving = jax.tree.map(groups.lanes.send_to_next, here)
             owner = (lane - hop) % lanes
             chunk_pages, blocks = here
             stop = jnp.clip(ends[:, owner] - first, 0, width)

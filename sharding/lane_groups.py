@@ -47,7 +47,9 @@ class LaneGroups:
     def most(self, x: jax.Array) -> jax.Array:
         """The greatest x of all lanes, those of other groups too: for loops with collectives, which
         all lanes of the mesh must run equally often."""
-        return x if self.size == lax.axis_size(KVP) else lax.pmax(x, KVP)
+        if self.size == lax.axis_size(KVP):
+            return x
+        return lax.pmax(x, KVP)
 
     def _members(self) -> list[list[int]] | None:
         """The lanes of each group; None where all lanes are one."""

@@ -95,20 +95,13 @@ class Groups:
         return sum(rows.pos.size for rows in self.local)
 
 
-def local_rows(
-    slot: jax.Array,
-    start: jax.Array,
-    length: jax.Array,
-    width: int,
-    table: jax.Array,
-    pages: int,
-    size: int,
-) -> Rows:
+def local_rows(rows: jax.Array, width: int, table: jax.Array, pages: int, size: int) -> Rows:
     """Rows of `width` tokens of local sequences, whose page-table entry i is block i.
 
-    slot, start, length [R]: row of the page table, first position, and number of tokens. pages:
-    number of pages in the pool. size: tokens per page.
+    rows [R, 3]: row of the page table, first position, and number of tokens. pages: number of pages
+    in the pool. size: tokens per page.
     """
+    slot, start, length = rows.T
     pos = _positions(start, length, width)
     block = jnp.maximum(pos, 0) // size
     page = jnp.where(pos < 0, pages, table[0][slot[:, None], block])
@@ -116,10 +109,7 @@ def local_rows(
 
 
 def spread_rows(
-    slot: jax.Array,
-    start: jax.Array,
-    length: jax.Array,
-    entries_per_lane: jax.Array,
+    rows: jax.Array,
     lane: jax.Array,
     width: int,
     table: jax.Array,
@@ -130,15 +120,17 @@ def spread_rows(
     """Rows of `width` tokens of spread sequences, of whose blocks lane `lane` (this one) of the
     group has some.
 
-    entries_per_lane [R, lanes]: blocks that each lane has. The other arguments are those of
-    `local_rows`.
+    rows [R, 3 + lanes]: as of `local_rows`, then blocks that each lane has; the other arguments are
+    those of `local_rows`.
     """
+    slot, start, length = rows[:, :3].T
+    entries_per_lane = rows[:, 3:]
     pos = _positions(start, length, width)
     entries = entries_per_lane[:, lane]
     block = jnp.maximum(pos, 0) // size
     index = entries_below(table[1], slot, entries[:, None], block)
-    here = (index < entries[:, None]) & (table[1][slot[:, None], index] == block) & (pos >= 0)
-    page = jnp.where(here, table[0][slot[:, None], index], pages)
+    valid = (index < entries[:, None]) & (table[1][slot[:, None], index] == block) & (pos >= 0)
+    page = jnp.where(valid, table[0][slot[:, None], index], pages)
     return Rows(slot, pos, entries, page, entries_per_lane, settled)
 
 

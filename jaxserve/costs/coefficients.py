@@ -101,7 +101,9 @@ class Costs:
     def layer(self, load: LaneLoad, messages: float) -> float:
         """Seconds of one layer on one lane. messages: of these, those that no attention is part
         of."""
-        shape = self.compiled(load) if self.shapes else None
+        shape = None
+        if self.shapes:
+            shape = self.compiled(load)
         exchanged = load.exchanged
         if exchanged is not None and self.spread_shapes:
             layer = self._spread(load, exchanged.strategy, exchanged.chunks.group_size)
@@ -111,7 +113,7 @@ class Costs:
             layer = self.linear(load.decodes + load.tokens)
         context = load.context
         if self.longest:
-            context = load.longest * (load.decodes if shape is None else shape.decodes)
+            context = load.longest * (shape or load).decodes
         layer += self.attention(
             load.attention + load.spread_seconds, self.attend_decodes(load.decodes, context)
         )
@@ -142,7 +144,8 @@ class Costs:
         """Seconds of one layer's attention of `new` tokens after `cached` ones. On a lane that
         holds a share of a spread context, `cached` and `part` are its shares of the tokens before
         and of the new ones."""
-        part = new if part is None else part
+        if part is None:
+            part = new
         return self._attend(self.pair * (cached + part / 2) * new, cached + part, new)
 
     def attend(self, pairs: float, read: float, queries: float) -> float:
@@ -155,7 +158,9 @@ class Costs:
 
     def attend_decodes(self, count: int, context: float) -> float:
         """Seconds of one layer's attention of `count` decodes over `context` tokens together."""
-        return self.decode + self.decode_seq * count + self.decode_kv * context if count else 0.0
+        if not count:
+            return 0.0
+        return self.decode + self.decode_seq * count + self.decode_kv * context
 
     def attention(self, prefill: float, decode: float) -> float:
         """Seconds of both kinds of attention in one step."""
@@ -194,11 +199,12 @@ class Costs:
 def smooth_max(a: float, b: float) -> float:
     """The greater of two, with a smooth change from one to the other: their 4-norm, (a^4 +
     b^4)^(1/4), 19 % above where they are equal."""
-    low, high = (a, b) if a < b else (b, a)
-    if high <= 0:
+    if a > b:
+        a, b = b, a
+    if b <= 0:
         return 0.0
-    square = (low / high) ** 2
-    return high * math.sqrt(math.sqrt(1 + square * square))
+    square = (a / b) ** 2
+    return b * math.sqrt(math.sqrt(1 + square * square))
 
 
 # where nothing was measured: work is counted in tokens

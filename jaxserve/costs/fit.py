@@ -144,7 +144,7 @@ def _context(costs: Costs, sample: StepSample) -> float:
     chunks = sample.chunks * (
         costs.attend_chunk(sample.cached, sample.new) - costs.attend_chunk(0, sample.new)
     )
-    return chunks + (costs.decode_kv * decodes * sample.context if sample.decodes else 0.0)
+    return chunks + (sample.decodes > 0) * costs.decode_kv * decodes * sample.context
 
 
 def _linear(costs: Costs, base: Sequence[StepSample], stage: int) -> Costs:
@@ -171,7 +171,7 @@ def _linear(costs: Costs, base: Sequence[StepSample], stage: int) -> Costs:
             attention = sample.chunks * costs.attend_chunk(0, sample.new) + costs.attend_decodes(
                 sample.shape[0], sample.shape[0]
             )
-            seconds = (sample.seconds - (head if sample.samples else 0.0)) / stage - attention
+            seconds = (sample.seconds - head * (sample.samples > 0)) / stage - attention
             shapes.append(ShapeCost(*sample.shape, max(seconds, 0.0)))
     tokens = np.array([shape.decodes + shape.rows * shape.width for shape in shapes])
     weight = 1 / np.maximum([shape.seconds for shape in shapes], 1e-12)

@@ -45,7 +45,9 @@ class Predictor:
         """Seconds before a step's predicted end at which its successor is decided, so that it is
         issued in time: later, and the devices may wait; earlier, and requests that come in between
         do. Infinite where it is not calibrated."""
-        return HOST_SECONDS + EARLY_SHARE * seconds if self.calibrated else math.inf
+        if not self.calibrated:
+            return math.inf
+        return HOST_SECONDS + EARLY_SHARE * seconds
 
     # --- one step
 
@@ -60,7 +62,9 @@ class Predictor:
 
     def head(self, samples: int) -> float:
         """Seconds by which the last stage, where tokens are sampled, is slower than the others."""
-        return (self.costs.head + self.costs.head_token * samples) * self.scale if samples else 0.0
+        if not samples:
+            return 0.0
+        return (self.costs.head + self.costs.head_token * samples) * self.scale
 
     def hop(self, tokens: int) -> float:
         """Seconds from one stage to the next."""
@@ -76,12 +80,6 @@ class Predictor:
     ) -> list[LaneLoad]:
         """Loads of the lanes in a step of decodes alone: see `LaneCosts.decodes`."""
         return self.lane_costs.decodes(context, lane, group_size, blocks)
-
-    def joined(
-        self, loads: list[LaneLoad], lane: int, blocks: Sequence[int] | None, cached: int, new: int
-    ) -> list[tuple[int, LaneLoad]]:
-        """The lanes that a prefill chunk bears on, with it: see `LaneCosts.joined`."""
-        return self.lane_costs.joined(loads, lane, blocks, cached, new)
 
     def add_chunk(
         self, loads: list[LaneLoad], lane: int, blocks: Sequence[int] | None, cached: int, new: int
@@ -120,9 +118,10 @@ class Predictor:
     def prefill_on(self, lanes: int, cached: int, total: int, chunk: int) -> float:
         """Seconds to prefill tokens `cached` to before `total` alone, dealt over `lanes` lanes, as
         the ones before them are, in chunks of `chunk` for each lane."""
+        if total <= cached:
+            return self.head(1)
         part = PrefillPart(lanes, cached, total)
-        seconds = self.lane_costs.prefill(part, chunk, self.layers) if total > cached else 0.0
-        return seconds * self.scale + self.head(1)
+        return self.lane_costs.prefill(part, chunk, self.layers) * self.scale + self.head(1)
 
     # --- learning while serving
 

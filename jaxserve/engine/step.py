@@ -188,31 +188,16 @@ def _groups(
     spread = []
     row = 0
     for rows, width in shape.local:
-        slot, start, length = view["rows"][row : row + rows].T
-        local.append(local_rows(slot, start, length, width, table, pages, size))
+        mine = view["rows"][row : row + rows]
+        local.append(local_rows(mine, width, table, pages, size))
         row += rows
     first = row
     lanes = LaneGroups(shape.group_size)
     for rows, width in shape.spread:
-        mine = jnp.concatenate(
-            [view["rows"][row : row + rows], view["held"][row - first : row - first + rows]], 1
-        )
+        held = view["held"][row - first : row - first + rows]
+        mine = jnp.concatenate([view["rows"][row : row + rows], held], 1)
         mine = lanes.gather_rows(mine)  # each lane of a group needs all its spread rows
         settled = EXCHANGES[shape.exchange].settled and width > 1
-        slot, start, length = mine[:, :3].T
-        spread.append(
-            spread_rows(
-                slot,
-                start,
-                length,
-                mine[:, 3:],
-                lanes.index(),
-                width,
-                table,
-                pages,
-                size,
-                settled,
-            )
-        )
+        spread.append(spread_rows(mine, lanes.index(), width, table, pages, size, settled))
         row += rows
     return Groups(tuple(local), tuple(spread), table, shape.exchange, lanes)

@@ -19,6 +19,7 @@ from jaxserve.lanes.choice import Decision, ExchangeChooser
 from jaxserve.lanes.exchange import EXCHANGES
 from jaxserve.lanes.groups import group_around, group_sizes, lanes_of, size_around
 from jaxserve.lanes.load import ExchangedChunks, LaneLoad, SpreadChunks
+from jaxserve.lanes.rates import AttentionCosts
 
 MOVED_PER_TOKEN = 4  # tokens of KV that a step moves to another lane for each that a lane computes
 MOST_MOVES = 256  # pages that a lane sends to all lanes of a replica in a step
@@ -34,28 +35,17 @@ def moves_per_pair(chunk_tokens: int, block: int, lanes: int) -> int:
     return max(1, min(MOVED_PER_TOKEN * chunk_tokens // block, MOST_MOVES // lanes))
 
 
-class StepCosts(Protocol):
+class StepCosts(AttentionCosts, Protocol):
     """Seconds of a step's parts: see `costs.coefficients.Costs`."""
 
     @property
-    def launch(self) -> float:
-        """Seconds of a step in one stage, whatever it does."""
-
+    def launch(self) -> float: ...
     @property
-    def tile(self) -> int:
-        """Tokens of a row of prefill."""
-
-    def attend_chunk(self, cached: float, new: int, part: float | None = None) -> float:
-        """Seconds of one layer's attention of a chunk, or of a lane's part of it."""
-
-    def gathered(self, tokens: float, times: int = 1) -> float:
-        """Seconds of one layer's messages in `times` steps that gather queries of `tokens`."""
-
-    def chunks(self, steps: int, new: float, context: float, part: float) -> float:
-        """Seconds of one layer in `steps` steps with a chunk each, of `new` tokens together."""
-
-    def layer(self, load: LaneLoad, messages: float) -> float:
-        """Seconds of one layer on one lane."""
+    def tile(self) -> int: ...
+    def attend_chunk(self, cached: float, new: int, part: float | None = None) -> float: ...
+    def gathered(self, tokens: float, times: int = 1) -> float: ...
+    def chunks(self, steps: int, new: float, context: float, part: float) -> float: ...
+    def layer(self, load: LaneLoad, messages: float) -> float: ...
 
 
 class PrefillPart(NamedTuple):
@@ -214,7 +204,7 @@ class GatherCosts(LaneCosts):
         for all of them, over what it holds."""
         group = lanes_of(lane, blocks)
         part = -(-new // len(group))
-        spread = new if len(group) > 1 else 0
+        spread = new * (len(group) > 1)
         total = sum(blocks) or 1
         out = []
         for index in group:
@@ -225,7 +215,9 @@ class GatherCosts(LaneCosts):
 
     def messages(self, load: LaneLoad) -> float:
         """Seconds per layer in which queries are gathered and partials come home."""
-        return self.costs.gathered(load.spread) if load.spread else 0.0
+        if not load.spread:
+            return 0.0
+        return self.costs.gathered(load.spread)
 
     def parts(self, cached: float, total: float) -> Iterable[PrefillPart]:
         """The parts of a prompt's tokens `cached` to before `total` as lanes join."""
@@ -233,7 +225,9 @@ class GatherCosts(LaneCosts):
             yield PrefillPart(self.lanes, cached, total)
             return
         for lanes in group_sizes(self.lanes):
-            stop = total if lanes == self.lanes else min(total, self.reach * lanes)
+            stop = min(total, self.reach * lanes)
+            if lanes == self.lanes:
+                stop = total
             if stop > cached:
                 yield PrefillPart(lanes, cached, stop)
                 cached = stop
@@ -273,7 +267,7 @@ class ExchangeCosts(GatherCosts):
     ) -> Decision:
         share = int(np.bincount(lane).max())
         choice = self._choosers[size].decodes(share, float(shards.max()))
-        return choice if alone else dataclasses.replace(choice, strategy=DEFAULT_EXCHANGE)
+        return Decision(choice.strategy if alone else DEFAULT_EXCHANGE, choice.seconds)
 
     def _spread(
         self, loads: list[LaneLoad], lane: int, blocks: Sequence[int], cached: int, new: int
@@ -294,7 +288,7 @@ class ExchangeCosts(GatherCosts):
         return [
             (index, load.plus_spread(tokens[index], self.costs.tile, exchanged))
             if index in group
-            else (index, load.beside(exchanged))
+            else (index, dataclasses.replace(load, exchanged=exchanged))
             for index, load in enumerate(loads)
         ]
 
@@ -302,8 +296,8 @@ class ExchangeCosts(GatherCosts):
         """The share of a chunk's tokens that each lane is expected to compute where their blocks
         are, given its share of the context: whole blocks are dealt evenly, and where lanes fill one
         by one, all are on the last."""
-        blocks = -(-new // self._block) if self.dealt else 1
-        lanes = [lane for lane, share in enumerate(shares) if share][:blocks]
+        lanes = [lane for lane, share in enumerate(shares) if share]
+        lanes = lanes[: -(-new // self._block) if self.dealt else 1]
         computed = [0.0] * len(shares)
         for lane in lanes:
             computed[lane] = 1 / len(lanes)

@@ -156,7 +156,9 @@ def ring_seconds(sent: ExchangeBytes, work: ExchangeWork, times: ExchangeTimes) 
         work.step_pairs / rounds, work.touched / rounds, work.share / rounds
     )
     hop = rates.hop(sent.hop)
-    back = rates.all_to_all(sent.returned) if sent.returned else 0.0
+    back = 0.0
+    if sent.returned:
+        back = rates.all_to_all(sent.returned)
     hidden = (work.holders or times.lanes) - 1  # hops with attention beside them
     hops = hidden * rates.beside(hop, attention) + (times.lanes - 1 - hidden) * hop
     return rounds * (hops + attention) + back

@@ -158,7 +158,3 @@ class LaneLoad:
         load.exchanged = exchanged
         load.spread_seconds = exchanged.seconds
         return load
-
-    def beside(self, exchanged: ExchangedChunks) -> LaneLoad:
-        """Returns the load in a step whose spread chunks are on other lanes."""
-        return dataclasses.replace(self, exchanged=exchanged)

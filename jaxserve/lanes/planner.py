@@ -67,7 +67,9 @@ def improvement_rates(
     chosen: float | None, profiled: Mapping[float, float] = {}
 ) -> Mapping[float, float]:
     """Improvement rate by requests per second: as it is chosen, else as it was profiled."""
-    return (profiled or {0.0: IMPROVEMENT}) if chosen is None else {0.0: chosen}
+    if chosen is not None:
+        return {0.0: chosen}
+    return profiled or {0.0: IMPROVEMENT}
 
 
 class LanePlanner:

@@ -58,15 +58,9 @@ class AttentionCosts(Protocol):
     """Seconds of attention per layer, as a profile has them: see `costs.coefficients.Costs`."""
 
     @property
-    def decode(self) -> float:
-        """Seconds of a call of attention for decodes, however many."""
-
-    def attend(self, pairs: float, read: float, queries: float) -> float:
-        """Seconds of `queries` new tokens in `pairs` pairs of query and key, over `read` tokens of
-        KV."""
-
-    def attend_decodes(self, count: int, context: float) -> float:
-        """Seconds of `count` decodes over `context` tokens together."""
+    def decode(self) -> float: ...
+    def attend(self, pairs: float, read: float, queries: float) -> float: ...
+    def attend_decodes(self, count: int, context: float) -> float: ...
 
 
 @dataclasses.dataclass(frozen=True)

@@ -125,7 +125,9 @@ def work_of(
     for index, (cached, new) in enumerate(chunks):
         require(cached >= 0, "cached", cached, "0 or more")
         require(new >= 1, "new", new, "1 or more")
-        shard = -(-cached // lanes) - (-new // lanes) if shards is None else shards[index]
+        shard = -(-cached // lanes) - (-new // lanes)
+        if shards is not None:
+            shard = shards[index]
         tokens += new
         context += cached + new
         pairs += pairs_of(cached, new)
@@ -136,7 +138,7 @@ def work_of(
             share -= -new // lanes
             prefill += shard
     visits = -(-decodes // lanes)
-    touched = prefill + (decode * visits / decodes if decodes else 0.0)
+    touched = prefill + decode * visits / max(decodes, 1)
     return ExchangeWork(lanes, tokens, context, pairs, share + visits, prefill + decode, touched)
 
 

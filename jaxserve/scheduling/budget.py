@@ -79,7 +79,7 @@ class StepBudget:
 
     def _with(self, chunk: Chunk) -> list[tuple[int, LaneLoad, float]]:
         if self._tried[0] != chunk:
-            joined = self.predictor.joined(self.lanes, *chunk)
+            joined = self.predictor.lane_costs.joined(self.lanes, *chunk)
             self._tried = (
                 chunk,
                 [(index, lane, self.predictor.lane(lane)) for index, lane in joined],

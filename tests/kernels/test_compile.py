@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -310,7 +311,8 @@ def ring_step(
     P = pages.kv.shape[1]
     size = pages.kv.shape[4]
     lane = jax.lax.axis_index(KVP)
-    rows = spread_rows(slot, start, length, everywhere, lane, len(q), table, P, size, True)
+    fields = jnp.concatenate([jnp.stack([slot, start, length], 1), everywhere], 1)
+    rows = spread_rows(fields, lane, len(q), table, P, size, True)
     groups = Groups((), (rows,), table, exchange, LaneGroups(jax.lax.axis_size(KVP)))
     with as_on_a_gpu(mosaic.attend):
         return attention.attention(q, kv, pages, None, groups, 0.1)
@@ -349,11 +351,14 @@ def step(
     and the entries of every lane."""
     P = pages.kv.shape[1]
     size = pages.kv.shape[4]
+    others = []
+    if spread:
+        fields = jnp.concatenate([jnp.stack(spread[:3], 1), spread[3]], 1)
+        lane = jax.lax.axis_index(KVP)
+        others = [spread_rows(fields, lane, spread_width, table, P, size)]
     groups = Groups(
-        (local_rows(*local, width, table, P, size),),
-        (spread_rows(*spread, jax.lax.axis_index(KVP), spread_width, table, P, size),)
-        if spread
-        else (),
+        (local_rows(jnp.stack(local, 1), width, table, P, size),),
+        tuple(others),
         table,
         "gather",
         LaneGroups(jax.lax.axis_size(KVP) if spread else 1),

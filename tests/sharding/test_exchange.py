@@ -99,9 +99,7 @@ def program(strategy: str, lanes: LaneGroups, alone: bool, everywhere, rows, pag
     for number, width in ((DECODES, 1),) if alone else ((DECODES, 1), (ROWS, WIDTH)):
         mine = lanes.gather_rows(rows[0, at : at + number])
         settled = table.EXCHANGES[strategy].settled and width > 1
-        groups.append(
-            spread_rows(*mine[:, :3].T, mine[:, 3:], lane, width, table, PAGES, C, settled)
-        )
+        groups.append(spread_rows(mine, lane, width, table, PAGES, C, settled))
         at += number
     tokens = DECODES if alone else None
     step = Groups((), tuple(groups), table, strategy, lanes)

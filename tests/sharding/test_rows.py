@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -22,8 +23,12 @@ def compiled(f, width: int, size: int):
     return jax.jit(lambda *args: f(*args[:-1], width, args[-1], PAGES, size))
 
 
+def on_lane(slot, start, length, *rest):
+    return local_rows(jnp.stack([slot, start, length], 1), *rest)
+
+
 def on_one_lane(slot, start, length, held, *rest):
-    return spread_rows(slot, start, length, held[:, None], 0, *rest)
+    return spread_rows(jnp.stack([slot, start, length, held], 1), 0, *rest)
 
 
 @pytest.mark.parametrize("width", [1, 40])
@@ -32,7 +37,7 @@ def test_a_local_token_goes_to_the_page_of_its_block(width):
     rng = np.random.default_rng(0)
     table = rng.integers(0, PAGES, (2, 4, 12)).astype(np.int32)
     slot, start, length = int32([2, 0, 3, 1], [17, 0, 100, 0], [1, width, max(1, width - 7), 0])
-    rows = compiled(local_rows, width, size)(slot, start, length, table)
+    rows = compiled(on_lane, width, size)(slot, start, length, table)
     for r in range(4):
         positions = start[r] + np.arange(length[r])
         np.testing.assert_array_equal(rows.pos[r], np.r_[positions, np.full(width - length[r], -1)])
