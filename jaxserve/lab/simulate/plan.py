@@ -85,8 +85,8 @@ class PlanQuestion:
         return (
             dataclasses.replace(
                 self.scheduler,
-                exchange="gather",
-                decode_exchange="gather",
+                exchange=SchedulerConfig.exchange,
+                decode_exchange=SchedulerConfig.decode_exchange,
                 planner="none",
                 improvement=None,
             ),

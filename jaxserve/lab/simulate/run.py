@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxserve.api.batch import DEFAULT_EXCHANGE
 from jaxserve.api.errors import RequestError
 from jaxserve.api.request import Request, Slo
 from jaxserve.cache import CacheManager, LaneRules
@@ -113,7 +114,7 @@ class System:
         return device.node
 
     def chooser(
-        self, exchange: str, block: int, decode_exchange: str = "gather", moves: int = 0
+        self, exchange: str, block: int, decode_exchange: str = DEFAULT_EXCHANGE, moves: int = 0
     ) -> ExchangeChooser | None:
         """Returns what chooses how lanes exchange what spread sequences need; None on one lane.
         exchange, decode_exchange: the settings. block: tokens of a page; moves: pages that a step
