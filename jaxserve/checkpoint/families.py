@@ -130,7 +130,9 @@ def _with_windows(fields: Fields, model: ModelConfig, window: int, first: int) -
             f"{model.layers} layers"
         )
     windows = tuple(window if mark else None for mark in marks)
-    return replace(model, windows=windows if len(set(windows)) > 1 else windows[:1])
+    if len(set(windows)) == 1:
+        windows = windows[:1]
+    return replace(model, windows=windows)
 
 
 def _write_windows(model: ModelConfig) -> dict[str, Any]:

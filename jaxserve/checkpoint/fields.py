@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 from jaxserve.checkpoint.model_paths import CheckpointError
@@ -38,7 +37,9 @@ class Fields:
 
     def optional(self, key: str) -> float | None:
         """Reads a positive number, or None where the field is missing."""
-        return None if self.fields.get(self.prefix + key) is None else self.number(key)
+        if self.fields.get(self.prefix + key) is None:
+            return None
+        return self.number(key)
 
     def numbers(self, key: str) -> tuple[float, ...]:
         """Reads a list of positive numbers."""
@@ -49,17 +50,21 @@ class Fields:
 
     def _get(self, key: str, default: Any) -> Any:
         value = self.fields.get(self.prefix + key)
-        if value is None and default is None:
+        if value is None:
+            value = default
+        if value is None:
             raise CheckpointError(f"{self.prefix}{key}: is missing")
-        return default if value is None else value
+        return value
 
 
 def token_ids(*values: Any) -> tuple[int, ...]:
     """Joins fields that hold a token id, a list of ids, or none: in order, without repeats."""
     flat: list[Any] = []
     for value in values:
-        if value is not None:
-            flat += value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+        if isinstance(value, (list, tuple)):
+            flat += value
+        elif value is not None:
+            flat.append(value)
     if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in flat):
         raise CheckpointError(f"eos_token_id, bos_token_id: must be token ids, not {flat!r}")
     return tuple(dict.fromkeys(flat))

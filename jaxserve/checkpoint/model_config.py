@@ -8,7 +8,6 @@ is read. Nothing in it is executed; `auto_map`, which names code, is ignored.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from jaxserve.checkpoint.families import FAMILIES, Family
 from jaxserve.checkpoint.fields import Fields, token_ids
 from jaxserve.checkpoint.model import MlpSpec, ModelConfig, NormSpec
 from jaxserve.checkpoint.model_paths import CheckpointError
-from jaxserve.checkpoint.rope import SCALINGS, Rope, RopeScaling, llama3_scaling
+from jaxserve.checkpoint.rope import SCALINGS, Rope, RopeScaling, llama3_scaling, yarn_magnitude
 
 _MAX_LAYERS = 10_000  # so that listing every tensor of a made-up config ends soon
 _FULL = 1.0  # partial_rotary_factor of heads that are rotated whole
@@ -121,7 +120,9 @@ def from_gguf(
     max_len = read.count("context_length")
     ends = [fields.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
     window = read.count("attention.sliding_window", 0, low=0) or None
-    family = "mistral" if arch == "llama" and window else known[arch]
+    family = known[arch]
+    if window and family == "llama":
+        family = "mistral"
     eps = read.number("attention.layer_norm_rms_epsilon", 1e-5)
     return _checked(
         ModelConfig(
@@ -175,7 +176,9 @@ def _family_of(config: dict) -> str:
 def _stored(config: dict) -> str:
     """Returns the type of the weights; bfloat16 for unknown ones."""
     stored = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
-    return stored if stored in ("float32", "float16") else "bfloat16"
+    if stored in ("float32", "float16"):
+        return stored
+    return "bfloat16"
 
 
 def _hf_rope(config: dict, family: Family, max_len: int) -> Rope:
@@ -277,15 +280,16 @@ def _gguf_scaling(read: Fields, max_len: int) -> RopeScaling | None:
     if kind == "yarn":
         factor = read.number("rope.scaling.factor")
         original = read.count("rope.scaling.original_context_length", max_len)
-        grown = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
         extra = read.optional("rope.scaling.attn_factor")
+        if extra is not None:
+            extra *= yarn_magnitude(factor)
         return RopeScaling(
             kind,
             factor,
             original,
             beta_fast=read.number("rope.scaling.yarn_beta_fast", 32.0),
             beta_slow=read.number("rope.scaling.yarn_beta_slow", 1.0),
-            attention_factor=None if extra is None else extra * grown,
+            attention_factor=extra,
         )
     raise CheckpointError(
         f"{read.prefix}rope.scaling.type: {kind!r} is not one of none, linear, yarn"
@@ -323,8 +327,8 @@ def _checked(model: ModelConfig) -> ModelConfig:
     for rope in model.ropes:
         if rope is not None:
             _check_rope(rope, model.head_dim)
-    for token in (*model.eos_ids, *(() if model.bos_id is None else (model.bos_id,))):
-        if token >= model.vocab:
+    for token in (*model.eos_ids, model.bos_id):
+        if token is not None and token >= model.vocab:
             raise CheckpointError(
                 f"token id {token} (eos or bos) is not below the vocabulary size {model.vocab}"
             )

@@ -111,15 +111,21 @@ def _yarn(
     return base / scaling.factor * ramp + base * (1 - ramp), factor
 
 
+def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
+    """Growth of attention's logits with the factor of the context (Peng et al., 2023, Eq. 22)."""
+    if factor <= 1:
+        return 1.0
+    return 0.1 * weight * math.log(factor) + 1.0
+
+
 def _yarn_attention_factor(scaling: RopeScaling) -> float:
     """Factor on cos and sin for a config that does not state one."""
-
-    def magnitude(weight: float) -> float:
-        return 0.1 * weight * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
-
+    factor = scaling.factor
     if scaling.mscale and scaling.mscale_all_dim:
-        return magnitude(scaling.mscale) / magnitude(scaling.mscale_all_dim)
-    return magnitude(1.0)
+        return yarn_magnitude(factor, scaling.mscale) / yarn_magnitude(
+            factor, scaling.mscale_all_dim
+        )
+    return yarn_magnitude(factor)
 
 
 def _longrope(
@@ -127,7 +133,9 @@ def _longrope(
 ) -> tuple[np.ndarray, float]:
     """LongRoPE (Ding et al., 2024): a divisor for each frequency."""
     original = scaling.original_max_len
-    divisors = scaling.long if max_len > original else scaling.short
+    divisors = scaling.short
+    if max_len > original:
+        divisors = scaling.long
     factor = scaling.attention_factor
     if factor is None:
         factor = 1.0

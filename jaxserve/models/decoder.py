@@ -43,7 +43,7 @@ class Attention(nnx.Module):
         self.eps = model.norms.eps
         self.rope = model.rope(layer)
         self.window = model.window(layer)
-        self.scale = model.head_dim**-0.5 if self.spec.scale is None else self.spec.scale
+        self.scale = self.spec.scale or model.head_dim**-0.5
         self.sizes = (model.heads * model.head_dim, model.kv_heads * model.head_dim)
         _create(self, self.spec.declare(model))
 
@@ -139,14 +139,16 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, KVPages]:
         """Hidden states [T, D] at positions [T] (-1: padding) and this layer's KV pages (leading
         axis of 1) -> both, updated."""
-        before = self.norms.before
-        h = rms_norm(x, self.attn_norm[...], self.norms.eps) if before else x
+        h = x
+        if self.norms.before:
+            h = rms_norm(x, self.attn_norm[...], self.norms.eps)
         out, pages = self.attention(h, positions, cos_sin, groups, pages)
         out = axis_sum(out, TP)
         if self.norms.after:
             out = rms_norm(out, self.attn_post_norm[...], self.norms.eps)
-        x = x + _scaled(out, self.residual)
-        h = rms_norm(x, self.mlp_norm[...], self.norms.eps) if before else x
+        x = h = x + _scaled(out, self.residual)
+        if self.norms.before:
+            h = rms_norm(x, self.mlp_norm[...], self.norms.eps)
         out = axis_sum(self.mlp(h, positions), TP)
         if self.norms.after:
             out = rms_norm(out, self.mlp_post_norm[...], self.norms.eps)
@@ -270,7 +272,9 @@ def _matmul(
 
 
 def _scaled(x: jax.Array, factor: float) -> jax.Array:
-    return x if factor == 1.0 else x * factor
+    if factor == 1.0:
+        return x
+    return x * factor
 
 
 def _among(declared: Mapping[str, Declared], names: tuple[str, ...]) -> dict[str, Declared]:

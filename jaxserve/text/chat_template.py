@@ -89,7 +89,9 @@ class ChatTemplate:
                 "messages", f"the model's chat template fails: {str(error) or type(error).__name__}"
             ) from None
         text = "".join(pieces)
-        return _continued(text, plain[-1]["content"]) if continue_final_message else text
+        if continue_final_message:
+            return _continued(text, plain[-1]["content"])
+        return text
 
 
 def _continued(rendered: str, content: str) -> str:
@@ -118,7 +120,8 @@ def _message(message: Any, number: int) -> dict[str, Any]:
         if not isinstance(calls, (list, tuple)):
             raise RequestError("messages", f"message {number} has tool_calls that are no list")
         message = {**message, "tool_calls": [_call(call, number) for call in calls]}
-        content = "" if content is None else content
+        if content is None:
+            content = ""
     if isinstance(content, (list, tuple)):
         texts = [
             part["text"]
@@ -141,7 +144,8 @@ def _call(call: Any, number: int) -> dict[str, Any]:
     try:
         function = call["function"]
         arguments = function["arguments"]
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments)
         return {
             **call,
             "function": {**function, "name": str(function["name"]), "arguments": arguments},
@@ -255,11 +259,14 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 def _product_size(left: Any, right: Any) -> int:
-    sizes = [
-        len(v) if isinstance(v, (str, list, tuple)) else abs(v) if isinstance(v, int) else 0
-        for v in (left, right)
-    ]
-    return sizes[0] * sizes[1]
+    """Length of a text or list times a number, in either order; 0 for other products."""
+    return _extent(left) * _extent(right)
+
+
+def _extent(value: Any) -> int:
+    if isinstance(value, (str, list, tuple)):
+        return len(value)
+    return abs(value) if isinstance(value, int) else 0
 
 
 @pass_context

@@ -209,7 +209,9 @@ class CompletionState:
     def finish(self, event: Finished) -> tuple[Delta | None, Finished]:
         """Ends the completion. Returns what was held back, if anything, and the event as the caller
         gets it."""
-        text = "" if self.stop_strings.found else self._rest(event.reason)
+        text = ""
+        if not self.stop_strings.found:
+            text = self._rest(event.reason)
         usage = dataclasses.replace(event.usage, completion=self._output_tokens)
         event = dataclasses.replace(event, usage=usage)
         if self.stop_strings.found:  # maybe in the text that was held back
@@ -217,7 +219,9 @@ class CompletionState:
             event = dataclasses.replace(event, reason="stop", error=None, stop=found)
         elif event.reason == "stop" and self._held_id in self._stop_ids:
             event = dataclasses.replace(event, stop=self._held_id)
-        held_back = [self._last_delta] if self._last_delta is not None else []
+        held_back = []
+        if self._last_delta is not None:
+            held_back.append(self._last_delta)
         if text:
             held_back.append(Delta(self.index, (), text))
         return (merged(held_back) if held_back else None), event
@@ -238,7 +242,9 @@ class CompletionState:
         if self._held_id is not None and reason != "stop":
             text = self._detokenizer.push(self._held_id)
         text = self._before_stop(text + self._detokenizer.flush())
-        return text if self.stop_strings.found else text + self.stop_strings.flush()
+        if not self.stop_strings.found:
+            text += self.stop_strings.flush()
+        return text
 
     def _before_stop(self, text: str) -> str:
         """The part of further text that is certain to stand before any stop string."""

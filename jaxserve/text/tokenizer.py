@@ -37,15 +37,15 @@ class Tokenizer:
         library.no_padding()
         self._library = library
         self.specials = dict(specials)
-        self.template = None if template is None else ChatTemplate(template, self.specials)
+        self.template = None
+        if template is not None:
+            self.template = ChatTemplate(template, self.specials)
         added = library.get_added_tokens_decoder()
         self.vocab = library.get_vocab_size(with_added_tokens=True)
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
-        self.bos_id, eos = (
-            None if name not in specials else library.token_to_id(specials[name])
-            for name in ("bos_token", "eos_token")
-        )
-        self.eos_ids: tuple[int, ...] = () if eos is None else (eos,)
+        ids = {name: library.token_to_id(token) for name, token in specials.items()}
+        self.bos_id: int | None = ids.get("bos_token")
+        self.eos_ids = tuple(id for id in [ids.get("eos_token")] if id is not None)
         self._pieces, self._strips = _pieces(library)
 
     @classmethod
@@ -53,7 +53,9 @@ class Tokenizer:
         """Loads the tokenizer of a folder, a GGUF file or a model's name. Errors:
         CheckpointError."""
         path = model_file(resolve(source))
-        return cls.from_folder(path) if path.is_dir() else cls.from_gguf(path)
+        if path.is_dir():
+            return cls.from_folder(path)
+        return cls.from_gguf(path)
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
@@ -69,15 +71,15 @@ class Tokenizer:
         path = folder / "tokenizer_config.json"
         template_path = folder / "chat_template.jinja"
         try:
-            config = json.loads(path.read_text()) if path.exists() else {}
+            config = {}
+            if path.exists():
+                config = json.loads(path.read_text())
             names = {
                 name: _text(config.get(f"{name}_token")) for name in ("bos", "eos", "unk", "pad")
             }
-            template = (
-                template_path.read_text()
-                if template_path.exists()
-                else _default(config.get("chat_template"))
-            )
+            template = _default(config.get("chat_template"))
+            if template_path.exists():
+                template = template_path.read_text()
         except (OSError, ValueError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path}: cannot be read ({error})") from None
         return cls(
@@ -88,13 +90,9 @@ class Tokenizer:
     def from_gguf(cls, path: str | Path) -> Tokenizer:
         """Builds the tokenizer that a GGUF file describes."""
         fields = read_header(path).fields
-        template = fields.get("tokenizer.chat_template")
+        template = _text(fields.get("tokenizer.chat_template"))
         try:
-            return cls(
-                from_fields(fields),
-                special_tokens(fields),
-                template if isinstance(template, str) else None,
-            )
+            return cls(from_fields(fields), special_tokens(fields), template)
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error.args[0].removeprefix('model: ')}") from None
 
@@ -107,10 +105,10 @@ class Tokenizer:
     @property
     def config(self) -> dict[str, Any]:
         """Contents of tokenizer_config.json."""
-        template = {} if self.template is None else {"chat_template": self.template.source}
-        return {
-            **self.specials,
-            **template,
+        config: dict[str, Any] = dict(self.specials)
+        if self.template is not None:
+            config["chat_template"] = self.template.source
+        return config | {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "clean_up_tokenization_spaces": False,
         }
@@ -122,7 +120,9 @@ class Tokenizer:
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Encodes a text. special: names of special tokens in the text become these tokens, and the
         model's first token is added if the model wants one; else all of it is plain text."""
-        return _ids(self._library, text, True) if special else _ids(self._plain, text, False)
+        if special:
+            return _ids(self._library, text, True)
+        return _ids(self._plain, text, False)
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """Decodes ids; broken characters become U+FFFD, unknown ids nothing."""
@@ -218,10 +218,10 @@ def _decoder_kind(library: tokenizers.Tokenizer) -> tuple[bool, bool]:
     """(byte level, strips a leading space). Errors: CheckpointError for decoders that are neither
     byte level nor SentencePiece's."""
     decoder: Any = library.decoder
-    state: dict[str, Any] = (
-        {"type": None} if decoder is None else json.loads(decoder.__getstate__())
-    )
-    steps: list[Any] = state["decoders"] if state["type"] == "Sequence" else [state]
+    state: dict[str, Any] = {"type": None}
+    if decoder is not None:
+        state = json.loads(decoder.__getstate__())
+    steps: list[Any] = state.get("decoders", [state])
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
         return True, False
@@ -263,15 +263,11 @@ def _spaced_piece(token: str) -> bytes:
     return token.replace(_SPACE, " ").encode()
 
 
-def _text(token: Any) -> str | None:
-    """A special token of tokenizer_config.json: a text, or an object with one."""
-    return (
-        token.get("content")
-        if isinstance(token, dict)
-        else token
-        if isinstance(token, str)
-        else None
-    )
+def _text(value: Any) -> str | None:
+    """Reads a text, or an object with one as special tokens are in tokenizer_config.json."""
+    if isinstance(value, dict):
+        return value.get("content")
+    return value if isinstance(value, str) else None
 
 
 def _default(template: Any) -> str | None:

@@ -188,8 +188,11 @@ def _add_ends(tokenizer: Tokenizer, fields: Mapping[str, Any], tokens: list[str]
         or fields.get("tokenizer.ggml.pre") in _BOS_BY_DEFAULT
     )
     names = special_tokens(fields)
-    begin = names.get("bos_token") if fields.get("tokenizer.ggml.add_bos_token", default) else None
-    end = names.get("eos_token") if fields.get("tokenizer.ggml.add_eos_token", False) else None
+    begin = end = None
+    if fields.get("tokenizer.ggml.add_bos_token", default):
+        begin = names.get("bos_token")
+    if fields.get("tokenizer.ggml.add_eos_token", False):
+        end = names.get("eos_token")
     if begin or end:
         ids = [(t, tokens.index(t)) for t in dict.fromkeys((begin, end)) if t]
         tokenizer.post_processor = processors.TemplateProcessing(

@@ -61,7 +61,7 @@ def open_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoi
     path = local_files(source, revision=revision)
     name = text
     if Path(text).exists():
-        name = path.resolve().stem if path.is_file() else path.resolve().name
+        name = path.resolve().name.removesuffix(".gguf")
     if path.is_file():
         if path.suffix != ".gguf":
             raise CheckpointError(f"{path}: is neither a folder nor a .gguf file")

@@ -53,7 +53,7 @@ class SafetensorsFolder:
     def __init__(self, folder: Path, name: str = ""):
         self.bytes_read = 0
         self._counting = threading.Lock()
-        self.tokenizer = folder if (folder / "tokenizer.json").exists() else None
+        self.tokenizer = tokenizer_of(folder)
         self.config = read_config(folder, name)
         self._places = _placed_tensors(folder)
         self._maps = {
@@ -89,6 +89,11 @@ def read_json(path: Path) -> Any:
         raise CheckpointError(f"{path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not JSON ({error})") from None
+
+
+def tokenizer_of(folder: Path) -> Path | None:
+    """Returns the folder if it holds a tokenizer."""
+    return folder if (folder / "tokenizer.json").exists() else None
 
 
 def read_config(folder: Path, name: str = "") -> ModelConfig:
@@ -135,7 +140,7 @@ def _shards(folder: Path) -> list[Path]:
             raise CheckpointError(f"{folder}: no .safetensors files{hint}")
         return files
     content = read_json(index)
-    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    weight_map = _object(content).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
         raise CheckpointError(f"{index}: has no weight_map of file names")
     names = sorted(set(weight_map.values()))
@@ -168,7 +173,7 @@ def safetensors_header(file: Path) -> dict[str, TensorPlace]:
         raise CheckpointError(f"{file}: the header is not JSON ({error})") from None
     places = {}
     end = 8 + length
-    entries = header if isinstance(header, dict) else {}
+    entries = _object(header)
     entries.pop("__metadata__", None)
     for name, entry in sorted(entries.items(), key=_begin):
         place = _place(file, name, entry, 8 + length)
@@ -199,8 +204,15 @@ def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 def _begin(item: tuple[str, Any]) -> tuple[int, int]:
     """Sort key of header entries: their offsets, invalid ones first."""
-    offsets: Any = item[1].get("data_offsets") if isinstance(item[1], dict) else None
-    return (offsets[0], offsets[1]) if _is_counts(offsets) and len(offsets) == 2 else (-1, -1)
+    offsets: Any = _object(item[1]).get("data_offsets")
+    if _is_counts(offsets) and len(offsets) == 2:
+        return offsets[0], offsets[1]
+    return -1, -1
+
+
+def _object(value: Any) -> dict[str, Any]:
+    """Returns a JSON value if it is an object; else an empty one."""
+    return value if isinstance(value, dict) else {}
 
 
 def _is_counts(values: object) -> TypeGuard[list[int]]:
@@ -212,7 +224,7 @@ def _is_counts(values: object) -> TypeGuard[list[int]]:
 
 def _place(file: Path, name: str, entry: Any, data: int) -> TensorPlace:
     """Validates one entry of a header; data: where the tensors' bytes begin in the file."""
-    fields = entry if isinstance(entry, dict) else {}
+    fields = _object(entry)
     dtype = fields.get("dtype")
     shape = fields.get("shape")
     offsets = fields.get("data_offsets")

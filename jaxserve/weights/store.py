@@ -21,7 +21,7 @@ from jaxserve.checkpoint.model import Declared, ModelConfig
 from jaxserve.checkpoint.model_config import to_hf
 from jaxserve.checkpoint.model_paths import CheckpointError
 from jaxserve.text import Tokenizer
-from jaxserve.weights.safetensors_folder import read_config
+from jaxserve.weights.safetensors_folder import read_config, tokenizer_of
 
 log = logging.getLogger(__name__)
 _PARAMS = "params"
@@ -43,7 +43,7 @@ class OrbaxFolder:
         self.folder = folder
         self.bytes_read = 0
         self.config = read_config(folder, name)
-        self.tokenizer = folder if (folder / "tokenizer.json").exists() else None
+        self.tokenizer = tokenizer_of(folder)
 
     def tensors(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Parameter path -> (shape, name of the stored dtype)."""

@@ -78,11 +78,13 @@ def _json_of_any_order(source: Source, marks: Marks, taken: str) -> Parser[None]
     closed = bool(marks.end) and marks.end in source.text
     body = taken + (yield from until(source, marks.end))
     try:
-        found = json.loads(body)
-        calls = [_named(entry) for entry in (found if isinstance(found, list) else [found])]
+        entries = json.loads(body)
+        if not isinstance(entries, list):
+            entries = [entries]
+        calls = [_named(entry) for entry in entries]
     except (ValueError, TypeError, KeyError, RecursionError):
         cut = marks.begin and not closed and body.lstrip()[:1] in ("", "{", "[")
-        text = marks.begin + body + (marks.end if closed else "")
+        text = marks.begin + body + marks.end * closed
         if text and not cut:
             yield Text(text)
         return
@@ -163,7 +165,7 @@ def _take_brackets(source: Source, written: list[str]) -> Parser[bool]:
     text = ""
     while True:
         end = nesting.end(source.text)
-        text += source.take(len(source.text) if end < 0 else end)
+        text += source.take_to(end)
         if end >= 0 or source.ended:
             written.append(text)
             return end >= 0
@@ -216,8 +218,9 @@ def parameter_calls(syntax: ParameterSyntax) -> CallParser:
             yield from _json_of_any_order(source, marks, "")
             return
         name = head["name"].strip()
-        known = schemas.get(name, {}).get("properties")
-        properties = known if isinstance(known, Mapping) else {}
+        properties = schemas.get(name, {}).get("properties")
+        if not isinstance(properties, Mapping):
+            properties = {}
         yield CallBegin(name)
         opening = "{"
         while key := (yield from _next_key(source, syntax, marks.end)):
@@ -226,10 +229,10 @@ def parameter_calls(syntax: ParameterSyntax) -> CallParser:
                 return
             opening = ", "
         if marks.end in source.text:  # else it was cut off
-            yield Arguments("{}" if opening == "{" else "}")
+            yield Arguments(opening.replace(", ", "") + "}")
             yield from until(source, marks.end)
         else:
-            source.take(len(source.text))
+            source.take_to(-1)
 
     return parse
 
@@ -270,10 +273,13 @@ def _types(schema: Any) -> set[str]:
     """The types that a schema names; none where it says nothing."""
     if not isinstance(schema, Mapping):
         return set()
-    given = schema.get("type")
-    if given is None and isinstance(schema.get("enum"), list):
-        return {"string"} if all(isinstance(one, str) for one in schema["enum"]) else set()
-    return {given} if isinstance(given, str) else set(given) if isinstance(given, list) else set()
+    types = schema.get("type")
+    values = schema.get("enum")
+    if types is None and isinstance(values, list) and all(isinstance(v, str) for v in values):
+        return {"string"}
+    if isinstance(types, str):
+        return {types}
+    return set(types) if isinstance(types, list) else set()
 
 
 def _json_piece(text: str) -> Arguments:

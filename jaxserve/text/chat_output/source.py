@@ -30,6 +30,10 @@ class Source:
         self.text = self.text[length:]
         return taken
 
+    def take_to(self, end: int) -> str:
+        """Removes and returns the characters before an index; all of them if it is negative."""
+        return self.take(end if end >= 0 else len(self.text))
+
 
 def before(source: Source, marks: Sequence[str], part: Callable[[str], Part]) -> Parser[str]:
     """Yields the text before the first of some marks, as parts, and takes the mark. Returns it; ''
@@ -37,8 +41,13 @@ def before(source: Source, marks: Sequence[str], part: Callable[[str], Part]) ->
     found = re.compile("|".join(map(re.escape, marks)))
     while True:
         match = found.search(source.text)
-        held = 0 if source.ended else max(_held(source.text, mark) for mark in marks)
-        text = source.take(match.start() if match else len(source.text) - held)
+        if match:
+            end = match.start()
+        elif source.ended:
+            end = -1
+        else:  # what may begin a mark is kept back
+            end = len(source.text) - max(_held(source.text, mark) for mark in marks)
+        text = source.take_to(end)
         if text:
             yield part(text)
         if match:
@@ -58,7 +67,7 @@ def everything(source: Source, part: Callable[[str], Part]) -> Parser[None]:
     """Yields all of the text as parts."""
     while True:
         if source.text:
-            yield part(source.take(len(source.text)))
+            yield part(source.take_to(-1))
         if source.ended:
             return
         yield None
@@ -97,7 +106,7 @@ def until(source: Source, mark: str) -> Parser[str]:
             source.take(len(mark))
             return text
         if source.ended:
-            return source.take(len(source.text))
+            return source.take_to(-1)
         searched = max(0, len(source.text) - len(mark))
         yield None
 
@@ -141,7 +150,8 @@ class Nesting:
                 self._escaped = bool(self._quote) and start == len(text)
                 start += bool(self._quote)
             elif self._quote:
-                self._quote = "" if char == self._quote else self._quote
+                if char == self._quote:
+                    self._quote = ""
             elif char in self._quotes:
                 self._quote = char
             else:
@@ -156,7 +166,7 @@ def nested(source: Source, nesting: Nesting, part: Callable[[str], Part] | None)
     whether it was closed."""
     while True:
         end = nesting.end(source.text)
-        text = source.take(len(source.text) if end < 0 else end)
+        text = source.take_to(end)
         if text and part is not None:
             yield part(text)
         if end >= 0 or source.ended:

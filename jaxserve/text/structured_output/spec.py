@@ -61,7 +61,9 @@ class Guided:
         field = field or str(self.kind)
         if self.kind not in KINDS:
             raise RequestError(field, f"{self.kind!r:.100} is not one of {', '.join(KINDS)}")
-        texts = self.choices if self.kind == "choice" else (self.text,)
+        texts: Any = (self.text,)
+        if self.kind == "choice":
+            texts = self.choices
         if not isinstance(texts, tuple) or not all(isinstance(text, str) for text in texts):
             raise RequestError(field, "must be text")
         if self.kind == "choice" and not 0 < len(texts) <= MAX_CHOICES:
@@ -89,7 +91,9 @@ class Guided:
                 return _wrapped(lark_grammar=self.text)
             case "calls":
                 return _wrapped(**_calls_grammar(field, self.text))
-        return "|".join(map(_escaped, self.choices)) if self.kind == "choice" else self.text
+            case "choice":
+                return "|".join(map(_escaped, self.choices))
+        return self.text
 
 
 def _calls_grammar(field: str, text: str) -> dict[str, Any]:
@@ -141,11 +145,9 @@ def _escaped(text: str) -> str:
 
 
 def _with_spaces(schema: Any, pattern: str = SPACE) -> Any:
-    return (
-        {**schema, "x-guidance": {"whitespace_pattern": pattern}}
-        if isinstance(schema, dict)
-        else schema
-    )
+    if not isinstance(schema, dict):
+        return schema
+    return {**schema, "x-guidance": {"whitespace_pattern": pattern}}
 
 
 def _schema(field: str, text: str) -> Any:
@@ -177,14 +179,10 @@ def _check_schema(field: str, schema: Any) -> None:
             references[place] |= {
                 part[name] for name in _REFERENCES if isinstance(part.get(name), str)
             }
-            multiples += (
-                [part["multipleOf"]] if isinstance(part.get("multipleOf"), (int, float)) else []
-            )
-            patterns += (
-                len(part["patternProperties"])
-                if isinstance(part.get("patternProperties"), dict)
-                else 0
-            )
+            if isinstance(part.get("multipleOf"), (int, float)):
+                multiples.append(part["multipleOf"])
+            if isinstance(part.get("patternProperties"), dict):
+                patterns += len(part["patternProperties"])
     counts = [len(found) for found in references.values()]
     local = all(reference.startswith("#") for found in references.values() for reference in found)
     count = max(counts, default=0) if local else sum(counts)  # the others lead from place to place
@@ -225,7 +223,9 @@ def _parts(schema: Any) -> Iterator[tuple[Any, int, int]]:
         yield part, depth, place
         if isinstance(part, bool):  # a schema that allows everything, or nothing
             continue
-        inner = part.values() if isinstance(part, dict) else part
+        inner = part
+        if isinstance(part, dict):
+            inner = part.values()
         pending.extend(
             (value, depth + 1, place) for value in inner if isinstance(value, (dict, list))
         )
@@ -236,11 +236,9 @@ def _least_multiple(multiples: list[int | float]) -> int:
     try:
         numbers = [Decimal(str(abs(value))) for value in multiples if value]
         places = max((-min(int(number.as_tuple().exponent), 0) for number in numbers), default=0)
-        return (
-            lcm(*(int(number.scaleb(places)) for number in numbers))
-            if places < 20
-            else MAX_MULTIPLE + 1
-        )
+        if places < 20:
+            return lcm(*(int(number.scaleb(places)) for number in numbers))
+        return MAX_MULTIPLE + 1
     except (InvalidOperation, OverflowError, ValueError):  # the last: of what is no finite number
         return MAX_MULTIPLE + 1
 
