@@ -108,11 +108,7 @@ def tbt(predictor: Predictor, sequences: float, tokens: float) -> float:
 
 
 def tbt_at(
-    predictor: Predictor,
-    pool: Sequence[Assignments],
-    at: float,
-    completion: float,
-    tokens: int,
+    predictor: Predictor, pool: Sequence[Assignments], at: float, completion: float, tokens: int
 ) -> float:
     """Predicted seconds per token on the average replica of a pool at clock second `at`, with one
     more sequence of `tokens` tokens: by then some of those that are prefilled now have come, and

@@ -58,13 +58,6 @@ class Directory:
             for key in self._keys.pop((member, known), ()):
                 self._clear_bit(self._members[known], key, member)
 
-    def rebuild(self, member: int, keys: Iterable[bytes], medium: Medium = Medium.DEVICE) -> None:
-        """Takes over what a member says it holds on a medium, in place of what was noted."""
-        stored_keys = self._keys.get((member, medium), set())
-        new = set(keys)
-        self.removed(member, stored_keys - new, medium)
-        self.stored(member, new - stored_keys, medium)
-
     @staticmethod
     def _clear_bit(members: dict[bytes, int], key: bytes, member: int) -> None:
         others = members[key] & ~(1 << member)

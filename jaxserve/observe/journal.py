@@ -20,9 +20,7 @@ from operator import attrgetter
 
 import numpy as np
 
-from jaxserve.api.batch import Batch
 from jaxserve.api.events import Finished
-from jaxserve.api.request import Request
 from jaxserve.scheduling.events import (
     Admitted,
     CompletionEnded,
@@ -31,7 +29,6 @@ from jaxserve.scheduling.events import (
     StepRead,
     StepsLost,
 )
-from jaxserve.scheduling.sequence import Sequence
 
 # most steps, chunks of all steps together, age
 STEPS = 4096
@@ -109,30 +106,27 @@ class Journal:
 
     def listen(self, bus: EventBus) -> None:
         """Records what happens from now on."""
-        bus.subscribe(Admitted, lambda event: self.admitted(event.sequence))
-        bus.subscribe(StepIssued, lambda event: self.issued(event.batch, event.now))
-        bus.subscribe(StepRead, lambda event: self.read(event.now))
-        bus.subscribe(StepsLost, lambda event: self.lost())
+        bus.subscribe(Admitted, self._admitted)
+        bus.subscribe(StepIssued, self._step_issued)
+        bus.subscribe(StepRead, self._step_read)
+        bus.subscribe(StepsLost, self._steps_lost)
         bus.subscribe(CompletionEnded, self._completion_ended)
 
-    def _completion_ended(self, ended: CompletionEnded) -> None:
-        ttft_budget = ended.ttft_deadline - ended.request.arrival
-        self.ended(ended.request, ended.event, ttft_budget, ended.tpot)
-
-    def admitted(self, sequence: Sequence) -> None:
-        """Records that a sequence got a slot."""
+    def _admitted(self, event: Admitted) -> None:
+        sequence = event.sequence
         name = sequence.id, sequence.index
         self.names[sequence.number] = name
         self.running[name] = sequence.number
         if len(self.names) > NAMES:
             del self.names[next(iter(self.names))]
 
-    def issued(self, batch: Batch, now: float) -> None:
+    def _step_issued(self, event: StepIssued) -> None:
+        batch = event.batch
         spread_blocks = batch.blocks_per_lane if batch.block_lane.size else None
         self.flying.append(
             JournalStep(
                 batch.number,
-                now,
+                event.now,
                 batch.seconds,
                 batch.seq,
                 batch.lane,
@@ -145,14 +139,13 @@ class Journal:
         )
         self.rows += batch.seq.size
 
-    def read(self, now: float) -> None:
+    def _step_read(self, event: StepRead) -> None:
         """Records that the oldest step in flight has left the stages."""
+        now = event.now
         step = self.flying.popleft()
-        step.took, step.spans, self._read = (
-            now - max(step.issued, self._read),
-            _spans(step, self._until, now),
-            now,
-        )
+        step.took = now - max(step.issued, self._read)
+        step.spans = _spans(step, self._until, now)
+        self._read = now
         steps = self.steps
         steps.append(step)
         while len(steps) > 1 and (
@@ -160,13 +153,13 @@ class Journal:
         ):
             self.rows -= steps.popleft().seq.size
 
-    def lost(self) -> None:
-        """Records that no step in flight will be read."""
+    def _steps_lost(self, event: StepsLost) -> None:
         self.rows -= sum(step.seq.size for step in self.flying)
         self.flying.clear()
 
-    def ended(self, request: Request, event: Finished, ttft_budget: float, tpot: float) -> None:
-        """Records that a completion ended; ttft_budget, tpot: see JournalEnd."""
+    def _completion_ended(self, ended: CompletionEnded) -> None:
+        request = ended.request
+        event = ended.event
         number = self.running.pop((request.id, event.index), NO_NUMBER)
         self.ends.append(
             JournalEnd(
@@ -175,8 +168,8 @@ class Journal:
                 event.index,
                 request.slo.class_name,
                 request.arrival,
-                ttft_budget,
-                tpot,
+                ended.ttft_deadline - request.arrival,
+                ended.tpot,
                 event,
             )
         )

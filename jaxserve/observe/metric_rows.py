@@ -12,70 +12,47 @@ from jaxserve.lanes.exchange import EXCHANGES
 
 PREFIX = "jaxserve:"
 REASONS = ("stop", "length", "cancelled", "deadline", "error")
-REJECTIONS = (
-    "queue",
-    "ttft",
-    "tpot",
-    "deadline",
-    "requests_per_minute",
-    "concurrency",
-    "queued_tokens",
-)
+KEY_LIMITS = ("requests_per_minute", "concurrency", "queued_tokens")  # of the caller's key
+REJECTIONS = ("queue", "ttft", "tpot", "deadline", *KEY_LIMITS)
 OTHER = "other"  # the label of any other reason
 
-READ: dict[str, tuple[Callable[..., Metric], str]] = {
-    "num_requests_running": (
-        GaugeMetricFamily,
-        "Sequences that have a slot (a request has n of them)",
-    ),
-    "num_requests_waiting": (GaugeMetricFamily, "Sequences that wait for a slot"),
+# read at each scrape
+READ_GAUGES: Mapping[str, str] = {
+    "num_requests_running": "Sequences that have a slot (a request has n of them)",
+    "num_requests_waiting": "Sequences that wait for a slot",
     "kv_cache_usage_perc": (
-        GaugeMetricFamily,
-        "Share of KV pages in use, 0 to 1; pages that are only kept for reuse do not count",
+        "Share of KV pages in use, 0 to 1; pages that are only kept for reuse do not count"
     ),
     "queued_prefill_seconds": (
-        GaugeMetricFamily,
-        "Predicted seconds of prefill in the queue and left of running prompts",
+        "Predicted seconds of prefill in the queue and left of running prompts"
     ),
     "predictor_scale": (
-        GaugeMetricFamily,
-        "What the profile's times are multiplied by after what steps really took; 1: as measured",
+        "What the profile's times are multiplied by after what steps really took; 1: as measured"
     ),
-    "num_preemptions": (
-        CounterMetricFamily,
-        "Sequences that lost their slot to others and had to wait again",
-    ),
-    "kv_blocks_stored": (
-        CounterMetricFamily,
-        "KV blocks that left the devices and were kept in host memory",
-    ),
-    "kv_blocks_from_host": (CounterMetricFamily, "KV blocks read from host memory"),
-    "kv_blocks_from_disk": (CounterMetricFamily, "KV blocks read from disk"),
-    "kv_blocks_from_peers": (CounterMetricFamily, "KV blocks read from other replicas"),
-    "kv_blocks_from_store": (CounterMetricFamily, "KV blocks read from the shared store"),
-    "kv_blocks_to_store": (CounterMetricFamily, "KV blocks put into the shared store"),
-    "kv_blocks_not_put": (
-        CounterMetricFamily,
-        "KV blocks that the shared store was too slow, or had no room, to take",
-    ),
-    "kv_blocks_prefetched": (
-        CounterMetricFamily,
-        "KV blocks brought from disk to host memory for prompts that waited",
-    ),
+    "kv_blocks_in_host": "KV blocks in host memory",
+    "kv_blocks_on_disk": "KV blocks on disk",
+}
+READ_COUNTERS: Mapping[str, str] = {
+    "num_preemptions": "Sequences that lost their slot to others and had to wait again",
+    "kv_blocks_stored": "KV blocks that left the devices and were kept in host memory",
+    "kv_blocks_from_host": "KV blocks read from host memory",
+    "kv_blocks_from_disk": "KV blocks read from disk",
+    "kv_blocks_from_peers": "KV blocks read from other replicas",
+    "kv_blocks_from_store": "KV blocks read from the shared store",
+    "kv_blocks_to_store": "KV blocks put into the shared store",
+    "kv_blocks_not_put": "KV blocks that the shared store was too slow, or had no room, to take",
+    "kv_blocks_prefetched": "KV blocks brought from disk to host memory for prompts that waited",
     "kv_blocks_wrong": (
-        CounterMetricFamily,
-        "KV blocks in host memory whose checksum was wrong; they were computed again",
+        "KV blocks in host memory whose checksum was wrong; they were computed again"
     ),
-    "kv_blocks_in_host": (GaugeMetricFamily, "KV blocks in host memory"),
-    "kv_blocks_on_disk": (GaugeMetricFamily, "KV blocks on disk"),
-    "xla_compiles": (
-        CounterMetricFamily,
-        "XLA programs compiled, or read from the folder of compiled ones",
-    ),
+    "xla_compiles": "XLA programs compiled, or read from the folder of compiled ones",
     "xla_recompiles": (
-        CounterMetricFamily,
-        "XLA programs compiled after warm-up, which a request had to wait for; 0 is right",
+        "XLA programs compiled after warm-up, which a request had to wait for; 0 is right"
     ),
+}
+READ: Mapping[str, tuple[Callable[..., Metric], str]] = {
+    **{name: (GaugeMetricFamily, help) for name, help in READ_GAUGES.items()},
+    **{name: (CounterMetricFamily, help) for name, help in READ_COUNTERS.items()},
 }
 
 
@@ -90,27 +67,8 @@ WAITS = _decades(-3, 4, (1, 2, 3, 5))
 STEPS = _decades(-3, 1, (1, 1.5, 2, 3, 4, 5, 6, 8))
 LATE = _decades(-2, 4, (1, 2, 5))
 SLACKS = [-seconds for seconds in reversed(LATE)] + [0.0] + LATE
-RATIOS = [
-    0.1,
-    0.25,
-    0.5,
-    0.6,
-    0.7,
-    0.8,
-    0.9,
-    0.95,
-    1.0,
-    1.05,
-    1.1,
-    1.2,
-    1.35,
-    1.5,
-    1.75,
-    2.0,
-    3.0,
-    5.0,
-    10.0,
-]
+RATIOS = [0.1, 0.25, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.35, 1.5, 1.75]
+RATIOS += [2.0, 3.0, 5.0, 10.0]
 SIZES = [float(2**power) for power in range(17)]
 LENGTHS = [float(2**power) for power in range(25)]
 LANES = [1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0, 96.0, 128.0]

@@ -33,22 +33,8 @@ WAITING = 128
 ENDED = 256
 
 COLUMNS = (
-    "number",
-    "id",
-    "index",
-    "class",
-    "state",
-    "arrival",
-    "prompt",
-    "prefilled",
-    "cached",
-    "generated",
-    "ttft_given",
-    "slack",
-    "relative_slack",
-    "ttft",
-    "tpot_given",
-    "tpot",
+    *("number", "id", "index", "class", "state", "arrival", "prompt", "prefilled", "cached"),
+    *("generated", "ttft_given", "slack", "relative_slack", "ttft", "tpot_given", "tpot"),
 )
 REQUEST_COLUMNS = (*COLUMNS, "lane")
 END_COLUMNS = (*COLUMNS, "ended")
@@ -131,11 +117,7 @@ def _running(scheduler: Scheduler, now: float) -> list[list[Any]]:
     home = scheduler.cache.home
     prefilling = [
         _row(
-            sequence,
-            "prefilling",
-            now,
-            int(slots.issued[sequence.slot]),
-            int(home[sequence.slot]),
+            sequence, "prefilling", now, int(slots.issued[sequence.slot]), int(home[sequence.slot])
         )
         for sequence in slots.prefilling[:RUNNING]
     ]

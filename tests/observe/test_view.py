@@ -12,6 +12,7 @@ import pytest
 from jaxserve.observe import journal, view
 from jaxserve.observe.journal import Journal
 from jaxserve.observe.view import Snapshot
+from jaxserve.scheduling.events import EventBus, StepIssued, StepRead
 from tests.scheduling.recorded import Recorded, crowd
 
 
@@ -248,10 +249,12 @@ def test_a_view_of_a_crowd_is_small_and_quick(crowded):
 def test_a_decode_step_over_a_crowd_is_recorded_in_microseconds(crowded):
     batch = crowded.scheduler.start(crowded.now)
     book = Journal(1, 0.0)
+    bus = EventBus()
+    book.listen(bus)
     seconds = []
     for step in range(200):
         began = time.perf_counter()
-        book.issued(batch, float(step))
-        book.read(step + 0.5)
+        bus.publish(StepIssued(batch, None, float(step)))
+        bus.publish(StepRead(batch, step + 0.5, 0.5, comparable=True))
         seconds.append(time.perf_counter() - began)
     assert min(seconds) < 20e-6

@@ -79,8 +79,7 @@ class EngineConfig(Settings):
         ):
             if self.profile == "none" and needs_costs:
                 raise ConfigError(
-                    name,
-                    f"{value} needs to know what steps cost, which --profile=none rules out",
+                    name, f"{value} needs to know what steps cost, which --profile=none rules out"
                 )
 
 

@@ -62,8 +62,7 @@ class ServerConfig(Settings):
         "let tenants reuse the KV of each other's equal prefixes, which they can tell by latencies",
     )
     tls_cert: str | None = option(
-        None,
-        "PEM file of the server's certificate and the intermediate ones; default: no TLS",
+        None, "PEM file of the server's certificate and the intermediate ones; default: no TLS"
     )
     tls_key: str | None = option(None, "PEM file of the certificate's private key")
     tls_client_ca: str | None = option(
