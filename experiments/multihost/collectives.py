@@ -205,10 +205,11 @@ def read_programs(replica: Replica, devices: Sequence[Any], compiles: bool) -> l
     with _hopper_attention(built[0].plan):
         for name, shape in steps_of(replica, built[0].plan).items():
             for first in {0, replica.mesh.spp - 1}:  # those between are like the last
-                found = [
-                    collectives(text(stages._lower_layers(stages._local[first], shape)), size)
-                    for stages in built
-                ]
+                found = []
+                for stages in built:
+                    (stage,) = (each for each in stages.stages if each.index == first)
+                    _, lower = stages.programs.layers(stage, shape)
+                    found.append(collectives(text(lower()), size))
                 alike = [
                     at
                     for at in range(replica.mesh.spp)

@@ -15,7 +15,7 @@ import numpy as np
 from jaxserve.checkpoint.model import declare, layers_of, matrix_elements, padded_vocab
 from jaxserve.engine import sampling
 from jaxserve.engine.stage_plan import StagePlan
-from jaxserve.engine.stages import POOL_AXES
+from jaxserve.engine.stage_programs import POOL_AXES
 from jaxserve.group.member import this_member
 from jaxserve.settings.schema import ConfigError
 from jaxserve.sharding.mesh import KVP, TP

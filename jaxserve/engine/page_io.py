@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.engine.programs import Lower
 from jaxserve.engine.stage_plan import StagePlan
-from jaxserve.engine.stages import Stage, Stages, compiled
+from jaxserve.engine.stage_programs import POOL_AXES, Named, Stage, lowered
+from jaxserve.engine.stages import Stages
 from jaxserve.engine.step_shapes import NOWHERE
 from jaxserve.kernels.kv_pages import KVPages
 from jaxserve.kernels.page_copy import read_pages, write_pages
@@ -77,7 +77,7 @@ class PageIo:
         """The layout of blocks of another size."""
         return BlockLayout(self._stages.plan, self.kv_heads, block_size)
 
-    def programs(self) -> Iterator[tuple[str, Lower]]:
+    def programs(self) -> Iterator[Named]:
         """Name and lowering of all programs."""
         for stage in self._stages.stages:
             for size in self.sizes:
@@ -100,12 +100,10 @@ class PageIo:
                 parts.append((stage.layers, part))
             yield BlocksRead(self.layout, parts, rows)
 
-    def _read_program(self, stage: Stage, size: int) -> tuple[str, Lower]:
+    def _read_program(self, stage: Stage, size: int) -> Named:
         def lower() -> Any:
-            ids = self._ints(stage, size)
-            pool = [spec("lanes", None, "kv_heads")] * len(stage.pages)
             out = KVPages(*(spec(*BLOCK_AXES) for _ in jax.tree.leaves(stage.pages[0])))
-            return compiled(_read, stage.mesh, (pool, spec("lanes")), out).lower(stage.pages, ids)
+            return lowered(_read, stage.mesh, (stage.pages, self._ids(stage, size)), out)
 
         return f"read_pages_{stage.index}_{size}", lower
 
@@ -138,19 +136,17 @@ class PageIo:
             program = self._stages.programs.get(*self._write_program(stage))
             stage.pages = program(stage.pages, blocks.ids, values)
 
-    def _write_program(self, stage: Stage) -> tuple[str, Lower]:
+    def _write_program(self, stage: Stage) -> Named:
         def lower() -> Any:
-            pool = [spec("lanes", None, "kv_heads")] * len(stage.pages)
-            values = KVPages(*(spec(*BLOCK_AXES) for _ in jax.tree.leaves(stage.pages[0])))
-            arguments = (pool, spec("lanes"), values)
-            return compiled(_write, stage.mesh, arguments, pool, donate=(0,)).lower(
-                stage.pages, self._ints(stage, self.most), self._blocks(stage, self.most)
-            )
+            ids, blocks = self._ids(stage, self.most), self._blocks(stage, self.most)
+            pools = [spec(*POOL_AXES)] * len(stage.pages)
+            return lowered(_write, stage.mesh, (stage.pages, ids, blocks), pools, donate=(0,))
 
         return f"write_pages_{stage.index}", lower
 
-    def _ints(self, stage: Stage, size: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((self._lanes, size), jnp.int32, sharding=stage.lanes)
+    def _ids(self, stage: Stage, size: int) -> jax.ShapeDtypeStruct:
+        lanes = sharding(stage.mesh, "lanes")
+        return jax.ShapeDtypeStruct((self._lanes, size), jnp.int32, sharding=lanes)
 
     def _blocks(self, stage: Stage, size: int) -> KVPages:
         """Shapes of blocks of a stage's layers, `size` on each lane."""

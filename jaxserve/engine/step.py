@@ -1,10 +1,10 @@
 """The device programs of a step, as pure functions of weights, KV pages and one array of int32 per
 lane.
 
-`layers` is the program of every pipeline stage: it updates the page table, embeds tokens (in the
-first stage) or takes hidden states from the stage before, and runs the stage's layers. `head`,
-after the last stage, samples tokens from the hidden states of chosen positions, `score` gives
-log-probabilities of prompt tokens, and `pool` embeddings of prompts. All run inside shard_map over
+`LayersProgram` is the program of every pipeline stage: it updates the page table, embeds tokens (in
+the first stage) or takes hidden states from the stage before, and runs the stage's layers.
+`HeadProgram`, after the last stage, samples tokens from the hidden states of chosen positions, and
+gives log-probabilities of prompt tokens and embeddings of prompts. All run inside shard_map over
 the stage's lanes and ranks; pages, tables and sampling state are donated and returned.
 """
 
@@ -49,101 +49,104 @@ class Weights:
         return nnx.merge(self.graphdef, state)
 
 
-def layers(
-    weights: Weights,
-    model: ModelConfig,
-    shape: StepShape,
-    last: bool,
-    values: list[jax.Array],
-    pages: list[KVPages],
-    table: jax.Array,
-    ints: jax.Array,
-    x: jax.Array,
-) -> tuple[jax.Array | tuple, list[KVPages], jax.Array]:
-    """Runs a step through the layers of one stage.
+@dataclasses.dataclass(frozen=True)
+class LayersProgram:
+    """The layers of one stage, in steps of a shape. last: whether this is the last stage."""
 
-    last: whether this is the last stage. values: the stage's weights. pages: KV pages per layer,
-    with a leading axis of 1. table [1, 2, slots, W]: page table. ints [1, size]: the step, see
-    `step_shapes.layout`. x: hidden states [1, T, D]; in the first stage the last sampled tokens [1,
-    slots]. Returns hidden states [1, T, D], pages and table; the last stage returns, in place of
-    the hidden states, (all of them, those to sample from [1, S, D], and for each its token, slot
-    and position [1, S, 3]).
-    """
-    stage: Stage = weights.module(values)
-    size = pages[0].kv.shape[4]
-    count = pages[0].kv.shape[1]
-    view = layout(shape, size).views(ints[0])
-    table = write_table(table, view["deltas"])
-    groups = _groups(view, shape, table[0], count, size)
-    x = stage.embed_tokens(_tokens(view, shape, x[0])) if stage.is_first else x[0]
-    moves = view["moves"] if shape.moves else None
-    x, pages = run_layers(
-        stage, model, x.astype(values[0].dtype), _positions(view, shape), groups, pages, moves
-    )
-    out = (x[None], x[view["samples"][:, 0]][None], view["samples"][None]) if last else x[None]
-    return out, pages, table
+    weights: Weights
+    model: ModelConfig
+    shape: StepShape
+    last: bool
 
+    def run(
+        self,
+        values: list[jax.Array],
+        pages: list[KVPages],
+        table: jax.Array,
+        ints: jax.Array,
+        x: jax.Array,
+    ) -> tuple[jax.Array | tuple, list[KVPages], jax.Array]:
+        """Runs a step.
 
-def head(
-    weights: Weights,
-    vocab: int,
-    variant: str,
-    to_all: bool,
-    values: list[jax.Array],
-    x: jax.Array,
-    ints: jax.Array,
-    sampled: jax.Array,
-    state: Any = None,
-    mask: jax.Array | None = None,
-) -> tuple:
-    """Samples tokens from hidden states.
-
-    x [1, S, D]: hidden states. ints [1, S, 3]: token, slot and position of each. sampled [1,
-    slots]: last token of each slot. state: `SamplingState`, except for the greedy variant. mask [1,
-    S, W]: allowed ids, for the guided variant. Returns tokens [1, S], sampled, and (except for
-    greedy) state and log-probabilities. to_all: tokens and log-probabilities of all lanes
-    [lanes, S], on every lane.
-    """
-    _, slot, position = ints[0].T
-    logits = weights.module(values)(x[0])
-    if variant == "greedy":
-        token = sampling.greedy(logits, vocab)
-    else:
-        token, state = sampling.sample(
-            logits, slot, position, state, vocab, None if mask is None else mask[0]
-        )
-    sampled = sampled.at[0, slot].set(token, mode="drop")
-    if variant == "greedy":
-        return _read_by_host(token, to_all), sampled
-    logprobs = (
-        sampling.log_probabilities(logits, token, vocab) if variant in sampling_rows.SCORED else ()
-    )
-    scored = tuple(_read_by_host(part, to_all) for part in logprobs)
-    return _read_by_host(token, to_all), sampled, state, scored
+        values: the stage's weights. pages: KV pages per layer, with a leading axis of 1. table [1,
+        2, slots, W]: page table. ints [1, size]: the step, see `step_shapes.layout`. x: hidden
+        states [1, T, D]; in the first stage the last sampled tokens [1, slots]. Returns hidden
+        states [1, T, D], pages and table; the last stage returns, in place of the hidden states,
+        (all of them, those to sample from [1, S, D], and for each its token, slot and position [1,
+        S, 3]).
+        """
+        shape = self.shape
+        stage: Stage = self.weights.module(values)
+        _, count, _, _, size, _ = pages[0].kv.shape
+        view = layout(shape, size).views(ints[0])
+        table = write_table(table, view["deltas"])
+        groups = _groups(view, shape, table[0], count, size)
+        x = stage.embed_tokens(_tokens(view, shape, x[0])) if stage.is_first else x[0]
+        moves = view["moves"] if shape.moves else None
+        x = x.astype(values[0].dtype)
+        positions = _positions(view, shape)
+        x, pages = run_layers(stage, self.model, x, positions, groups, pages, moves)
+        if not self.last:
+            return x[None], pages, table
+        samples = view["samples"]
+        return (x[None], x[samples[:, 0]][None], samples[None]), pages, table
 
 
-def score(
-    weights: Weights,
-    vocab: int,
-    to_all: bool,
-    values: list[jax.Array],
-    x: jax.Array,
-    target: jax.Array,
-) -> tuple[jax.Array, ...]:
-    """Log-probabilities of ids target [1, S] after hidden states x [1, S, D]: of the targets [1,
-    S], of the likeliest ids [1, S, k], and those ids [1, S, k]. to_all: see `head`."""
-    parts = sampling.log_probabilities(weights.module(values)(x[0]), target[0], vocab)
-    return tuple(_read_by_host(part, to_all) for part in parts)
+@dataclasses.dataclass(frozen=True)
+class HeadProgram:
+    """What runs on hidden states after the last stage. to_all: what the host reads is of all lanes
+    [lanes, ...], on every lane."""
 
+    weights: Weights
+    vocab: int
+    to_all: bool
 
-def pool(weights: Weights, to_all: bool, values: list[jax.Array], x: jax.Array) -> jax.Array:
-    """Embeddings: hidden states x [1, S, D] after the final norm, as f32. to_all: see `head`."""
-    return _read_by_host(weights.module(values).normed(x[0]).astype(jnp.float32), to_all)
+    def sample(
+        self,
+        variant: str,
+        values: list[jax.Array],
+        x: jax.Array,
+        ints: jax.Array,
+        sampled: jax.Array,
+        state: Any = None,
+        mask: jax.Array | None = None,
+    ) -> tuple:
+        """Samples tokens from hidden states x [1, S, D].
 
+        ints [1, S, 3]: token, slot and position of each. sampled [1, slots]: last token of each
+        slot. state: `SamplingState`, except for the greedy variant. mask [1, S, W]: allowed ids,
+        for the guided variant. Returns tokens [1, S], sampled, and (except for greedy) state and
+        log-probabilities.
+        """
+        _, slot, position = ints[0].T
+        logits = self.weights.module(values)(x[0])
+        if variant == "greedy":
+            token = sampling.greedy(logits, self.vocab)
+            return self._read(token), sampled.at[0, slot].set(token, mode="drop")
+        allowed = None if mask is None else mask[0]
+        token, state = sampling.sample(logits, slot, position, state, self.vocab, allowed)
+        sampled = sampled.at[0, slot].set(token, mode="drop")
+        logprobs: tuple[jax.Array, ...] = ()
+        if variant in sampling_rows.SCORED:
+            logprobs = sampling.log_probabilities(logits, token, self.vocab)
+        return self._read(token), sampled, state, tuple(map(self._read, logprobs))
 
-def _read_by_host(x: jax.Array, to_all: bool) -> jax.Array:
-    """x [S, ...] of this lane as [1, S, ...]; or of all lanes [lanes, S, ...], on each of them."""
-    return jax.lax.all_gather(x, KVP) if to_all else x[None]
+    def score(
+        self, values: list[jax.Array], x: jax.Array, target: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        """Log-probabilities of ids target [1, S] after hidden states x [1, S, D]: of the targets
+        [1, S], of the likeliest ids [1, S, k], and those ids [1, S, k]."""
+        logits = self.weights.module(values)(x[0])
+        parts = sampling.log_probabilities(logits, target[0], self.vocab)
+        return tuple(map(self._read, parts))
+
+    def pool(self, values: list[jax.Array], x: jax.Array) -> jax.Array:
+        """Embeddings: hidden states x [1, S, D] after the final norm, as f32."""
+        return self._read(self.weights.module(values).normed(x[0]).astype(jnp.float32))
+
+    def _read(self, x: jax.Array) -> jax.Array:
+        """x [S, ...] of this lane as the host reads it: [1, S, ...], or of all lanes."""
+        return jax.lax.all_gather(x, KVP) if self.to_all else x[None]
 
 
 def write_table(table: jax.Array, deltas: jax.Array) -> jax.Array:

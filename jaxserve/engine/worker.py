@@ -140,8 +140,8 @@ class Worker:
         return len(self._programs(self.plan.shapes if shapes is None else shapes, VARIANTS))
 
     def _programs(self, shapes: Iterable[StepShape], variants: tuple[str, ...]) -> dict[str, Lower]:
-        programs = dict(self.stages.programs_of(shapes, variants))
-        programs |= dict(self.stages.programs_of_all_shapes())
+        programs = dict(self.stages.programs.of_shapes(shapes, variants))
+        programs |= dict(self.stages.programs.of_all_shapes())
         if self.mover is not None:
             programs |= dict(self.mover.io.programs())
         return programs
@@ -159,7 +159,7 @@ class Worker:
         for shape in self.plan.shapes:
             if shape not in self.uncompiled:
                 continue
-            for name, lower in self.stages.programs_of([shape]):
+            for name, lower in self.stages.programs.of_shapes([shape]):
                 if self._closed:
                     return
                 self.stages.programs.get(name, lower)

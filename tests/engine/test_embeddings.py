@@ -188,7 +188,7 @@ def test_steps_without_such_a_request_launch_nothing_for_it(built):
     """The program is part of the warm-up, and steps that embed nothing do not run it."""
     real = fresh(built[""], "grow")
     stages = real.worker.stages
-    assert "pool" in dict(stages.programs_of_all_shapes())
+    assert "pool" in dict(stages.programs.of_all_shapes())
     calls: list = []
     own = stages.pool
     stages.pool = lambda *work: calls.append(1) or own(*work)  # type: ignore[method-assign]

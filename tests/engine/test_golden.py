@@ -468,7 +468,7 @@ def test_prompt_logits_equal_the_reference(mesh, golden, smollm2_gguf, plain):
         weights = {
             keys[-1]: np.asarray(value, np.float64)
             for (keys, _), value in zip(
-                real.worker.stages.head.flat, real.worker.stages.head_values
+                real.worker.stages.head.program.weights.flat, real.worker.stages.head.values
             )
         }
         normal = (

@@ -42,7 +42,7 @@ def build(mesh: str, context: int, **more) -> Engine:
     real = engine(
         "random:tiny", mesh, chunk=32, seqs=2, pages=context // 16, max_len=context, **more
     )
-    for name, lower in real.worker.stages.all_programs():
+    for name, lower in real.worker.stages.programs.all():
         if name.startswith("layers_"):
             real.worker.stages.programs.get(name, lower)
     return real
@@ -231,7 +231,7 @@ def test_nothing_is_compiled_after_warm_up_whatever_is_asked(lanes, compiled):
 
 
 def test_every_program_has_a_name_of_its_own(lanes):
-    names = [name for name, _ in lanes[0].worker.stages.all_programs()]
+    names = [name for name, _ in lanes[0].worker.stages.programs.all()]
     assert len(set(names)) == len(names)
     assert len({str(shape) for shape in lanes[0].worker.plan.shapes}) == len(
         lanes[0].worker.plan.shapes

@@ -29,7 +29,7 @@ from jaxserve.engine.machine import fitted
 from jaxserve.engine.memory import RESERVED_GIB, DeviceRoom, sizes
 from jaxserve.engine.sizing import kv_tokens, make_plan
 from jaxserve.engine.stage_plan import StagePlan
-from jaxserve.engine.step import Weights, layers
+from jaxserve.engine.step import LayersProgram, Weights
 from jaxserve.engine.step_shapes import RowGroup, StepShape, layout
 from jaxserve.kernels import mosaic
 from jaxserve.kernels.kv_pages import KVPages, pool_shapes
@@ -488,7 +488,7 @@ def model_step(
 ) -> tuple[Any, ...]:
     stage, _ = stage_modules(model, range(model.layers), 1)
     with as_on_a_gpu(mosaic.attend):
-        return layers(Weights.of(stage), model, shape, True, values, pages, *rest)
+        return LayersProgram(Weights.of(stage), model, shape, True).run(values, pages, *rest)
 
 
 @needs_compiler

@@ -109,8 +109,8 @@ def test_openai_embeddings_are_the_states_from_which_the_reference_goes_on(
 ):
     """With the model's head they give the reference's first token and its log-probability."""
     stages = server.server.frontend.replica.worker.stages
-    names = [keys[-1] for keys, _ in stages.head.flat]
-    head = np.asarray(stages.head_values[names.index("head")], np.float64)
+    names = [keys[-1] for keys, _ in stages.head.program.weights.flat]
+    head = np.asarray(stages.head.values[names.index("head")], np.float64)
     for given in (case["prompt_ids"], case["prompt"]):
         made = client.embeddings.create(
             model=model, input=given, extra_body={"normalize": False}, encoding_format="float"

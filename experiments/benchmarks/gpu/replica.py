@@ -155,7 +155,7 @@ class Replica:
         wanted = {f"layers_0_{one.shape}" for one in arrays} | {
             f"head_greedy_{one.shape.samples}" for one in arrays
         }
-        programs = dict(stages.all_programs(("greedy",)))
+        programs = dict(stages.programs.all(("greedy",)))
         stages.programs.warm_up(
             {name: programs[name] for name in sorted(wanted)}, lambda name: None
         )
@@ -487,7 +487,7 @@ def _memory_of_steps(replica: Replica) -> list[Row]:
         if name.startswith("layers")
     ]
     weights = sum(
-        value.nbytes for value in [*stage.values, *replica.engine.worker.stages.head_values]
+        value.nbytes for value in [*stage.values, *replica.engine.worker.stages.head.values]
     )
     return [
         *rows,

@@ -1,0 +1,254 @@
+"""The programs that run on the stages: their names, and how they are lowered.
+
+Programs are lowered by the shapes of what steps replace, also while others run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxserve.checkpoint.model import padded_vocab
+from jaxserve.engine import sampling, sampling_rows
+from jaxserve.engine.command import SCORES
+from jaxserve.engine.programs import Lower, Programs
+from jaxserve.engine.stage_plan import StagePlan
+from jaxserve.engine.step import HeadProgram, LayersProgram, Weights, write_table
+from jaxserve.engine.step_shapes import StepShape, layout
+from jaxserve.kernels.kv_pages import KVPages
+from jaxserve.sharding.exchange import COMPILER_OPTIONS
+from jaxserve.sharding.mesh import KVP
+from jaxserve.sharding.rules import sharding, spec
+
+UPDATES = 1024  # page-table entries set by one launch of the table program
+POOL_AXES = ("lanes", None, "kv_heads")
+LANES = spec("lanes")
+Named = tuple[str, Lower]  # a program's name, and how to lower it
+
+
+@dataclasses.dataclass
+class Stage:
+    """One pipeline stage: a sub-mesh of lanes and ranks, and the arrays on it."""
+
+    index: int
+    mesh: Mesh
+    weights: Weights
+    values: list[jax.Array]
+    layers: range
+    pages: list[KVPages] = dataclasses.field(default_factory=list)
+    table: Any = None  # [lanes, 2, slots, W]
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadStage:
+    """What follows the last stage's layers, on its mesh."""
+
+    mesh: Mesh
+    program: HeadProgram
+    values: list[jax.Array]
+
+    @property
+    def read(self) -> PartitionSpec:
+        """How what the host reads is sharded."""
+        return PartitionSpec() if self.program.to_all else LANES
+
+
+class StagePrograms(Programs):
+    """Compiled programs of the stages that have devices here. head: where the last stage is among
+    them."""
+
+    def __init__(self, plan: StagePlan, stages: list[Stage], head: HeadStage | None):
+        super().__init__()
+        self._plan = plan
+        self._stages = stages
+        self._head = head
+
+    def all(self, variants: tuple[str, ...] = sampling_rows.VARIANTS) -> Iterator[Named]:
+        """Yields every program that a request can need."""
+        yield from dict(self.of_shapes(self._plan.shapes, variants)).items()
+        yield from self.of_all_shapes()
+
+    def of_shapes(
+        self, shapes: Iterable[StepShape], variants: tuple[str, ...] = sampling_rows.VARIANTS
+    ) -> Iterator[Named]:
+        """Yields the programs of steps with these shapes; one may come twice."""
+        for shape in shapes:
+            for stage in self._stages:
+                yield self.layers(stage, shape)
+            if self._head is not None:
+                for variant in variants:
+                    yield self.head(variant, shape.samples)
+                yield self.pick(shape.tokens)
+
+    def of_all_shapes(self) -> Iterator[Named]:
+        """Yields the programs that do not depend on a step's shape."""
+        if self._head is not None:
+            yield self.score()
+            yield self.pool()
+            yield self.admit()
+        for stage in self._stages:
+            yield self.table(stage)
+
+    # --- by name
+
+    def layers(self, stage: Stage, shape: StepShape) -> Named:
+        """The layers of a stage."""
+        lower = functools.partial(self._lower_layers, stage, shape)
+        return f"layers_{stage.index}_{shape}", lower
+
+    def table(self, stage: Stage) -> Named:
+        """Sets UPDATES entries of a stage's page table."""
+        return f"table_{stage.index}", functools.partial(self._lower_table, stage)
+
+    def head(self, variant: str, size: int) -> Named:
+        """Samples up to `size` tokens per lane."""
+        return f"head_{variant}_{size}", functools.partial(self._lower_head, variant, size)
+
+    def score(self) -> Named:
+        """Log-probabilities of SCORES tokens per lane."""
+        return "score", self._lower_score
+
+    def pool(self) -> Named:
+        """Embeddings of SCORES tokens per lane."""
+        return "pool", self._lower_pool
+
+    def pick(self, tokens: int) -> Named:
+        """Picks SCORES hidden states per lane, of those of `tokens` tokens."""
+        return f"pick_of_{tokens}", functools.partial(self._lower_pick, tokens)
+
+    def admit(self) -> Named:
+        """Writes the sampling parameters of a slot."""
+        return "admit", self._lower_admit
+
+    # --- shapes of arrays
+
+    def page_shapes(self, stage: Stage) -> list[KVPages]:
+        """Pages of each layer of a stage."""
+        pool = sharding(stage.mesh, *POOL_AXES)
+        one = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=pool), self._plan.pool()
+        )
+        return [one] * len(stage.layers)
+
+    def table_shape(self, stage: Stage) -> jax.ShapeDtypeStruct:
+        """Page table of a stage."""
+        return self._on_lanes(stage.mesh, 2, self._plan.slots, self._plan.width)
+
+    def sampled_shape(self, mesh: Mesh) -> jax.ShapeDtypeStruct:
+        """Last sampled token of each slot."""
+        return self._on_lanes(mesh, self._plan.slots)
+
+    def sampling_shapes(self, mesh: Mesh) -> sampling.SamplingState:
+        """State of sampling."""
+        plan = self._plan
+        vocab = padded_vocab(plan.model, plan.mesh.tp)
+        axes = dataclasses.asdict(sampling.STATE_AXES)
+        fields = sampling.empty_state(plan.mesh.kvp, plan.slots, vocab)
+        return sampling.SamplingState(
+            **{
+                name: jax.ShapeDtypeStruct(*value, sharding=sharding(mesh, *axes[name]))
+                for name, value in fields.items()
+            }
+        )
+
+    def _on_lanes(self, mesh: Mesh, *shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        """An array with this shape on each lane."""
+        lanes = sharding(mesh, "lanes")
+        return jax.ShapeDtypeStruct((self._plan.mesh.kvp, *shape), dtype, sharding=lanes)
+
+    def _hidden(self, mesh: Mesh, tokens: int) -> jax.ShapeDtypeStruct:
+        return self._on_lanes(mesh, tokens, self._plan.model.d_model, dtype=self._plan.dtype)
+
+    # --- lowering
+
+    def _lower_layers(self, stage: Stage, shape: StepShape) -> Any:
+        plan = self._plan
+        x = self._hidden(stage.mesh, shape.tokens)
+        if stage.index == 0:
+            x = self.sampled_shape(stage.mesh)
+        ints = self._on_lanes(stage.mesh, layout(shape, plan.block_size).size)
+        last = stage.index == plan.mesh.spp - 1
+        pages = self.page_shapes(stage)
+        return lowered(
+            LayersProgram(stage.weights, plan.model, shape, last).run,
+            stage.mesh,
+            (stage.values, pages, self.table_shape(stage), ints, x),
+            ((LANES,) * 3 if last else LANES, _specs(pages), LANES),
+            donate=(1, 2),
+        )
+
+    def _lower_table(self, stage: Stage) -> Any:
+        f = lambda table, deltas: write_table(table, deltas[0])
+        arguments = (self.table_shape(stage), self._on_lanes(stage.mesh, UPDATES, 4))
+        return lowered(f, stage.mesh, arguments, LANES, donate=(0,))
+
+    @property
+    def _last(self) -> HeadStage:
+        assert self._head is not None, "the last stage is in another process"
+        return self._head
+
+    def _lower_head(self, variant: str, size: int) -> Any:
+        mesh = self._last.mesh
+        read = self._last.read
+        arguments: tuple[Any, ...] = (
+            self._last.values,
+            self._hidden(mesh, size),
+            self._on_lanes(mesh, size, 3),
+            self.sampled_shape(mesh),
+        )
+        f = functools.partial(self._last.program.sample, variant)
+        if variant == "greedy":
+            return lowered(f, mesh, arguments, (read, LANES))
+        state = self.sampling_shapes(mesh)
+        scored = (read,) * 3 if variant in sampling_rows.SCORED else ()
+        arguments += (state,)
+        if variant == "guided":
+            arguments += (self._on_lanes(mesh, size, self._plan.mask_words),)
+        return lowered(f, mesh, arguments, (read, LANES, _specs(state), scored), donate=(4,))
+
+    def _lower_score(self) -> Any:
+        last = self._last
+        scores = self._on_lanes(last.mesh, SCORES)
+        arguments = (last.values, self._hidden(last.mesh, SCORES), scores)
+        return lowered(last.program.score, last.mesh, arguments, (last.read,) * 3)
+
+    def _lower_pool(self) -> Any:
+        last = self._last
+        arguments = (last.values, self._hidden(last.mesh, SCORES))
+        return lowered(last.program.pool, last.mesh, arguments, last.read)
+
+    def _lower_pick(self, tokens: int) -> Any:
+        mesh = self._last.mesh
+        f = lambda x, index: x[0][index[0]][None]
+        return lowered(f, mesh, (self._hidden(mesh, tokens), self._on_lanes(mesh, SCORES)), LANES)
+
+    def _lower_admit(self) -> Any:
+        state = self.sampling_shapes(self._last.mesh)
+        arguments = (state, sampling_rows.blank_admission())
+        return lowered(sampling.admit, self._last.mesh, arguments, _specs(state), donate=(0,))
+
+
+def lowered(
+    f: Callable, mesh: Mesh, arguments: tuple, out_specs: Any, donate: tuple[int, ...] = ()
+) -> Any:
+    """Lowers `f`, which runs on each device of the mesh, for arguments: arrays or shapes with
+    shardings; without a sharding they are on all devices. donate: arguments whose memory the
+    results may take."""
+    options = None
+    if mesh.shape[KVP] > 1 and mesh.devices.flat[0].platform == "gpu":
+        options = COMPILER_OPTIONS or None
+    specs = _specs(arguments)
+    mapped = jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
+    return jax.jit(mapped, donate_argnums=donate, compiler_options=options).lower(*arguments)
+
+
+def _specs(arrays: Any) -> Any:
+    """How arrays, or shapes of arrays, are sharded."""
+    of = lambda x: x.sharding.spec if hasattr(x, "sharding") else PartitionSpec()
+    return jax.tree.map(of, arrays)
