@@ -1,4 +1,4 @@
-"""Pages whose blocks are to be kept in lower tiers: they leave the devices, or somebody elsewhere
+"""Pages whose blocks are to be kept in lower tiers: they leave the devices, or another replica
 wants them.
 
 Such a page is read by the devices before the step that gives it to another block, so what is
@@ -22,7 +22,8 @@ from jaxserve.cache.pages import PageAllocator
 
 
 class PendingStores:
-    """What was evicted or wanted since the last command. pages: of which the pages are."""
+    """Stores since the last command, of evicted and of wanted blocks. pages: the allocator of the
+    pages."""
 
     def __init__(self, pages: PageAllocator):
         self._pages = pages
@@ -33,29 +34,29 @@ class PendingStores:
         self.promised: set[bytes] = set()  # wanted ones that were on pages: they are on their way
 
     def __bool__(self) -> bool:
-        """Whether anything is pending."""
+        """Returns whether anything is pending."""
         return bool(self._keys)
 
     def retain(self, page: int, retention: int) -> None:
-        """The block on the page is there for a request of this retention from now on."""
+        """Sets the retention of the block on a page."""
         if retention == NORMAL_RETENTION:
             self._retention.pop(page, None)
         else:
             self._retention[page] = retention
 
     def retain_longer(self, pages: Iterable[int], retention: int) -> None:
-        """The blocks on these pages are there for a request of this retention too."""
+        """Raises the retention of the blocks on these pages, if it is less."""
         if not self._retention and retention <= NORMAL_RETENTION:
             return  # all are retained as long
         for page in pages:
             self.retain(page, max(retention, self.retention(page)))
 
     def retention(self, page: int) -> int:
-        """That of the block on the page."""
+        """Retention of the block on a page."""
         return self._retention.get(page, NORMAL_RETENTION)
 
     def evicted(self, page: int, key: bytes) -> bool:
-        """The block with this key is about to leave the page; returns whether it is kept."""
+        """Notes that a block is about to leave its page; returns whether it is kept."""
         return self.retention(page) != EPHEMERAL and self._add(page, key)
 
     def _add(self, page: int, key: bytes) -> bool:
@@ -65,8 +66,8 @@ class PendingStores:
         return True
 
     def want(self, keys: Iterable[bytes], kept: Callable[[bytes], bool]) -> None:
-        """These blocks are to be kept, now where they are on pages, else once they are. kept: tells
-        whether a block is in lower tiers already."""
+        """Has blocks kept, now where they are on pages, else once they are. kept: returns whether a
+        block is in lower tiers already."""
         for key in keys:
             self.wanted[key] += 1
             copies = self._pages.with_key.get(key)
@@ -74,7 +75,7 @@ class PendingStores:
                 self._promise(copies[0], key)
 
     def unwant(self, keys: Iterable[bytes]) -> None:
-        """Who wanted these blocks wants them no more."""
+        """Ends the wish of a call of `want`."""
         for key in keys:
             self.wanted[key] -= 1
             if self.wanted[key] <= 0:
@@ -82,7 +83,7 @@ class PendingStores:
                 self.promised.discard(key)
 
     def published(self, keys: Iterable[tuple[int, bytes]]) -> None:
-        """These blocks, each with its page, are on the devices now, by a command that was issued or
+        """Notes blocks, each with its page, that are on the devices by a command that was issued or
         is being made."""
         if self.wanted:
             for page, key in keys:
@@ -94,18 +95,18 @@ class PendingStores:
         self.promised.add(key)
 
     def drop(self, pages: Iterable[int]) -> None:
-        """What is on these pages is not to be kept."""
+        """Forgets the blocks on these pages: they are not to be kept."""
         for page in pages:
             self._keys.pop(page, None)
             self._retention.pop(page, None)
 
     def renewed(self, page: int) -> None:
-        """The page is given to another block from the next command on."""
+        """Notes that a page is given to another block by the next command."""
         self._renewed.add(page)
         self._retention.pop(page, None)
 
     def moved(self, pages: Sequence[int], targets: Sequence[int]) -> None:
-        """Blocks move from these pages to the targets with the next command."""
+        """Notes that blocks move from these pages to the targets with the next command."""
         self._renewed.update(targets)
         if self._retention:
             for page, target in zip(pages, targets):

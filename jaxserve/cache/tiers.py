@@ -15,9 +15,9 @@ from jaxserve.cache.tier_events import TierEvents
 
 @dataclass(frozen=True, slots=True)
 class TierCounts:
-    """What came and went since the start, in blocks. prefetched: brought from disk to host memory
-    for prompts that waited; shared_reads: from the shared tier. to_shared: put there;
-    shared_dropped: not put there. wrong: whose bytes were not what was put."""
+    """Blocks that came and went since the start. prefetched: brought from disk to host memory for
+    prompts that waited; shared_reads: from the shared tier. to_shared: put there; shared_dropped:
+    not put there. wrong: whose bytes were not what was put."""
 
     stored: int = 0
     to_disk: int = 0
@@ -36,8 +36,8 @@ class TierCounts:
 
 @dataclass(slots=True)
 class Fetched:
-    """What came from one other replica since the start, in blocks. source: its address. seconds:
-    for which requests waited for it, all together."""
+    """Blocks that came from one other replica since the start. source: its address. seconds: for
+    which requests waited for it, all together."""
 
     source: str
     blocks: int = 0
@@ -52,25 +52,25 @@ class Lookup:
 
 
 class LowerTiers(Protocol):
-    """What a replica asks of the tiers below its devices. block_bytes: of each block. events: tells
-    what they hold."""
+    """Tiers below the devices of a replica. block_bytes: of each block. events: tells what they
+    hold."""
 
     block_bytes: int
     events: TierEvents
 
     def holds(self, key: bytes) -> bool:
-        """Whether the block with this key is believed to be there."""
+        """Returns whether the block with this key is believed to be there."""
 
     def seconds(self, keys: Sequence[bytes]) -> float:
-        """How long it should take to bring these blocks to the devices."""
+        """Estimates how long it takes to bring these blocks to the devices."""
 
     def keep(self, keys: Sequence[bytes], retention: int) -> None:
-        """These blocks are asked for by a request of this retention (see `Request`): where they
-        are kept for less, they are kept for as long. Never waits."""
+        """Has blocks kept for this retention (see `Request`), if not for longer. Never waits."""
 
     @property
     def shared(self) -> bool:
-        """Whether one of the tiers has blocks of other replicas: only `prefetch` finds them."""
+        """Returns whether one of the tiers has blocks of other replicas: only `prefetch` finds
+        them."""
 
     def prefetch(self, keys: Sequence[bytes]) -> Lookup:
         """Has these blocks, consecutive ones of a prompt, brought to the fastest of the tiers, as
@@ -87,14 +87,14 @@ class LowerTiers(Protocol):
         """Copies a block to `into` [block_bytes] uint8; False where it is not there."""
 
     def counts(self) -> TierCounts:
-        """What came and went."""
+        """Counts what came and went."""
 
     def fetched(self) -> list[Fetched]:
-        """What came from each of the other replicas."""
+        """Counts what came from each of the other replicas."""
 
     @property
     def outlasts(self) -> bool:
-        """Whether what is there is there after a restart."""
+        """Returns whether blocks are still there after a restart."""
 
 
 class SourceBlocks(NamedTuple):

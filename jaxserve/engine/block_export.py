@@ -11,7 +11,7 @@ from jaxserve.cache import CacheManager
 from jaxserve.cache.tiers import LowerTiers
 from jaxserve.replica.registry import Registry
 
-WANT_SECONDS = 10.0  # for the engine's thread to hear of what is wanted
+WANT_SECONDS = 10.0  # for the engine's thread to take in what is wanted
 WAY_SECONDS = 10.0  # from a page to host memory
 
 
@@ -36,14 +36,14 @@ class TierExporter:
         return self._tiers.block_bytes
 
     def want(self, keys: Sequence[bytes]) -> None:
-        heard = threading.Event()
+        noted = threading.Event()
 
         def want() -> None:
             self._stores.want(keys, self._tiers.holds)
-            heard.set()
+            noted.set()
 
         self._post(want)
-        heard.wait(WANT_SECONDS)
+        noted.wait(WANT_SECONDS)
 
     def unwant(self, keys: Sequence[bytes]) -> None:
         self._post(lambda: self._stores.unwant(keys))
@@ -52,8 +52,8 @@ class TierExporter:
         return request_id in self._registry
 
     def read(self, key: bytes, into: np.ndarray, seconds: float) -> bool:
-        there = self._tiers.wait(key, seconds)
-        if not there and seconds and key in self._stores.promised:
-            there = self._tiers.wait(key, WAY_SECONDS)
+        arrived = self._tiers.wait(key, seconds)
+        if not arrived and seconds and key in self._stores.promised:
+            arrived = self._tiers.wait(key, WAY_SECONDS)
         # one that is on its way now is worth the wait of `read`
-        return (there or self._tiers.holds(key)) and self._tiers.read(key, into)
+        return (arrived or self._tiers.holds(key)) and self._tiers.read(key, into)

@@ -3,7 +3,7 @@
 What the devices do happens in the order of commands: pages are read before the step that overwrites
 them, and written before the step that attends over them. Everything that takes time is done by two
 threads: one waits for pages that were read and stores them, one finds the blocks of a fetch, checks
-them and has them brought to the devices, piece by piece, at most so many ahead of the engine. A
+them and has them brought to the devices, piece by piece, a few of them ahead of the engine. A
 fetch from another replica, which may still compute the blocks, has a thread of its own meanwhile.
 """
 
@@ -46,8 +46,8 @@ class Arrival(NamedTuple):
 
 
 class BlockMover:
-    """Stores and fetches blocks. arrived: hears of each piece of a fetch, on another thread. peers:
-    asks other replicas for blocks; without, they have none."""
+    """Stores and fetches blocks. arrived: called for each piece of a fetch, on another thread.
+    peers: asks other replicas for blocks."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class BlockMover:
         self._fetches: queue.Queue[Fetch | None] = queue.Queue()
         self._pieces: dict[tuple[int, int], GatheredBlocks | None] = {}
         self._room = threading.Semaphore(PIECES_AHEAD)
-        self._dropped: set[int] = set()  # tickets of fetches that nobody waits for
+        self._dropped: set[int] = set()  # tickets of fetches that were dropped
         self._closing = threading.Event()
         self.skipped = 0  # blocks that were not stored because too many waited to be
         self._threads = [
@@ -97,16 +97,17 @@ class BlockMover:
 
     @property
     def idle(self) -> bool:
-        """Whether no block is on its way: all that was read is stored, all that came is loaded."""
+        """Returns whether no block is on its way: all that was read is stored, all that came is
+        loaded."""
         return self.stored and not self._pieces and not self._dropped
 
     @property
     def stored(self) -> bool:
-        """Whether all that was read is stored."""
+        """Returns whether all that was read is stored."""
         return not self._stores.unfinished_tasks
 
     def fetch(self, fetch: Fetch) -> None:
-        """Has the blocks of a fetch brought to the devices; `arrived` will hear of them."""
+        """Has the blocks of a fetch brought to the devices; `arrived` is called for each piece."""
         if fetch.source is None or self._peers is None:
             self._fetches.put(fetch)
         else:
@@ -165,21 +166,21 @@ class BlockMover:
 
     def _fetch(self, fetch: Fetch) -> None:
         """Brings the blocks in pieces until one is missing; the last piece may be empty."""
-        most = self.io.most
-        buffer = np.empty((min(most, len(fetch.keys)), self.io.layout.bytes), np.uint8)
+        size = self.io.most
+        buffer = np.empty((min(size, len(fetch.keys)), self.io.layout.bytes), np.uint8)
         with contextlib.closing(FetchReader(fetch, self.tiers, self._stream(fetch))) as reader:
-            for piece, first in enumerate(range(0, len(fetch.keys), most)):
-                keys = fetch.keys[first : first + most]
-                found = self._read(reader, keys, buffer)
+            for piece, first in enumerate(range(0, len(fetch.keys), size)):
+                keys = fetch.keys[first : first + size]
+                count = self._read(reader, keys, buffer)
                 self._room.acquire()
                 if self._closing.is_set() or fetch.ticket in self._dropped:
                     self._dropped.discard(fetch.ticket)
                     self._room.release()
                     return
-                found, gathered = self._gather(fetch, first, buffer[:found])
-                last = first + found == len(fetch.keys) or found < len(keys)
+                count, gathered = self._gather(fetch, first, buffer[:count])
+                last = first + count == len(fetch.keys) or count < len(keys)
                 self._pieces[fetch.ticket, piece] = gathered
-                self._arrived(Arrival(fetch.ticket, piece, found, last))
+                self._arrived(Arrival(fetch.ticket, piece, count, last))
                 if last:
                     return
 
@@ -191,15 +192,15 @@ class BlockMover:
             far = [key for key in fetch.keys if not self.tiers.holds(key)]
             return self._peers.open(fetch.source, far)
         stream = self._peers.open(fetch.source, fetch.there.keys)
-        here, there = self.io.layout, self.io.layout_of(fetch.there.size)
-        return ResizedStream(stream, fetch.keys, fetch.there, here, there)
+        theirs = self.io.layout_of(fetch.there.size)
+        return ResizedStream(stream, fetch.keys, fetch.there, self.io.layout, theirs)
 
     def _read(self, reader: FetchReader, keys: list[bytes], buffer: np.ndarray) -> int:
         """Reads the next blocks of a fetch to the buffer until one is missing; how many came."""
         try:
             missing = (n for n, key in enumerate(keys) if not reader.read(key, buffer[n]))
             return next(missing, len(keys))
-        except Exception:  # nobody may wait for ever
+        except Exception:  # a sequence waits for the rest of the fetch
             log.exception("a fetch ends early")
             return 0
 

@@ -125,7 +125,7 @@ def make_engine(
     profile: EngineProfile | None = None,
 ) -> Engine:
     """Makes the host's side of a replica: cache, scheduler, engine. model: as the checkpoint says.
-    profile: what steps cost; None where nobody knows."""
+    profile: what steps cost; None for nominal costs."""
     plan = worker.plan
     cache = make_cache(config, plan, model, worker.lower_tiers)
     scheduler = make_scheduler(config, plan, cache, profile)

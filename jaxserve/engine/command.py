@@ -86,7 +86,7 @@ class StepCommand:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepResult:
-    """What a step left for the host. tokens [lanes, samples]: sampled ids, negative where logits
+    """Results of a step for the host. tokens [lanes, samples]: sampled ids, negative where logits
     were not finite; None where nothing was sampled. logprobs: of these tokens, where the variant
     gives them: chosen [lanes, samples], the likeliest and their ids [lanes, samples, k]. scores:
     per entry of the command's `scores` the same of the wanted ids. pooled: per entry of its `pools`
@@ -330,6 +330,6 @@ class _Reader:
         return self._at >= len(self._data)
 
     def end(self) -> None:
-        """Errors: CommandError where there is more."""
+        """Checks that all was read. Errors: CommandError."""
         if self._at != len(self._data):
             raise CommandError(f"{len(self._data) - self._at} bytes too many")

@@ -107,8 +107,7 @@ class CommandBuilder:
         self, flight: InFlightBatch, unread: Iterable[Batch], now: float
     ) -> tuple[StepCommand | None, Events]:
         """The command that samples a batch whose masks had to wait, and the ends of sequences whose
-        guide cannot be followed. None while a guide has yet to hear of a token in `unread`
-        batches."""
+        guide cannot be followed. None while a guide needs a token of `unread` batches first."""
         batch = flight.batch
         if token_masks.behind(batch, unread):
             return None, []
@@ -137,8 +136,8 @@ class CommandBuilder:
         return int(self._variant[batch.slot[batch.sample]].max())
 
     def _admissions(self, batch: Batch, row: int) -> list[SamplingAdmission]:
-        """How the sequence of a row samples, which has just got its slot; nothing for one that does
-        not."""
+        """Lists what sets the sampling of a row's sequence, which has just got its slot; nothing
+        for one that does not sample."""
         sequence = self._scheduler.sequences[int(batch.seq[row])]
         if sequence.request.embed:
             return []

@@ -1,4 +1,4 @@
-"""What a live replica tells of itself: its model and sizes, and the readings of its metrics."""
+"""Description of a live replica: its model and sizes, and the readings of its tiers."""
 
 from __future__ import annotations
 

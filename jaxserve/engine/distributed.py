@@ -55,7 +55,7 @@ def join(
 
 
 def on_gpu() -> bool:
-    """Whether this machine's devices are GPUs, without asking JAX for them."""
+    """Returns whether this machine's devices are GPUs, without asking JAX for them."""
     wanted = jax.config.jax_platforms or ""  # type: ignore[attr-defined]
     return "cpu" not in wanted.split(",")[:1] and os.path.exists("/proc/driver/nvidia")
 

@@ -228,7 +228,7 @@ class Engine(ReplicaCore):
         return True
 
     def _ended_by_loss(self, sequence: Sequence) -> bool:
-        """Whether a request ends when workers are lost: see the setting `replay`."""
+        """Returns whether a request ends when workers are lost: see the setting `replay`."""
         if self.config.replay == "unsent":
             return self.scheduler.requests[sequence.id].had_token
         return self.config.replay == "none"

@@ -1,4 +1,4 @@
-"""What executes step commands: the interface of a `Worker` in this process, and of a `WorkerGroup`
+"""Interface of what executes step commands of a `Worker` in this process, and of a `WorkerGroup`
 that passes them on to several."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class CommandExecutor(Protocol):
 
     @property
     def device_kind(self) -> str:
-        """As the makers of the devices call them."""
+        """Name that the makers of the devices gave them."""
 
     @property
     def compiles(self) -> int:
@@ -54,7 +54,7 @@ class CommandExecutor(Protocol):
         """Where blocks that leave the devices are kept, if anywhere."""
 
     def on_arrival(self, hear: Callable[[Arrival], None]) -> None:
-        """Tells `hear` from now on, on another thread, of blocks that `fetch` has brought."""
+        """Calls `hear` from now on, on another thread, for blocks that `fetch` has brought."""
 
     def fetch(self, fetch: Fetch) -> None:
         """Has blocks brought from lower tiers; a later command loads what arrived."""
@@ -66,16 +66,16 @@ class CommandExecutor(Protocol):
         """Has blocks on the devices kept in lower tiers, and waits for that for a while."""
 
     def ready(self) -> bool:
-        """Whether the oldest step is done."""
+        """Returns whether the oldest step is done."""
 
     def wait(self) -> StepResult:
         """Waits for the oldest step and fetches what it left."""
 
     def settle(self) -> None:
-        """Waits until all that was issued is done; nobody wants the results."""
+        """Waits until all that was issued is done, and drops the results."""
 
     def measure_links(self) -> dict[str, Link]:
-        """How fast the lanes of the last stage talk to each other; {} where there is one."""
+        """Measures how fast the lanes of the last stage talk to each other; {} for one lane."""
 
     def members(self) -> list[dict[str, Any]]:
         """For people: the processes that have the devices, if there are several."""

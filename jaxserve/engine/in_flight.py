@@ -32,12 +32,12 @@ class InFlight:
 
     @property
     def samples_later(self) -> bool:
-        """Whether the newest batch is still to be sampled: nothing is issued behind it."""
+        """Returns whether the newest batch is still to be sampled: nothing is issued behind it."""
         return bool(self._flights) and self.newest.sample_later
 
     @property
     def has_room(self) -> bool:
-        """Whether another batch may be issued."""
+        """Returns whether another batch may be issued."""
         return not self.samples_later and not self.full
 
     def before(self, flight: InFlightBatch) -> list[Batch]:

@@ -1,4 +1,4 @@
-"""Chooses the settings that nobody gave, by the machine.
+"""Chooses the settings that were not given, by the machine.
 
 The defaults of the config classes are those for CPUs, where a test's engine and a notebook's run.
 On GPUs a plain start should use what is there: all GPUs of the host, pages that attention kernels
@@ -47,7 +47,8 @@ def fitted(
     devices: int,
     kv_tokens: Callable[[EngineConfig], int],
 ) -> tuple[EngineConfig, list[Choice]]:
-    """The config with its open settings chosen for a host with so many devices, and the choices.
+    """Chooses the open settings of a config for a host with a number of devices; returns the config
+    and the choices.
 
     model: as the checkpoint says. room: that of each device. kv_tokens: how many tokens a replica
     with a config has room for.
@@ -81,7 +82,7 @@ def fitted(
 
 
 def local_devices() -> int:
-    """How many devices a replica may have that is one process; 1 for those of a group, whose
+    """Number of devices that a replica of one process may have; 1 for those of a group, whose
     leader has no devices and whose settings say what each has."""
     return 1 if this_member() is not None else jax.local_device_count()
 

@@ -46,7 +46,7 @@ class Programs:
         return self.compiled[name]
 
     def expect(self, names: Iterable[str]) -> None:
-        """These are part of the warm-up, whenever they are compiled; so is what was before."""
+        """Counts programs with these names, and those compiled so far, as part of the warm-up."""
         self._expected = {*(self._expected or self.compiled), *names}
 
     def warm_up(self, programs: dict[str, Lower], done: Callable[[str], None]) -> None:

@@ -1,4 +1,4 @@
-"""What the host asks a step to leave, and what it makes of that: tokens, their log-probabilities,
+"""Results that the host asks of a step, and how it reads them: tokens, their log-probabilities,
 those of a prompt's own tokens, and embeddings."""
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class InFlightBatch:
 
 @dataclasses.dataclass(frozen=True)
 class StepOutcome:
-    """What a batch left, by its chunks: sampled tokens [n] and their log-probabilities, those of
+    """Results of a batch by its chunks: sampled tokens [n] and their log-probabilities, those of
     prompts' own tokens and embeddings [D] f32 by number of the sequence."""
 
     flight: InFlightBatch
@@ -71,8 +71,8 @@ class StepOutcome:
 def score_rows(
     scheduler: Scheduler, batch: Batch, arrays: StepArrays, lanes: int
 ) -> tuple[np.ndarray, list[PendingScore]]:
-    """What sequences that want log-probabilities of their prompt need from this step: for the
-    command, ints [k, 2, lanes, SCORES] (tokens of the step, and ids), and whose they are."""
+    """Lists the log-probabilities of prompts' tokens that this step should leave: for the command,
+    ints [k, 2, lanes, SCORES] (tokens of the step, and ids), and whose they are."""
     rows: list[np.ndarray] = []
     pending = []
     for chunk in np.flatnonzero(~batch.is_decode).tolist():
@@ -95,8 +95,8 @@ def score_rows(
 def pool_rows(
     scheduler: Scheduler, batch: Batch, arrays: StepArrays, lanes: int
 ) -> tuple[np.ndarray, list[PendingEmbedding]]:
-    """What prompts that are embedded and end in this step need from it: for the command, tokens of
-    the step [k, lanes, SCORES], and whose they are."""
+    """Lists the embeddings that this step should leave, of prompts that end in it: for the command,
+    tokens of the step [k, lanes, SCORES], and whose they are."""
     pending = []
     tokens = []
     count = [0] * lanes

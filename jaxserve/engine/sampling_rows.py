@@ -1,4 +1,4 @@
-"""What the host tells the devices about sampling: how a sequence samples, once it has a slot.
+"""Sampling parameters of sequences, as the host sends them to the devices.
 
 Four variants of the sampling program are compiled: `greedy` (argmax), `full` (any parameters),
 `logprobs` (as full, with log-probabilities), and `guided` (as logprobs, with a mask of the tokens
@@ -30,8 +30,8 @@ INTS = ("top_k", "seed", "first_end")  # first_end: position from which a sequen
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SamplingAdmission:
-    """What one launch sets of a slot's sampling state. Ids out of range are ignored; padding is
-    -1."""
+    """Part of a slot's sampling state that one launch sets. Ids out of range are ignored; padding
+    is -1."""
 
     lane: np.ndarray  # [] the slot's lane
     slot: np.ndarray  # []
@@ -86,7 +86,7 @@ def admissions(
 
 
 def blank_admission() -> SamplingAdmission:
-    """One that has the shapes of all."""
+    """Makes an admission with the shapes of all."""
     return admissions(SamplingParams(), 0, 0, np.zeros(0, np.int32), [], 0, ())[0]
 
 
@@ -96,7 +96,7 @@ def fold_seed(seed: int, index: int) -> int:
 
 
 def mask_words(vocab: int) -> int:
-    """Words of a mask of so many ids."""
+    """Number of words of a mask of `vocab` ids."""
     return -(-vocab // 32)
 
 

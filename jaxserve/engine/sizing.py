@@ -32,8 +32,8 @@ DTYPES = {
 
 
 def for_this_machine(config: EngineConfig) -> EngineConfig:
-    """The config with the settings chosen that nobody gave; the choices are logged. Errors:
-    ConfigError, CheckpointError."""
+    """Chooses the settings that were not given, and logs the choices. Errors: ConfigError,
+    CheckpointError."""
     if this_member() is not None:
         return config
     ensure_devices(config.mesh.devices)  # before anything asks for them, which makes them
@@ -48,7 +48,7 @@ def for_this_machine(config: EngineConfig) -> EngineConfig:
 
 
 def kv_tokens(model: ModelConfig, room: DeviceRoom) -> Callable[[EngineConfig], int]:
-    """How many tokens all lanes of a replica have room for, by its config."""
+    """Returns what counts the tokens that all lanes of a replica have room for, by its config."""
 
     def count(config: EngineConfig) -> int:
         plan = make_plan(config, model.with_tp(config.mesh.tp), room)
@@ -60,7 +60,7 @@ def kv_tokens(model: ModelConfig, room: DeviceRoom) -> Callable[[EngineConfig], 
 def make_plan(
     config: EngineConfig, model: ModelConfig, room: DeviceRoom | None = None
 ) -> StagePlan:
-    """What the stages need, from the settings and the model (after `with_tp`). room: that of each
+    """Plans the stages, from the settings and the model (after `with_tp`). room: that of each
     device; None: as this process has them. Errors: ConfigError."""
     room = room or DeviceRoom.here()
     model = dataclasses.replace(model, max_len=max_length(config, model))
@@ -85,8 +85,8 @@ def make_plan(
 
 
 def _pages(config: EngineConfig, plan: StagePlan, blocks: int, room: DeviceRoom) -> int:
-    """Pages of a lane, for sequences of so many blocks at most. Errors: ConfigError where a device
-    holds too few."""
+    """Counts the pages of a lane, for sequences of at most `blocks` blocks. Errors: ConfigError
+    where a device holds too few."""
     model = plan.model
     layers = max(map(len, layers_of(model, plan.mesh.spp)))
     heads = model.kv_heads // plan.mesh.tp
@@ -107,7 +107,7 @@ def _pages(config: EngineConfig, plan: StagePlan, blocks: int, room: DeviceRoom)
 
 
 def max_length(config: EngineConfig, model: ModelConfig) -> int:
-    """Most tokens of a sequence. Errors: ConfigError where the model cannot have so many."""
+    """Most tokens of a sequence. Errors: ConfigError for more than the model can have."""
     length = config.source.max_model_len
     if length is not None and length > model.max_len:
         raise ConfigError("max_model_len", f"{length} is above the model's limit {model.max_len}")

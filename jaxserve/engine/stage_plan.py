@@ -1,4 +1,4 @@
-"""What the stages of a replica are made of: known before a device is asked for anything."""
+"""Plan of a replica's stages, which is known before a device is asked for anything."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from jaxserve.settings.schema import MeshConfig
 
 @dataclasses.dataclass(frozen=True)
 class StagePlan:
-    """What the stages need to know: the model (after `with_tp`), the mesh, the pools, what is
-    compiled."""
+    """Everything that the stages are made of: the model (after `with_tp`), the mesh, the pools,
+    what is compiled."""
 
     model: ModelConfig
     mesh: MeshConfig

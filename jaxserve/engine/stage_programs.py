@@ -47,7 +47,7 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True)
 class HeadStage:
-    """What follows the last stage's layers, on its mesh."""
+    """Final norm, head and sampling, on the mesh of the last stage."""
 
     mesh: Mesh
     program: HeadProgram
@@ -55,7 +55,7 @@ class HeadStage:
 
     @property
     def read(self) -> PartitionSpec:
-        """How what the host reads is sharded."""
+        """Returns how what the host reads is sharded."""
         return PartitionSpec() if self.program.to_all else LANES
 
 
@@ -249,6 +249,6 @@ def lowered(
 
 
 def _specs(arrays: Any) -> Any:
-    """How arrays, or shapes of arrays, are sharded."""
+    """Returns how arrays, or shapes of arrays, are sharded."""
     of = lambda x: x.sharding.spec if hasattr(x, "sharding") else PartitionSpec()
     return jax.tree.map(of, arrays)

@@ -94,8 +94,8 @@ class LayersProgram:
 
 @dataclasses.dataclass(frozen=True)
 class HeadProgram:
-    """What runs on hidden states after the last stage. to_all: what the host reads is of all lanes
-    [lanes, ...], on every lane."""
+    """Programs that run on hidden states after the last stage. to_all: what the host reads is of
+    all lanes [lanes, ...], on every lane."""
 
     weights: Weights
     vocab: int

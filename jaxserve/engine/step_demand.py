@@ -43,8 +43,8 @@ class LaneSlice(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class StepDemand:
-    """What of a batch bears on its shape. ring: rows of its spread chunks on the lanes that have
-    their blocks; none where the step cannot go round a ring."""
+    """Everything of a batch that bears on its shape. ring: rows of its spread chunks on the lanes
+    that have their blocks; none where the step cannot go round a ring."""
 
     local_singles: int  # most local chunks of one token on a lane
     spread_singles: int  # most spread ones
@@ -73,7 +73,7 @@ class StepDemand:
         return cls(local, spread, long, lanes, group_size, len(batch.moves) > 0, ring)
 
     def fits(self, shape: StepShape) -> bool:
-        """Whether the shape holds it."""
+        """Returns whether a shape holds the batch."""
         if self.local_singles > shape.decode.rows or self.spread_singles > shape.spread_decode.rows:
             return False
         if self.group_size > shape.group_size or self.moves > bool(shape.moves):
@@ -85,7 +85,7 @@ class StepDemand:
         )
 
     def _fits_ring(self, rows: int) -> bool:
-        """Whether the fullest lane of the ring has no more than so many rows, and there is one."""
+        """Returns whether there is a ring whose fullest lane has at most this number of rows."""
         return 0 < max(Counter(part.lane for part in self.ring).values(), default=0) <= rows
 
     def _fits(self, group: RowGroup, spread: bool) -> bool:

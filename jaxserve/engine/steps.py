@@ -59,7 +59,7 @@ class Steps:
     # --- issuing
 
     def start_batch(self, now: float) -> bool:
-        """Has the scheduler decide the next batch, and issues it. False where there is none."""
+        """Has the scheduler decide the next batch, and issues it. False without a batch."""
         began = time.perf_counter()
         batch = self._scheduler.start(now)
         for fetch in self._scheduler.cache.below.take_fetches():

@@ -1,4 +1,4 @@
-"""What guides say to a batch: which tokens its sequences may sample.
+"""Masks of the tokens that guided sequences of a batch may sample.
 
 A batch is issued before the tokens of the one before it are read, but what a guided sequence may
 say depends on its last token. So the forward pass of a batch runs ahead as ever, and only its
@@ -18,8 +18,8 @@ from jaxserve.scheduling.batch_reader import Events
 
 
 def behind(batch: Batch, unread: Iterable[Batch]) -> bool:
-    """Whether tokens of sequences that the batch samples for are in batches that were not read
-    yet."""
+    """Returns whether tokens of sequences that the batch samples for are in batches that were not
+    read yet."""
     mine = batch.seq[batch.sample]
     return any(np.isin(mine, other.seq[other.sample]).any() for other in unread)
 
@@ -27,9 +27,9 @@ def behind(batch: Batch, unread: Iterable[Batch]) -> bool:
 def masks(
     scheduler: Scheduler, batch: Batch, place: np.ndarray, shape: tuple[int, int, int], now: float
 ) -> tuple[np.ndarray, Events]:
-    """Bits [lanes, S, words] of the tokens that may be sampled, all of them for sequences without a
-    guide; and the ends of those whose guide cannot be followed. place [n]: where each chunk's token
-    is among its lane's S."""
+    """Makes bits [lanes, S, words] of the tokens that may be sampled, all of them for sequences
+    without a guide; and the ends of those whose guide cannot be followed. place [n]: where each
+    chunk's token is among its lane's S."""
     out = np.full(shape, -1, np.int32)
     events = []
     for row in np.flatnonzero(batch.sample).tolist():

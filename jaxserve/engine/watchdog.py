@@ -43,8 +43,8 @@ class Watchdog:
         return now - latest if now > latest else None
 
     def failed(self) -> Batch | None:
-        """Ends the watch after a failure. Returns the batch that failed; None where there is none,
-        or where FAULTS did."""
+        """Ends the watch after a failure. Returns the batch that failed; None where no batch was
+        watched, or where FAULTS failed."""
         self._faults += 1
         watched = self._watched
         self._watched = None

@@ -65,8 +65,8 @@ class Worker:
     """The devices of a replica, behind commands.
 
     plan: what the stages are made of. load: reads their weights. tiers: makes the tiers below the
-    devices, for blocks of so many bytes, where there are any; kv_heads: the model's own; peers: who
-    else is asked for blocks. Errors of the devices come as DeviceError from every method.
+    devices for blocks of a size in bytes; None: without. kv_heads: the model's own. peers: other
+    replicas that are asked for blocks. Errors of the devices come as DeviceError from every method.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Worker:
 
     @property
     def device_kind(self) -> str:
-        """As the makers of the devices call them."""
+        """Name that the makers of the devices gave them."""
         return self.device.device_kind
 
     @property
@@ -127,8 +127,8 @@ class Worker:
         variants: tuple[str, ...] = VARIANTS,
         shapes: Collection[StepShape] | None = None,
     ) -> None:
-        """Compiles all programs that steps of these shapes can need (None: of all); `done` hears
-        the name of each."""
+        """Compiles all programs that steps of these shapes can need (None: of all); `done` is
+        called with the name of each."""
         programs = self._programs(self.plan.shapes, variants)
         first = self._programs(self.plan.shapes if shapes is None else shapes, variants)
         self.uncompiled = frozenset() if shapes is None else {*self.plan.shapes} - {*shapes}
@@ -136,7 +136,7 @@ class Worker:
         self.stages.programs.warm_up(first, done)
 
     def program_count(self, shapes: Collection[StepShape] | None = None) -> int:
-        """How many programs a warm-up for these shapes compiles (None: for all)."""
+        """Counts the programs that a warm-up for these shapes compiles (None: for all)."""
         return len(self._programs(self.plan.shapes if shapes is None else shapes, VARIANTS))
 
     def _programs(self, shapes: Iterable[StepShape], variants: tuple[str, ...]) -> dict[str, Lower]:
@@ -167,7 +167,7 @@ class Worker:
         log.info("all programs are compiled, the last ones in %.1f s", time.monotonic() - began)
 
     def check(self) -> None:
-        """Nothing is lost while this process is there."""
+        """Does nothing: nothing is lost while this process runs."""
 
     # --- what it does
 
@@ -222,7 +222,7 @@ class Worker:
         return self.mover
 
     def on_arrival(self, hear: Callable[[Arrival], None]) -> None:
-        """Tells `hear` from now on, on another thread, of blocks that `fetch` has brought."""
+        """Calls `hear` from now on, on another thread, for blocks that `fetch` has brought."""
         self._arrived = hear
 
     def fetch(self, fetch: Fetch) -> None:
@@ -248,7 +248,7 @@ class Worker:
     # --- what comes of it
 
     def ready(self) -> bool:
-        """Whether the oldest step has left the last stage."""
+        """Returns whether the oldest step has left the last stage."""
         return self._pending[0].done.is_ready()  # type: ignore[attr-defined]
 
     def wait(self) -> StepResult:
@@ -267,7 +267,7 @@ class Worker:
         return StepResult(step.number, tokens, logprobs, scores, pooled)
 
     def members(self) -> list[dict[str, Any]]:
-        """None: there is this process."""
+        """Lists no process but this one."""
         return []
 
     def close(self) -> None:
@@ -279,17 +279,17 @@ class Worker:
             self.mover.close()
 
     def formed(self, timeout: float | None = None) -> bool:
-        """True: the devices of this process are there while it is."""
+        """True: this process has its devices while it runs."""
         return True
 
     def measure_links(self) -> dict[str, Link]:
-        """How fast the lanes of the last stage talk to each other; {} where there is one, or where
-        another process has them all."""
+        """Measures how fast the lanes of the last stage talk to each other; {} for one lane, or
+        where another process has them all."""
         mesh = self.stages.last_mesh
         return measure_links(mesh) if self.plan.mesh.kvp > 1 and self.stages.has_last else {}
 
     def settle(self) -> None:
-        """Waits until all that was issued is done; nobody wants the results."""
+        """Waits until all that was issued is done, and drops the results."""
         with _device_errors():
             if self._pending:
                 last = self._pending[-1]

@@ -40,9 +40,9 @@ END_SECONDS = 5.0  # for workers to end by themselves
 
 @dataclasses.dataclass(frozen=True)
 class GroupTerms:
-    """What workers must accept. leader: what workers must equal. settings: by name, for workers to
-    follow. warm_up: whether all programs are compiled first. hang_timeout: seconds, see the
-    setting."""
+    """Conditions that workers must accept. leader: what workers must equal. settings: by name, for
+    workers to follow. warm_up: whether all programs are compiled first. hang_timeout: seconds, see
+    the setting."""
 
     leader: Hello
     settings: dict[str, Any]
@@ -188,7 +188,7 @@ class WorkerGroup:
 
     @property
     def uncompiled(self) -> Set[StepShape]:
-        """No shape: all processes of a step must have its program when it comes."""
+        """Empty: all processes of a step must have its program when it comes."""
         return frozenset()
 
     def compile_others(self) -> None:
@@ -237,7 +237,7 @@ class WorkerGroup:
         """Does nothing: no block is kept."""
 
     def ready(self) -> bool:
-        """Whether `wait` returns at once: with a result, or because none will come."""
+        """Returns whether `wait` returns at once: with a result, or because none will come."""
         return not self._peers.results.empty()
 
     def wait(self) -> StepResult:

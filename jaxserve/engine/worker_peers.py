@@ -65,12 +65,12 @@ class Peers:
 
     @property
     def complete(self) -> bool:
-        """Whether all workers have come."""
+        """Returns whether all workers have come."""
         return len(self._peers) == self._workers
 
     @property
     def loaded(self) -> bool:
-        """Whether all workers that have come have their weights."""
+        """Returns whether all workers that have come have their weights."""
         return all(peer.facts is not None for peer in self.all)
 
     def get(self, number: int) -> Peer | None:

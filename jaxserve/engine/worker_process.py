@@ -4,7 +4,7 @@ executes the leader's commands until the leader is gone.
 Commands are issued to the devices as they come. A second thread waits for the steps, one after the
 other: worker 0, which has the last stage, sends what they left; and in every worker that is where
 it comes to light that a step failed. Whatever fails ends the process: the group shares one fate,
-and its supervisor starts it anew.
+and its supervisor restarts it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 def work(config: EngineConfig, member: Member) -> NoReturn:
-    """Is this worker of the group until it ends, and the process with it."""
+    """Runs this worker of the group until it ends, and the process with it."""
     pulse = Pulse(member)
     try:
         channel = _join(config, member)
@@ -64,8 +64,8 @@ def work(config: EngineConfig, member: Member) -> NoReturn:
 
 
 def _join(config: EngineConfig, member: Member) -> Channel:
-    """Finds the leader and asks to join. Errors: ConfigError where the leader refuses;
-    ChannelError where there is none."""
+    """Finds the leader and asks to join. Errors: ConfigError where the leader refuses; ChannelError
+    where no leader answers."""
     channel = _connected(member)
     channel.send(Kind.HELLO, hello_of(config, member.worker).encode())
     return channel
@@ -97,7 +97,8 @@ class _Process:
         self._worker: Worker | None = None
 
     def run(self) -> None:
-        """Errors: as `work` handles."""
+        """Joins, loads and executes until the leader ends the group. Errors: those that `work`
+        handles."""
         begin = self._begin()
         with self._told():
             self._config = led_by(begin["settings"], self._config)
@@ -210,7 +211,7 @@ class _Process:
             with self._told():
                 run()
         except ChannelError:
-            pass  # the main thread hears of it too
+            pass  # the main thread gets it too
         except Exception:
             log.exception("%s failed", self._member.name)
             os._exit(LOST)
@@ -234,7 +235,7 @@ class _Process:
             time.sleep(STATUS_SECONDS)
 
     def _counts(self) -> dict[str, int]:
-        """How far this worker is; see `WorkerGroup.members`."""
+        """Counts how far this worker is; see `WorkerGroup.members`."""
         assert self._worker is not None
         memory = [device.memory_stats() or {} for device in jax.local_devices()]
         return {
@@ -247,7 +248,7 @@ class _Process:
 
     @contextlib.contextmanager
     def _told(self) -> Iterator[None]:
-        """Tells the leader of what goes wrong inside."""
+        """Reports to the leader what goes wrong inside."""
         try:
             yield
         except ChannelError:

@@ -68,7 +68,8 @@ class BackingTiers:
             disk.listen(functools.partial(events.changed, Medium.DISK))
 
     def __contains__(self, key: bytes) -> bool:
-        """Whether the block is on disk; the shared store is asked by `SharedTier.look` only."""
+        """Returns whether the block is on disk; the shared store is asked by `SharedTier.look`
+        only."""
         return self.disk is not None and key in self.disk
 
     def keys(self) -> list[bytes]:
@@ -76,7 +77,7 @@ class BackingTiers:
         return [] if self.disk is None else self.disk.keys()
 
     def takes(self, until: float) -> bool:
-        """Whether a block that was to stay in host memory until then goes to disk."""
+        """Returns whether a block that was to stay in host memory until then goes to disk."""
         return self.disk is not None and until != PASSING
 
     def keep(
@@ -100,7 +101,7 @@ class BackingTiers:
             self.shared.offer(key, data, expires, patience)
 
     def _is_on_disk(self, key: bytes, expires: float) -> bool:
-        """Whether a block is on disk, and for as long already."""
+        """Returns whether a block is on disk, and for as long already."""
         known = None if self.disk is None else self.disk.expires(key)
         return known is not None and known >= expires - CLOCK_SECONDS
 

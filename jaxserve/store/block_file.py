@@ -116,7 +116,7 @@ class BlockFile:
         return records
 
     def _suits(self, payload: np.ndarray) -> bool:
-        """Whether direct I/O can be from or to where these bytes are."""
+        """Returns whether direct I/O can be from or to where these bytes are."""
         aligned = payload.__array_interface__["data"][0] % SECTOR == 0
         return aligned and self._block_bytes == self._padded
 

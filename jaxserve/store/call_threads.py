@@ -21,7 +21,7 @@ import numpy as np
 
 class CallThread:
     """A thread, and staging memory `rows` [rows, row_bytes] uint8, each row on pages of its own;
-    `memory` is all of it, contiguous. Whoever has borrowed a thread makes one call at a time."""
+    `memory` is all of it, contiguous. A borrower makes one call at a time."""
 
     def __init__(self, rows: int, row_bytes: int):
         stride = -(-row_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -70,7 +70,7 @@ class CallThreads:
 
     @contextmanager
     def borrow(self, deadline: float) -> Iterator[CallThread | None]:
-        """A thread that nobody uses; None where none is free in time, where all hang, and after
+        """Lends a free thread; None where none is free in time, where all hang, and after
         `close`."""
         thread = self._take(deadline)
         try:

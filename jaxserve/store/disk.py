@@ -43,9 +43,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DiskCounts:
-    """What a store has and what it has done since it was opened. blocks: that are there, in
-    `records`. put: blocks written. refused: not written, for want of room or by an error. damaged:
-    blocks found to be torn or wrong. passed_over: blocks that had a second chance."""
+    """Counts of a store since it was opened. blocks: on disk now, in `records`. put: blocks
+    written. refused: not written, for want of room or by an error. damaged: blocks found to be torn
+    or wrong. passed_over: blocks that had a second chance."""
 
     blocks: int = 0
     records: int = 0
@@ -141,7 +141,7 @@ class DiskBlocks:
                 self._erase(file, entry)
 
     def __contains__(self, key: bytes) -> bool:
-        """Whether a block is said to be there; only `get` knows whether it is whole."""
+        """Returns whether a block is believed to be on disk; only `get` checks that it is whole."""
         with self._lock:
             return self._file is not None and self._ring.find(key, self._now()) is not None
 
@@ -199,7 +199,7 @@ class DiskBlocks:
 
     @contextmanager
     def _using(self) -> Iterator[BlockFile | None]:
-        """The file, which is not closed meanwhile; None where there is none."""
+        """Lends the file, which is not closed meanwhile; None if it cannot be used."""
         with self._lock:
             file = self._file
             self._calls += 1

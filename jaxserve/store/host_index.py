@@ -32,10 +32,10 @@ class HostIndex:
     """The slots of host memory. A block is filled into its slot between `reserve` and `commit`;
     what is pinned stays.
 
-    A block stays until a clock second (`until`): NORMAL, that of blocks that nobody asked to keep,
+    A block stays until a clock second (`until`): NORMAL, that of blocks without a retention,
     is over always; PASSING is that of blocks that only pass through, and before all others. Where
     blocks are asked for more than once the latest second counts. At most half of the slots are for
-    blocks to be kept, so that nobody's wishes leave no room for others.
+    blocks to be kept, so that there is room for others.
     """
 
     def __init__(self, slots: int):
@@ -67,8 +67,8 @@ class HostIndex:
         ]
 
     def reserve(self, key: bytes, now: float, until: float = NORMAL) -> Placed | None:
-        """Gives the block a slot, to be filled; None where it has one, or where all slots are
-        pinned or being filled."""
+        """Gives a block a slot, to be filled; None where it has one, or where all slots are pinned
+        or being filled."""
         if key in self._slot:
             self.keep(key, until)
             return None
@@ -86,11 +86,11 @@ class HostIndex:
         return Placed(slot, leaves)
 
     def commit(self, key: bytes) -> None:
-        """The block is in its slot now."""
+        """Notes that a block is in its slot."""
         self._filling.discard(key)
 
     def filling(self, key: bytes) -> bool:
-        """Whether the block has a slot and is not in it yet."""
+        """Returns whether the block has a slot and is not in it yet."""
         return key in self._filling
 
     def pin(self, key: bytes) -> int | None:

@@ -1,7 +1,7 @@
 """Blocks in host memory: numbered slots of one allocation, each with the checksum of what is in it.
 
 Who owns a slot decides what is in it and when. A slot is filled through `view`, then sealed under
-its block's key; whoever takes the bytes later verifies them first.
+its block's key; readers verify the bytes first.
 """
 
 from __future__ import annotations

@@ -52,11 +52,11 @@ class HostTier:
         return len(self._index)
 
     def __contains__(self, key: bytes) -> bool:
-        """Whether the block is whole: it can be read without waiting."""
+        """Returns whether the block is whole: it can be read without waiting."""
         return key in self._index and not self._index.filling(key)
 
     def holds(self, key: bytes) -> bool:
-        """Whether the block is whole, being put or expected."""
+        """Returns whether the block is whole, being put or expected."""
         return key in self._index or key in self._expected
 
     def keys(self) -> list[bytes]:

@@ -5,7 +5,7 @@ has been seen to return another object's bytes with a code of success. So every 
 trailer with a checksum over key and bytes, which is compared with the bytes as the caller gets
 them, and every call runs on a thread of its own, under a deadline. Any error is a miss.
 
-The client can read and write all memory that is registered with it, for whoever reaches its ports,
+The client can read and write all memory that is registered with it, for all who reach its ports,
 which ask for no password (SECURITY.md). Registered is staging memory and nothing else: blocks are
 copied in and out.
 """
@@ -37,7 +37,7 @@ RETRY_SECONDS = 10.0  # between attempts to reach the master
 CLOSE_SECONDS = 10.0
 KEEP_SECONDS = 3600.0  # that a block to be kept is pinned where it does not expire
 CLIENT_BYTES = 16 << 20  # of the client's own memory
-ENVIRONMENT = {  # of the client, which has no other way to be told; what is set already counts
+ENVIRONMENT = {  # of the client, which takes settings no other way; what is set already counts
     "MC_TCP_ENABLE_CONNECTION_POOL": "1",
     "MC_TCP_SLICE_SIZE": str(1 << 20),
     "MC_TCP_STATUS_TIMEOUT_SEC": "5",
@@ -100,7 +100,7 @@ class MooncakeBlocks:
 
     @property
     def connected(self) -> bool:
-        """Whether the master was reached."""
+        """Returns whether the master was reached."""
         return self._client is not None
 
     def put(
@@ -140,7 +140,7 @@ class MooncakeBlocks:
         return [code == 1 for code in self._names_only("batch_is_exist", keys)]
 
     def discard(self, keys: Sequence[bytes]) -> None:
-        """Removes blocks, whoever reads them just now."""
+        """Removes blocks, also while they are read."""
         self._names_only("batch_remove", keys, True)
 
     def close(self) -> None:
@@ -175,8 +175,8 @@ class MooncakeBlocks:
             self._closed.wait(RETRY_SECONDS)
 
     def _connected_client(self) -> Any:
-        """Errors: OSError where there is no master."""
-        # While it sets itself up the client holds the interpreter's lock: nearly 5 s where nobody
+        """Connects to the master. Errors: OSError where it does not answer."""
+        # While it sets itself up the client holds the interpreter's lock: nearly 5 s where no one
         # listens at the address.
         socket.create_connection(self._master, self._seconds).close()
         client = self._api.MooncakeDistributedStore()
@@ -244,7 +244,7 @@ class MooncakeBlocks:
         return [row.ctypes.data for row in thread.rows[:count]], [self._value_bytes] * count
 
     def _trailer(self, name: str, expires: float, checksum: int) -> bytes:
-        """What follows a block. checksum: of its key and bytes."""
+        """Trailer that follows a block. checksum: of its key and bytes."""
         digest = blake2b(name.encode(), digest_size=16).digest()
         fields = _FIELDS.pack(_MAGIC, self.block_bytes, expires, digest)
         return fields + _CHECKSUM.pack(crc32c(fields, checksum))

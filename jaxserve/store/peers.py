@@ -16,7 +16,7 @@ from jaxserve.api.request import KvSource
 
 
 class BlockExporter(Protocol):
-    """What a source offers. All methods may be called from any thread."""
+    """Blocks that a source offers. All methods may be called from any thread."""
 
     @property
     def block_bytes(self) -> int:
@@ -28,11 +28,11 @@ class BlockExporter(Protocol):
         wait for the replica's thread, for seconds."""
 
     def unwant(self, keys: Sequence[bytes]) -> None:
-        """Nobody waits for these blocks any more."""
+        """Ends the wish of a call of `want` for these blocks."""
 
     def coming(self, request_id: str) -> bool:
-        """Whether the request that computes blocks is still here: then what is not there yet may
-        come. False for "" and for a request that has ended. Never waits."""
+        """Returns whether the request that computes blocks is still here: then what is not there
+        yet may come. False for "" and for a request that has ended. Never waits."""
 
     def read(self, key: bytes, into: np.ndarray, seconds: float) -> bool:
         """Copies a block to `into` [block_bytes] uint8, waiting for it at most so long, longer only
@@ -66,4 +66,4 @@ class OffersBlocks(Protocol):
 
     @property
     def block_exporter(self) -> BlockExporter | None:
-        """What offers them; None where it has no host memory for them."""
+        """Exporter of the blocks; None where the replica has no host memory for them."""

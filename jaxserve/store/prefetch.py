@@ -26,8 +26,8 @@ class _Missing(Exception):
 
 
 class Prefetcher:
-    """Prefetches blocks from the disk and from the shared store, of which it implements `Coming`.
-    All methods may be called from any thread."""
+    """Prefetches blocks from the disk and from the shared store, whose `Coming` it implements. All
+    methods may be called from any thread."""
 
     def __init__(self, host: HostTier, behind: BackingTiers, tally: Tally):
         self._host = host

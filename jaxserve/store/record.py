@@ -1,4 +1,4 @@
-"""What is written before each block on disk: one sector that says which block follows.
+"""Headers of blocks on disk: one sector before each that names the block.
 
 A record is that sector and the block's bytes. The sector has a checksum of its own, over all of its
 4096 bytes, and says for which place in the file and which layout of blocks it was written, so that

@@ -34,8 +34,8 @@ class Entry:
 
 class Ring:
     """The blocks in records numbered from 0. A record is *busy* while it is written or erased, and
-    then nobody else's; `settle` or `release` ends that. `changed` hears which blocks come and go.
-    """
+    then no other caller's; `settle` or `release` ends that. `changed` is called for blocks that
+    come and go."""
 
     def __init__(self, records: int):
         self.changed: Callable[[bytes, bool], None] = lambda key, there: None
@@ -136,8 +136,8 @@ class Ring:
         return max(1, min(MAX_PASSES, len(self._records) // 2))
 
     def _passes_over(self, entry: Entry, now: float) -> bool:
-        """Whether a block has a second chance. Half of the passes are for blocks to be kept, so
-        that many reads of others do not take these."""
+        """Returns whether a block has a second chance. Half of the passes are for blocks to be
+        kept, so that many reads of others do not take these."""
         least = 0 if entry.keep else self._most_passes // 2
         wanted = (entry.keep or entry.read) and not entry.expired(now)
         if not wanted or self._passes <= least:

@@ -88,7 +88,7 @@ class SharedTier:
 
     def offer(self, key: bytes, block: np.ndarray, expires: float, seconds: float = 0.0) -> None:
         """Has a block [block_bytes] uint8 put that is kept until `expires` (unix seconds, 0: as
-        long as there is room). Copies it; waits for room to do so for at most so many seconds."""
+        long as there is room). Copies it; waits for room for at most `seconds`."""
         row = None if self._rests else self._row(seconds)
         if row is None:
             self.dropped += 1
@@ -197,7 +197,7 @@ class SharedTier:
 
     @property
     def _rests(self) -> bool:
-        """Whether no call is made now, after one that hung."""
+        """Returns whether no call is made now, after one that hung."""
         return time.monotonic() < self._rests_until
 
     def _note_time(self, began: float, well: bool) -> None:
@@ -208,7 +208,7 @@ class SharedTier:
 
     @property
     def idle(self) -> bool:
-        """Whether all blocks that were offered are put, or were not put."""
+        """Returns whether all blocks that were offered are put, or were not put."""
         return self._free.qsize() == len(self._memory)
 
     def close(self) -> None:

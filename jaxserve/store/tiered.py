@@ -1,5 +1,5 @@
 """Blocks of KV below the devices: in host memory, on disk behind it where a folder is given, and in
-a store that replicas share where there is one.
+a store that replicas share if one is given.
 
 A block that comes from a device is put into host memory; the one that makes room for it goes to
 disk and to the shared store. Blocks of that store come back by `prefetch` only. A block is read
@@ -57,11 +57,11 @@ class TieredBlocks:
     # --- what there is
 
     def holds(self, key: bytes) -> bool:
-        """Whether the block is believed to be here, or on its way."""
+        """Returns whether the block is believed to be here, or on its way."""
         return self.host.holds(key) or key in self.behind
 
     def _arrived(self, key: bytes) -> bool:
-        """Whether the block can be read without waiting for what puts it."""
+        """Returns whether the block can be read without waiting for what puts it."""
         return key in self.host or key in self.behind
 
     def _keys(self, tier: Medium) -> list[bytes]:
@@ -69,12 +69,12 @@ class TieredBlocks:
 
     @property
     def outlasts(self) -> bool:
-        """Whether blocks are still here after a restart."""
+        """Returns whether blocks are still here after a restart."""
         return self.behind.disk is not None or self.shared
 
     @property
     def shared(self) -> bool:
-        """Whether there is a store with blocks of other replicas."""
+        """Returns whether there is a store with blocks of other replicas."""
         return self.behind.shared is not None
 
     @property
@@ -165,7 +165,7 @@ class TieredBlocks:
         self._tally.add("peer_reads" if came else "missed")
 
     def fetched(self) -> list[Fetched]:
-        """What came from each of the other replicas."""
+        """Counts what came from each of the other replicas."""
         return self._fetches.all()
 
     def keep_all(self) -> None:

@@ -48,7 +48,7 @@ class ReceiveBuffers:
     """Grants `count` buffers, numbered from 0, to transfers that are named by texts.
 
     lease: most seconds for which a transfer may keep buffers that were not filled. patience: a
-    transfer that waits and has not asked again for so many seconds has left the line.
+    transfer that waits and has not asked again for that long has left the line.
 
     A transfer that keeps asking, with n before it in the line, waits at most (n + 1) (L + C + 2 t)
     seconds: L is the longest lease and at least the patience, C the time from a transfer's last
@@ -78,10 +78,10 @@ class ReceiveBuffers:
     def ask(
         self, transfer: str, buffers: int, parts: int, seconds: float, now: float
     ) -> Grant | None:
-        """Asks for so many buffers, for a transfer of so many parts, to be filled in so many
-        seconds from its grant. None: it stands in line, and is to ask again within `patience`.
-        Asking again changes nothing else. Errors: TransferError for what could never be granted,
-        and where the line is full."""
+        """Asks for buffers, for a transfer of `parts` parts, to be filled within `seconds` from its
+        grant. None: it stands in line, and is to ask again within `patience`. Asking again changes
+        nothing else. Errors: TransferError for what could never be granted, and where the line is
+        full."""
         if transfer in self._held:
             return self._held[transfer].grant
         self._check(buffers, parts, seconds)
@@ -109,7 +109,7 @@ class ReceiveBuffers:
         return not held.missing
 
     def expired(self, now: float) -> list[Grant]:
-        """Grants whose lease is over before all parts arrived. They hold their buffers until
+        """Lists grants whose lease is over before all parts arrived. They hold their buffers until
         `release`: end their windows first. To be called now and then."""
         self._leave_line(now)
         self._grant(now)
@@ -119,7 +119,7 @@ class ReceiveBuffers:
 
     def release(self, transfer: str, now: float) -> list[Grant]:
         """Takes a transfer's buffers, or its place in the line. Returns the grants that follow from
-        that, for whoever is to be told. Nobody may write into the buffers any more."""
+        that, which their transfers are to get. Nothing may be written into the buffers any more."""
         self._line.pop(transfer, None)
         held = self._held.pop(transfer, None)
         if held is not None:
@@ -147,7 +147,7 @@ class ReceiveBuffers:
             del self._line[name]
 
     def _grant(self, now: float) -> list[Grant]:
-        """Grants to the first in line as long as there is enough for it: nobody overtakes."""
+        """Grants to the first in line as long as there is enough for it: none overtakes."""
         made = []
         while self._line:
             transfer, asking = next(iter(self._line.items()))

@@ -37,7 +37,7 @@ def decode_token(text: str) -> bytes:
 
 
 class Answer(IntEnum):
-    """What became of a request."""
+    """Outcome of a request."""
 
     WRITTEN = 0
     NO_WINDOW = 1

@@ -122,7 +122,7 @@ class SendingLink:
 
 
 def _advance(buffers: list[memoryview], sent: int) -> None:
-    """Takes so many bytes from buffers, of which the last goes first."""
+    """Takes bytes from buffers, the last buffer first."""
     while buffers and sent >= len(buffers[-1]):
         sent -= len(buffers.pop())
     if sent:

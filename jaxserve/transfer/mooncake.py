@@ -1,7 +1,7 @@
 """Transfers by the Mooncake Transfer Engine, over TCP or RDMA, where it is installed
 (`pip install jaxserve[mooncake]`).
 
-The engine has no authentication, no encryption, no tokens and no deadlines: whoever reaches its
+The engine has no authentication, no encryption, no tokens and no deadlines: all who reach its
 ports reads and writes all memory that is registered with it, and it listens on all interfaces. So
 only staging memory is registered, its network must be private, and a window is fenced by agreement
 alone: `end` returns False, and neither side uses the memory again before the ticket is over.

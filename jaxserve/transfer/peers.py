@@ -1,4 +1,5 @@
-"""What a sender keeps of each receiver: the slices that wait, and the connections that carry them.
+"""State that a sender keeps of each receiver: the slices that wait, and the connections that carry
+them.
 
 The caller holds the sender's lock.
 """
@@ -28,7 +29,7 @@ class Peer:
 
     @property
     def busy(self) -> bool:
-        """Whether there is something to send."""
+        """Returns whether there is something to send."""
         return bool(self._queue)
 
     def put(self, parts: Sequence[Slice]) -> None:
@@ -53,11 +54,11 @@ class Peer:
         return taken
 
     def bursts(self) -> int:
-        """How many connections the queue deserves."""
+        """Number of connections that the queue deserves."""
         return -(-self._size // BURST_BYTES)
 
     def wanted(self, paths: int) -> int:
-        """How many more connections than there are."""
+        """Number of connections to be added."""
         waiting = sum(link.idle or link.fresh for link in self.links)
         return min(self.bursts() - waiting, paths - len(self.links))
 

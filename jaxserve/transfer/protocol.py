@@ -1,4 +1,4 @@
-"""What every implementation of transfers offers, and the plain data that it gives out.
+"""Interface of transfers, and the plain data that they give out.
 
 A transfer owns one staging memory, an array of bytes that lives as long as it does. As receiver it
 lends windows of that memory; as sender it writes into windows that others lent (Mooncake 3.2.3).
@@ -33,7 +33,7 @@ class TransferError(ValueError):
 class Window:
     """Leave to write into `size` bytes of a receiver's staging memory, until its lease is over.
 
-    peer: the receiver, as host:port. token: names the window to the receiver; whoever has it and
+    peer: the receiver, as host:port. token: names the window to the receiver; all who have it and
     may connect can write. epoch: counts the receiver's windows, so that no two are the same.
     """
 
@@ -75,7 +75,7 @@ class Ticket:
 
 @dataclass(frozen=True)
 class TransferCounts:
-    """What a transfer holds now, and what it has done since it was made.
+    """Counts of a transfer: what it holds now, and what it has done since it was made.
 
     windows: lent and not ended. tickets: not released. connections: open, in both directions.
     retries: slices that were sent again over another connection. refused: connections of strangers.
@@ -105,7 +105,7 @@ class Transfer(Protocol):
         ...
 
     def lend(self, base: int, size: int, seconds: float) -> Window:
-        """Lends memory[base : base + size] for so many seconds. Errors: TransferError for a range
+        """Lends memory[base : base + size] for some seconds. Errors: TransferError for a range
         outside the memory or one that overlaps a window that is lent."""
         ...
 
@@ -130,7 +130,7 @@ class Transfer(Protocol):
     def write_many(
         self, window: Window, pieces: Sequence[tuple[int, np.ndarray]], seconds: float
     ) -> Ticket:
-        """As `write`, for several pieces (offset, data) under one ticket."""
+        """Writes several pieces (offset, data) under one ticket, see `write`."""
         ...
 
     def status(self, ticket: Ticket) -> str | None:
@@ -139,7 +139,7 @@ class Transfer(Protocol):
         ...
 
     def wait(self, ticket: Ticket, seconds: float) -> str | None:
-        """As `status`, after waiting until the ticket is over, so many seconds at most."""
+        """Waits until a ticket is over, at most for some seconds; returns its status."""
         ...
 
     def release(self, ticket: Ticket) -> None:

@@ -244,7 +244,7 @@ class _Link:
         return taken
 
     def discard(self, size: int) -> None:
-        """Receives so many bytes and forgets them. Errors: OSError, also where they do not come in
+        """Receives bytes and drops them. Errors: OSError, also where they do not come in
         STALL_SECONDS."""
         receive = self.connection.socket.recv_into
         until = time.monotonic() + STALL_SECONDS

@@ -6,7 +6,7 @@ peers together there are at most `max_connections`, and the idle one that SIEVE 
 for one that is needed. Where a connection fails, its slices go to another, a few times. Every wait
 ends with the deadline of a ticket.
 
-One lock guards the state of all peers; nobody holds it while sending, receiving or waiting.
+One lock guards the state of all peers; it is free while a thread sends, receives or waits.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class Sieve(Generic[Key]):
         self._passed.pop(key, None)
 
     def evict(self, may: Callable[[Key], bool]) -> Key | None:
-        """Removes and returns a key for which `may` is true; None where there is none."""
+        """Removes and returns a key for which `may` is true; None if no key is."""
         if not any(may(key) for key in self._used):
             return None
         while True:

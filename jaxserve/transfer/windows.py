@@ -21,7 +21,7 @@ class Lease:
     ended: bool = False
 
     def open(self, now: float) -> bool:
-        """Whether bytes may be written there now."""
+        """Returns whether bytes may be written there now."""
         return not self.ended and now < self.until
 
     def overlaps(self, base: int, size: int) -> bool:
@@ -30,7 +30,7 @@ class Lease:
 
 class Windows:
     """All leases of a receiver, by token. A lease that is over stays until it is ended, so that who
-    comes late is told so."""
+    comes late gets that answer."""
 
     def __init__(self) -> None:
         self._leases: dict[bytes, Lease] = {}

@@ -1,7 +1,7 @@
-"""What is known of writes under way: the slices of a ticket, and how it ends.
+"""State of writes under way: the slices of a ticket, and how it ends.
 
 A write is over when all its slices were answered, or when it has failed and no connection has a
-slice of it in hand: from then on nobody reads its source. The caller holds the sender's lock.
+slice of it in hand: from then on its source is not read. The caller holds the sender's lock.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def _fitted(mesh: Mesh, f: Callable[[jax.Array], jax.Array]) -> Link:
 
 
 def _seconds(mesh: Mesh, f: Callable[[jax.Array], jax.Array], size: int) -> float:
-    """Of one call with x of so many bytes."""
+    """Seconds of one call with x of `size` bytes."""
 
     @jax.jit
     @functools.partial(

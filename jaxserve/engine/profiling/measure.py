@@ -1,4 +1,4 @@
-"""How long steps take on the devices at hand: the points that a profile is fitted to.
+"""Measures how long steps take on these devices: the points that a profile is fitted to.
 
 Steps are issued one after the other, as while serving, with made-up tokens on pages spread over the
 pool; nothing of the scheduler takes part. The time of a step is what each further one adds, so that
@@ -24,8 +24,8 @@ from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.step_rows import StepArrays, StepRows
 from jaxserve.engine.step_shapes import EMPTY, StepShape, spread_rows
 
-STEPS = 3  # whose time is taken at once,
-LONG = 0.1  # or that of one, where that takes so many seconds
+STEPS = 3  # whose time is taken at once
+LONG = 0.1  # seconds; the time of a longer step is taken alone
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class MeasurePoint:
         )
 
     def pairs(self) -> int:
-        """Of tokens that attend and tokens before them, on a lane."""
+        """Pairs of a token that attends and a token before it, on a lane."""
         chunks = self.chunks * self.new * self.cached // self.group_size
         return self.decodes * self.context + chunks
 
@@ -122,7 +122,7 @@ def batch_of(point: MeasurePoint, lanes: int, block_size: int, stripe: int = 1) 
 
 
 def _striped(blocks: int, lanes: int, stripe: int) -> np.ndarray:
-    """[blocks] the lane of a group of so many that has each block of a sequence."""
+    """Returns the lane [blocks] of a group that has each block of a sequence."""
     return np.arange(blocks) // stripe % lanes
 
 
@@ -145,7 +145,7 @@ def first_token(
 
 
 class StepTimer:
-    """Measures points on a worker that serves nobody."""
+    """Measures points on a worker that serves no requests."""
 
     def __init__(self, worker: CommandExecutor, repeats: int = 3):
         self._worker = worker
@@ -154,7 +154,7 @@ class StepTimer:
         self._repeats = repeats
         self._longest = worker.plan.width * worker.plan.block_size
         self._ran: set[StepShape] = set()
-        # slots whose rows of the page table were written: for groups of so many lanes
+        # slots whose rows of the page table were written: size of the groups they are for
         self._tables: dict[int, int] = {}
         # blocks that follow each other on a lane
         self._stripe = max(1, worker.plan.tile // worker.plan.block_size)
@@ -179,7 +179,7 @@ class StepTimer:
         return batch_of(point, self._mesh.kvp, self._plan.block_size, self._stripe)
 
     def _seconds(self, command: StepCommand) -> float:
-        """What each further step of this command takes."""
+        """Measures the seconds of each further step of this command."""
         if self._mesh.spp > 1:  # as many as fill the stages do not count
             few = self._mesh.spp
             return (self._run(command, few + STEPS) - self._run(command, few)) / STEPS
@@ -202,7 +202,7 @@ class StepTimer:
         return StepRows(batch, demand, shape, plan.block_size).arrays()
 
     def _run(self, command: StepCommand, steps: int) -> float:
-        """Seconds of so many steps, one after the other."""
+        """Runs steps one after the other; returns the seconds of all."""
         began = time.perf_counter()
         for _ in range(steps):
             self._worker.execute(command)
@@ -259,7 +259,7 @@ def grid(
 
 
 def _full(shape: StepShape, longest: int, slots: int) -> MeasurePoint:
-    """As much as the shape holds, for so many slots, of sequences without context."""
+    """Fills a shape with sequences without context, at most `slots` of them."""
     rows, width = shape.prefill
     chunks = min(rows, max(1, slots - 1) if shape.decode.rows else slots)
     new = min(width * (rows // chunks), longest - 1) if chunks else 0
@@ -312,7 +312,7 @@ def measure(
     done: Callable[[str], None],
     repeats: int = 3,
 ) -> list[MeasuredStep]:
-    """All points, the first ones first; `done` hears of each."""
+    """Measures all points in order; `done` is called with each."""
     meter = StepTimer(worker, repeats)
     found = []
     for point in points:

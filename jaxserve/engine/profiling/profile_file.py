@@ -1,4 +1,4 @@
-"""What steps cost on this engine: read from a file, or measured once and kept.
+"""Costs of steps on this engine, read from a file, or measured once and kept.
 
 A profile belongs to one model, type, mesh, kind of device and list of compiled shapes; its file's
 name says which.
@@ -48,14 +48,13 @@ from jaxserve.settings.schema import ConfigError, EngineConfig, SchedulerConfig
 log = logging.getLogger(__name__)
 FORMAT = 6  # of the file
 Search = Callable[["EngineProfile"], dict[str, dict[float, float]]]
-QUICK = 2**20  # most pairs of a step that is measured when nobody asked for a profile
+QUICK = 2**20  # most pairs of a step that is measured without being asked for
 
 
 @dataclasses.dataclass(frozen=True)
 class EngineProfile:
-    """What steps cost; how fast lanes talk to each other, empty where there is one; where it was
-    searched for, by planner the best improvement rate by requests per second; and by exchange what
-    measured steps say of it."""
+    """Costs of steps; links between lanes, empty for one lane; by planner the best improvement rate
+    by requests per second, if it was searched for; and by exchange what measured steps correct."""
 
     costs: Costs
     links: dict[str, Link]
@@ -120,7 +119,7 @@ def profile_for(
 
 
 def _needs_no_times(config: EngineConfig) -> bool:
-    """Whether nothing is decided by how long steps take."""
+    """Returns whether nothing is decided by how long steps take."""
     scheduler = config.scheduler
     if scheduler.policy != "fcfs" or scheduler.chunking != "static":
         return False
@@ -135,9 +134,9 @@ def _needs_no_times(config: EngineConfig) -> bool:
 def measure_costs(
     worker: CommandExecutor, longest: int, repeats: int, progress: bool, pairs: float = float("inf")
 ) -> MeasuredProfile:
-    """Measures steps on a worker that serves nobody, with sequences of up to `longest` tokens and
-    steps of up to so many `pairs` of tokens that attend and are attended to, and how fast lanes
-    talk to each other; fits what it costs."""
+    """Measures steps on a worker that serves no requests, with sequences of up to `longest` tokens
+    and steps of up to `pairs` pairs of tokens that attend and are attended to, and links between
+    lanes; fits what steps cost."""
     plan = worker.plan
     longest = min(longest, plan.width * plan.block_size)
     shapes = [shape for shape in plan.shapes if shape not in worker.uncompiled]
@@ -170,7 +169,7 @@ def fitted(
 
 
 def _spread_shapes(shapes: list[StepShape]) -> tuple[SpreadShape, ...]:
-    """What the predictor is to know of the shapes that steps with spread chunks run in."""
+    """Describes for the predictor the shapes that steps with spread chunks run in."""
     return tuple(
         SpreadShape(
             shape.group_size,
@@ -202,15 +201,15 @@ def _sample(one: MeasuredStep) -> StepSample:
 
 
 def identity_of(worker: CommandExecutor, max_len: int) -> dict[str, Any]:
-    """What the profile of this worker belongs to."""
+    """Names what the profile of this worker belongs to."""
     return identity(worker.plan, max_len, worker.device_kind, library.instruction_set())
 
 
 def identity(
     plan: StagePlan, max_len: int, device_kind: str, instruction_set: str | None
 ) -> dict[str, Any]:
-    """What a profile belongs to, of which the engine need not be there. instruction_set: of the
-    kernels for CPUs; None where they do not run."""
+    """Names what a profile belongs to; no engine is needed. instruction_set: of the kernels for
+    CPUs; None where they do not run."""
     shapes = hashlib.sha256(" ".join(map(str, plan.shapes)).encode()).hexdigest()[:8]
     return {
         "format": FORMAT,
@@ -228,7 +227,7 @@ def identity(
 
 
 def kept_file(identity: dict[str, Any]) -> Path:
-    """Where the profile is kept that belongs to this."""
+    """Path of the profile that belongs to this."""
     text = json.dumps(identity, sort_keys=True)
     name = "".join(c if c.isalnum() else "-" for c in identity["model"])
     return (
