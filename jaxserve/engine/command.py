@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import struct
 from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,7 +27,7 @@ NO_STEP = -1  # in place of a shape: nothing is computed, only what else the com
 NO_SAMPLING = -1  # in place of a variant: no token is sampled after this step
 SAMPLE_LATER = -2  # tokens are sampled by a later command, once their masks are known
 SCORES = 64  # prompt tokens whose log-probabilities or embeddings one launch computes
-_HEAD = struct.Struct("<BBiiiiHHH")
+_HEAD = struct.Struct("<BBiiiiHIHH")  # fields of `_Head`
 _ARRAY = struct.Struct("<BBI")  # kind of number, how it is written, bytes
 _WIDTH = struct.Struct("<I")
 _RAW, _RUNS = 0, 1
@@ -102,6 +103,21 @@ class StepResult:
 # --- the byte form
 
 
+class _Head(NamedTuple):
+    """What comes before a command's arrays. samples, words: extent of the masks."""
+
+    version: int
+    reset: bool
+    number: int
+    shape: int
+    reads: int
+    variant: int
+    admissions: int
+    stores: int
+    samples: int
+    words: int
+
+
 class CommandCodec:
     """Makes bytes of commands and commands of bytes, for workers that compiled these shapes."""
 
@@ -112,7 +128,7 @@ class CommandCodec:
     def encode(self, command: StepCommand) -> bytes:
         """The command's bytes. Integers are little-endian, and as wide at any length of context."""
         arrays = list(self._parts(command))
-        head = _HEAD.pack(
+        head = _Head(
             VERSION,
             command.reset,
             command.number,
@@ -120,15 +136,15 @@ class CommandCodec:
             command.reads,
             command.variant,
             len(command.admissions),
+            len(command.stores),
             *_extent(command.masks),
         )
-        return head + b"".join(_encoded(array) for array in arrays)
+        return _HEAD.pack(*head) + b"".join(_encoded(array) for array in arrays)
 
     def _parts(self, command: StepCommand) -> Iterator[np.ndarray]:
         """Everything that is an array, each with rows that resemble each other."""
-        stores = command.stores
-        yield np.stack([stores.lanes, stores.pages, stores.retention], axis=1)
-        yield np.frombuffer(b"".join(stores.keys), np.uint8).reshape(-1, KEY_BYTES)
+        if len(command.stores):
+            yield from _store_rows(command.stores)
         yield command.loads.reshape(-1, 2)
         yield command.table_updates.reshape(-1, 5)
         yield command.masks.reshape(-1, 1)
@@ -181,46 +197,50 @@ class CommandCodec:
         )
 
     def _decode(self, data: memoryview) -> StepCommand:
-        version, reset, number, shape, reads, variant, count, samples, words = _HEAD.unpack_from(
-            data
-        )
-        if version != VERSION:
-            raise CommandError(f"version {version} is not {VERSION}")
-        if not NO_STEP <= shape < len(self._layouts):
-            raise CommandError(f"shape {shape} is not among the {len(self._layouts)} compiled")
+        head = _Head._make(_HEAD.unpack_from(data))
+        if head.version != VERSION:
+            raise CommandError(f"version {head.version} is not {VERSION}")
+        if not NO_STEP <= head.shape < len(self._layouts):
+            compiled = len(self._layouts)
+            raise CommandError(f"shape {head.shape} is not among the {compiled} compiled")
         reader = _Reader(data, _HEAD.size)
-        lanes, pages, retention = reader.array().reshape(-1, 3).T
-        keys = [key.tobytes() for key in reader.array().reshape(-1, KEY_BYTES)]
-        loads = reader.array().reshape(-1, 2)
-        updates = reader.array().reshape(-1, 5)
-        masks = reader.array()
-        if samples:
-            masks = masks.reshape(self._lanes, samples, words)
-        scores = reader.array()
-        pools = reader.array()
-        rows = _NONE
-        if shape != NO_STEP:
-            place = self._layouts[shape]
-            rows = np.zeros((self._lanes, place.size), np.int32)
-            for view in place.views(rows).values():
-                view[...] = reader.array().reshape(view.shape)
-        admissions = tuple(_admission(reader) for _ in range(count))
+        parts: dict[str, Any] = {  # in the order of `_parts`
+            "stores": _stores(reader) if head.stores else NO_STORES,
+            "loads": reader.array().reshape(-1, 2),
+            "table_updates": reader.array().reshape(-1, 5),
+            "masks": self._masks(reader.array(), head),
+            "scores": reader.array().reshape(-1, 2, self._lanes, SCORES),
+            "pools": reader.array().reshape(-1, self._lanes, SCORES),
+            "rows": self._rows(reader, head.shape),
+            "admissions": tuple(_admission(reader) for _ in range(head.admissions)),
+        }
         reader.end()
         return StepCommand(
-            number=number,
-            shape=shape,
-            reads=reads,
-            variant=variant,
-            reset=bool(reset),
-            admissions=admissions,
-            stores=PageStores(lanes, pages, retention, keys),
-            loads=loads,
-            table_updates=updates,
-            rows=rows,
-            masks=masks,
-            scores=scores.reshape(-1, 2, self._lanes, SCORES),
-            pools=pools.reshape(-1, self._lanes, SCORES),
+            head.number, head.shape, head.reads, head.variant, bool(head.reset), **parts
         )
+
+    def _masks(self, masks: np.ndarray, head: _Head) -> np.ndarray:
+        return masks.reshape(self._lanes, head.samples, head.words) if head.samples else masks
+
+    def _rows(self, reader: _Reader, shape: int) -> np.ndarray:
+        if shape == NO_STEP:
+            return _NONE
+        place = self._layouts[shape]
+        rows = np.zeros((self._lanes, place.size), np.int32)
+        for view in place.views(rows).values():
+            view[...] = reader.array().reshape(view.shape)
+        return rows
+
+
+def _store_rows(stores: PageStores) -> Iterator[np.ndarray]:
+    yield np.stack([stores.lanes, stores.pages, stores.retention], axis=1)
+    yield np.frombuffer(b"".join(stores.keys), np.uint8).reshape(-1, KEY_BYTES)
+
+
+def _stores(reader: _Reader) -> PageStores:
+    lanes, pages, retention = reader.array().reshape(-1, 3).T
+    keys = reader.array().reshape(-1, KEY_BYTES)
+    return PageStores(lanes, pages, retention, [key.tobytes() for key in keys])
 
 
 def _extent(masks: np.ndarray) -> tuple[int, int]:
