@@ -17,7 +17,9 @@ from jaxserve.lanes.rates import Link
 
 class CommandExecutor(Protocol):
     """Devices behind commands. Errors of any method: DeviceError, where the devices fail and can be
-    used again after a reset; WorkersLost, where processes are gone."""
+    used again after a reset; WorkersLost, where processes are gone. Executors are made from this
+    class: what it does by itself is right where there are no tiers below the devices, no other
+    process, and all programs are compiled."""
 
     plan: StagePlan
 
@@ -39,34 +41,42 @@ class CommandExecutor(Protocol):
     @property
     def uncompiled(self) -> Set[StepShape]:
         """Shapes that no step may have yet: they are compiled beside traffic."""
+        return frozenset()
 
     def compile_others(self) -> None:
         """Begins to compile, beside traffic, what the warm-up left."""
+        return None
 
     def check(self) -> None:
         """Raises WorkersLost where what was computed is lost."""
+        return None
 
     def execute(self, command: StepCommand) -> None:
         """Issues all that a command says; waits for nothing."""
 
     @property
     def lower_tiers(self) -> LowerTiers | None:
-        """Where blocks that leave the devices are kept, if anywhere."""
+        """Tiers that keep blocks which leave the devices."""
+        return None
 
     def on_arrival(self, hear: Callable[[Arrival], None]) -> None:
         """Calls `hear` from now on, on another thread, for blocks that `fetch` has brought."""
+        return None
 
     def fetch(self, fetch: Fetch) -> None:
         """Has blocks brought from lower tiers; a later command loads what arrived."""
+        raise RuntimeError("there are no tiers below the devices")
 
     def drop(self, arrival: Arrival) -> None:
         """Forgets what arrived, and what else was to come of its fetch."""
+        raise RuntimeError("there are no tiers below the devices")
 
     def keep(self, stores: PageStores) -> None:
         """Has blocks on the devices kept in lower tiers, and waits for that for a while."""
+        return None
 
     def ready(self) -> bool:
-        """Returns whether the oldest step is done."""
+        """Returns whether `wait` returns at once."""
 
     def wait(self) -> StepResult:
         """Waits for the oldest step and fetches what it left."""
@@ -78,7 +88,8 @@ class CommandExecutor(Protocol):
         """Measures how fast the lanes of the last stage talk to each other; {} for one lane."""
 
     def members(self) -> list[dict[str, Any]]:
-        """For people: the processes that have the devices, if there are several."""
+        """Describes for people the processes that have the devices, if there are several."""
+        return []
 
     def close(self) -> None:
         """Ends the processes that have the devices, if they are others."""
@@ -86,3 +97,4 @@ class CommandExecutor(Protocol):
     def formed(self, timeout: float | None = None) -> bool:
         """Waits, after WorkersLost, until there are devices again; False where that takes longer
         than `timeout` seconds."""
+        return True

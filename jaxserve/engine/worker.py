@@ -14,7 +14,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Set
-from typing import Any
 
 import jax
 import numpy as np
@@ -30,6 +29,7 @@ from jaxserve.engine.command import (
     StepCommand,
     StepResult,
 )
+from jaxserve.engine.executor import CommandExecutor
 from jaxserve.engine.page_io import PageIo
 from jaxserve.engine.profiling.links import measure_links
 from jaxserve.engine.programs import Lower
@@ -61,7 +61,7 @@ class _Pending:
     pooled: list[tuple[jax.Array, int]] = dataclasses.field(default_factory=list)
 
 
-class Worker:
+class Worker(CommandExecutor):
     """The devices of a replica, behind commands.
 
     plan: what the stages are made of. load: reads their weights. tiers: makes the tiers below the
@@ -79,7 +79,7 @@ class Worker:
     ):
         self.plan = plan
         self.stages = Stages(plan, load)
-        self.uncompiled: Set[StepShape] = frozenset()  # shapes that no step may have yet
+        self._uncompiled: Set[StepShape] = frozenset()
         self._compiler: threading.Thread | None = None
         self._closed = False
         self._pending: deque[_Pending] = deque()
@@ -103,22 +103,22 @@ class Worker:
 
     @property
     def device_kind(self) -> str:
-        """Name that the makers of the devices gave them."""
         return self.device.device_kind
 
     @property
     def compiles(self) -> int:
-        """Programs compiled, or read from the folder of compiled ones."""
         return self.stages.programs.compiles
 
     @property
     def recompiles(self) -> int:
-        """Programs compiled after the warm-up."""
         return self.stages.programs.recompiles
 
     @property
+    def uncompiled(self) -> Set[StepShape]:
+        return self._uncompiled
+
+    @property
     def lower_tiers(self) -> TieredBlocks | None:
-        """Where blocks that leave the devices are kept."""
         return None if self.mover is None else self.mover.tiers
 
     def warm_up(
@@ -131,7 +131,7 @@ class Worker:
         called with the name of each."""
         programs = self._programs(self.plan.shapes, variants)
         first = self._programs(self.plan.shapes if shapes is None else shapes, variants)
-        self.uncompiled = frozenset() if shapes is None else {*self.plan.shapes} - {*shapes}
+        self._uncompiled = frozenset() if shapes is None else {*self.plan.shapes} - {*shapes}
         self.stages.programs.expect(programs)
         self.stages.programs.warm_up(first, done)
 
@@ -148,7 +148,7 @@ class Worker:
 
     def compile_others(self) -> None:
         """Compiles in a thread, beside traffic, what `warm_up` left, the cheapest steps first."""
-        if self.uncompiled:
+        if self._uncompiled:
             self._compiler = threading.Thread(
                 target=self._compile_others, name="compiler", daemon=True
             )
@@ -157,22 +157,18 @@ class Worker:
     def _compile_others(self) -> None:
         began = time.monotonic()
         for shape in self.plan.shapes:
-            if shape not in self.uncompiled:
+            if shape not in self._uncompiled:
                 continue
             for name, lower in self.stages.programs.of_shapes([shape]):
                 if self._closed:
                     return
                 self.stages.programs.get(name, lower)
-            self.uncompiled = self.uncompiled - {shape}  # a new set: others read the old one
+            self._uncompiled = self._uncompiled - {shape}  # a new set: others read the old one
         log.info("all programs are compiled, the last ones in %.1f s", time.monotonic() - began)
-
-    def check(self) -> None:
-        """Does nothing: nothing is lost while this process runs."""
 
     # --- what it does
 
     def execute(self, command: StepCommand) -> None:
-        """Issues all that a command says; waits for nothing."""
         with _device_errors():
             if command.reset:
                 self._pending.clear()
@@ -222,19 +218,15 @@ class Worker:
         return self.mover
 
     def on_arrival(self, hear: Callable[[Arrival], None]) -> None:
-        """Calls `hear` from now on, on another thread, for blocks that `fetch` has brought."""
         self._arrived = hear
 
     def fetch(self, fetch: Fetch) -> None:
-        """Has blocks brought from lower tiers; a later command loads what arrived."""
         self._mover.fetch(fetch)
 
     def drop(self, arrival: Arrival) -> None:
-        """Forgets what arrived, and what else was to come of its fetch."""
         self._mover.drop(arrival)
 
     def keep(self, stores: PageStores) -> None:
-        """Has blocks on the devices kept in lower tiers, and waits for that for a while."""
         deadline = time.monotonic() + KEEP_SECONDS
         for at in range(0, len(stores), KEEP_PAGES):
             with _device_errors():
@@ -252,7 +244,6 @@ class Worker:
         return self._pending[0].done.is_ready()  # type: ignore[attr-defined]
 
     def wait(self) -> StepResult:
-        """Waits for the oldest step and fetches what it left."""
         step = self._pending.popleft()
         with _device_errors():
             # without tokens too: what runs ahead, arrivals wait behind
@@ -266,10 +257,6 @@ class Worker:
             pooled = tuple(np.asarray(part)[:, :wanted] for part, wanted in step.pooled)
         return StepResult(step.number, tokens, logprobs, scores, pooled)
 
-    def members(self) -> list[dict[str, Any]]:
-        """Lists no process but this one."""
-        return []
-
     def close(self) -> None:
         """Ends what moves blocks, and compiles no more; the devices are this process's."""
         self._closed = True
@@ -278,10 +265,6 @@ class Worker:
         if self.mover is not None:
             self.mover.close()
 
-    def formed(self, timeout: float | None = None) -> bool:
-        """True: this process has its devices while it runs."""
-        return True
-
     def measure_links(self) -> dict[str, Link]:
         """Measures how fast the lanes of the last stage talk to each other; {} for one lane, or
         where another process has them all."""
@@ -289,7 +272,6 @@ class Worker:
         return measure_links(mesh) if self.plan.mesh.kvp > 1 and self.stages.has_last else {}
 
     def settle(self) -> None:
-        """Waits until all that was issued is done, and drops the results."""
         with _device_errors():
             if self._pending:
                 last = self._pending[-1]
@@ -301,7 +283,7 @@ class Worker:
 
 @contextlib.contextmanager
 def _device_errors() -> Iterator[None]:
-    """Errors: DeviceError for what JAX raises where a device fails."""
+    """Raises what JAX raises where a device fails as DeviceError."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:

@@ -14,17 +14,14 @@ import dataclasses
 import json
 import queue
 import threading
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from typing import Any
 
-from jaxserve.api.batch import PageStores
-from jaxserve.cache.tiers import Fetch
-from jaxserve.engine.block_mover import Arrival
 from jaxserve.engine.command import NO_STEP, StepCommand, StepResult, WorkersLost
+from jaxserve.engine.executor import CommandExecutor
 from jaxserve.engine.profiling.measure import first_token
 from jaxserve.engine.sampling_rows import VARIANTS
 from jaxserve.engine.stage_plan import StagePlan
-from jaxserve.engine.step_shapes import StepShape
 from jaxserve.engine.worker_peers import Listener, Peer, Peers
 from jaxserve.group.channel import Frame
 from jaxserve.group.connection import ChannelError
@@ -50,8 +47,9 @@ class GroupTerms:
     hang_timeout: float = 60.0
 
 
-class WorkerGroup:
-    """Executes commands on the workers of a group. Implements `engine.CommandExecutor`.
+class WorkerGroup(CommandExecutor):
+    """Executes commands on the workers of a group. They keep no blocks: `build` refuses settings
+    that ask for it.
 
     plan: what the stages of all workers together are made of. progress: called with the name of
     each compiled program. tell_state: called with what the group is doing. Listens for workers from
@@ -177,7 +175,6 @@ class WorkerGroup:
 
     @property
     def device_kind(self) -> str:
-        """Name that the makers of the devices gave them."""
         return self._fact("device_kind")
 
     def _fact(self, name: str) -> Any:
@@ -187,21 +184,11 @@ class WorkerGroup:
         return peer.facts[name]
 
     @property
-    def uncompiled(self) -> Set[StepShape]:
-        """Empty: all processes of a step must have its program when it comes."""
-        return frozenset()
-
-    def compile_others(self) -> None:
-        """Does nothing: all shapes are compiled."""
-
-    @property
     def compiles(self) -> int:
-        """Programs compiled, or read from the folder of compiled ones, by all workers."""
         return sum(peer.status.get("compiles", 0) for peer in self._peers.all)
 
     @property
     def recompiles(self) -> int:
-        """Programs compiled after the warm-up."""
         return sum(peer.status.get("recompiles", 0) for peer in self._peers.all)
 
     def check(self) -> None:
@@ -210,7 +197,6 @@ class WorkerGroup:
             raise WorkersLost(self._peers.lost)
 
     def execute(self, command: StepCommand) -> None:
-        """Sends a command to all workers. Errors: WorkersLost."""
         self.check()
         self._execute(command)
 
@@ -219,29 +205,11 @@ class WorkerGroup:
         self._issued += command.shape != NO_STEP
         self._peers.tell(Kind.COMMAND, content)
 
-    @property
-    def lower_tiers(self) -> None:
-        """None: workers keep no blocks (`build` refuses the settings that ask for it)."""
-        return None
-
-    def on_arrival(self, hear: Callable[[Arrival], None]) -> None:
-        """Does nothing: no block is fetched."""
-
-    def fetch(self, fetch: Fetch) -> None:
-        raise NotImplementedError("workers have no tiers below their devices")
-
-    def drop(self, arrival: Arrival) -> None:
-        raise NotImplementedError("workers have no tiers below their devices")
-
-    def keep(self, stores: PageStores) -> None:
-        """Does nothing: no block is kept."""
-
     def ready(self) -> bool:
         """Returns whether `wait` returns at once: with a result, or because none will come."""
         return not self._peers.results.empty()
 
     def wait(self) -> StepResult:
-        """Waits for what the oldest step left. Errors: WorkersLost."""
         self.check()
         return self._wait()
 
@@ -257,18 +225,15 @@ class WorkerGroup:
         return result
 
     def settle(self) -> None:
-        """Waits until all that was issued is done, and drops the results. Errors: WorkersLost."""
         self._peers.ask("settle")
         while self.ready():
             self.wait()
 
     def measure_links(self) -> dict[str, Link]:
-        """Measures how fast the lanes of the last stage talk to each other. Errors: WorkersLost."""
         answers = self._peers.ask("links")
         return {name: Link(*link) for name, link in answers[0].items()}
 
     def members(self) -> list[dict[str, Any]]:
-        """Describes for people which workers are here, and how far behind."""
         return self._peers.members(self._issued)
 
     def close(self) -> None:

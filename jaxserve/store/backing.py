@@ -5,46 +5,19 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
 
 import numpy as np
 
 from jaxserve.cache.block_events import Medium
 from jaxserve.cache.tier_events import TierEvents
 from jaxserve.clock import Clock
+from jaxserve.store.disk import DiskBlocks
 from jaxserve.store.host_index import NORMAL, PASSING
 from jaxserve.store.shared import SharedTier
 from jaxserve.store.tally import Bandwidth, Tally
 
 DISK_BANDWIDTH = 3e8  # bytes per second that are assumed until something was read
 CLOCK_SECONDS = 1.0  # by which a block on disk may be kept for less than asked
-
-
-class SlowTier(Protocol):
-    """A tier behind host memory, as a disk. Errors of what it lies on are misses."""
-
-    def __contains__(self, key: bytes) -> bool: ...
-
-    def counts(self) -> Any:
-        """Returns, as `blocks`, the number of blocks."""
-
-    def put(
-        self, key: bytes, data: np.ndarray, expires: float = 0.0, keep: bool = False
-    ) -> bool: ...
-
-    def get(self, key: bytes, into: np.ndarray) -> bool: ...
-
-    def expires(self, key: bytes) -> float | None:
-        """Unix seconds until which a block is kept, 0 for one without a retention; None where it is
-        not on disk."""
-
-    def keys(self) -> list[bytes]:
-        """Keys of all blocks."""
-
-    def listen(self, changed: Callable[[bytes, bool], None]) -> None:
-        """Calls `changed` from now on for each block that came (True) or went."""
-
-    def close(self) -> None: ...
 
 
 class BackingTiers:
@@ -56,7 +29,7 @@ class BackingTiers:
         clock: Clock,
         tally: Tally,
         events: TierEvents,
-        disk: SlowTier | None = None,
+        disk: DiskBlocks | None = None,
         shared: SharedTier | None = None,
     ):
         self.disk = disk

@@ -17,9 +17,10 @@ import numpy as np
 from jaxserve.api.request import EPHEMERAL, NORMAL_RETENTION
 from jaxserve.cache.block_events import Medium
 from jaxserve.cache.tier_events import TierEvents
-from jaxserve.cache.tiers import Fetched, Lookup, TierCounts
+from jaxserve.cache.tiers import Fetched, Lookup, LowerTiers, TierCounts
 from jaxserve.clock import Clock
-from jaxserve.store.backing import BackingTiers, SlowTier
+from jaxserve.store.backing import BackingTiers
+from jaxserve.store.disk import DiskBlocks
 from jaxserve.store.fetches import PeerFetches
 from jaxserve.store.host_index import NORMAL, PASSING
 from jaxserve.store.host_memory import HostBlocks
@@ -32,16 +33,16 @@ FILL_SECONDS = 5.0  # to wait for a block that is on its way or being put
 FLUSH_SECONDS = 10.0  # at the end, for the shared store to take blocks
 
 
-class TieredBlocks:
+class TieredBlocks(LowerTiers):
     """Blocks of `block_bytes` bytes each by their keys: `slots` of them in host memory, others on
-    `disk` and in `shared`; implements `LowerTiers`. clock: of retentions."""
+    `disk` and in `shared`. clock: of retentions."""
 
     def __init__(
         self,
         slots: int,
         block_bytes: int,
         clock: Clock,
-        disk: SlowTier | None = None,
+        disk: DiskBlocks | None = None,
         shared: SharedTier | None = None,
     ):
         self.block_bytes = block_bytes
@@ -57,7 +58,6 @@ class TieredBlocks:
     # --- what there is
 
     def holds(self, key: bytes) -> bool:
-        """Returns whether the block is believed to be here, or on its way."""
         return self.host.holds(key) or key in self.behind
 
     def _arrived(self, key: bytes) -> bool:
@@ -69,21 +69,17 @@ class TieredBlocks:
 
     @property
     def outlasts(self) -> bool:
-        """Returns whether blocks are still here after a restart."""
         return self.behind.disk is not None or self.shared
 
     @property
     def shared(self) -> bool:
-        """Returns whether there is a store with blocks of other replicas."""
         return self.behind.shared is not None
 
     @property
     def prefetch_room(self) -> int:
-        """Blocks that may be on their way from slower tiers at once."""
         return self.prefetcher.most
 
     def seconds(self, keys: Sequence[bytes]) -> float:
-        """Estimates how long it takes to read these blocks."""
         near = sum(self.host.holds(key) for key in keys)
         far = len(keys) - near
         host, disk = self.bandwidths()
@@ -94,7 +90,6 @@ class TieredBlocks:
         return self.host.bandwidth.value, self.behind.bandwidth.value
 
     def counts(self) -> TierCounts:
-        """Returns what came and went."""
         others = {"host_blocks": len(self.host)}
         if self.behind.disk is not None:
             others["disk_blocks"] = self.behind.disk.counts().blocks
@@ -132,11 +127,9 @@ class TieredBlocks:
         return self._clock.now() + retention if retention else NORMAL
 
     def keep(self, keys: Sequence[bytes], retention: int) -> None:
-        """Has blocks in host memory kept for this retention (see `Request`), if not for longer."""
         self.host.keep(keys, self._until(retention))
 
     def prefetch(self, keys: Sequence[bytes]) -> Lookup:
-        """Has the first blocks of a prompt brought to host memory: see `Prefetcher`."""
         return self.prefetcher.prefetch(keys)
 
     # --- what goes
@@ -156,7 +149,6 @@ class TieredBlocks:
         return False
 
     def wait(self, key: bytes, seconds: float) -> bool:
-        """Waits until a block can be read, at most for some seconds; False where it cannot."""
         return self.host.wait(lambda: self._arrived(key), seconds)
 
     def count_from_peer(self, source: str, came: bool, seconds: float) -> None:
@@ -165,7 +157,6 @@ class TieredBlocks:
         self._tally.add("peer_reads" if came else "missed")
 
     def fetched(self) -> list[Fetched]:
-        """Counts what came from each of the other replicas."""
         return self._fetches.all()
 
     def keep_all(self) -> None:
