@@ -136,15 +136,15 @@ def make_scheduler(
     config: EngineConfig, plan: StagePlan, cache: CacheManager, profile: EngineProfile | None
 ) -> Scheduler:
     """The scheduler of an engine, or of a virtual replica that predicts it."""
-    most = max_length(config, plan.model)
+    max_len = max_length(config, plan.model)
     return Scheduler(
         config.scheduler,
         cache,
         config.mesh,
-        most,
+        max_len,
         plan.model.eos_ids,
         costs=NOMINAL if profile is None else profile.costs,
-        planner=None if profile is None else _planner(config.scheduler, plan, profile, most),
+        planner=None if profile is None else _planner(config.scheduler, plan, profile, max_len),
         chooser=None if profile is None else profile.chooser(plan, config.scheduler),
     )
 

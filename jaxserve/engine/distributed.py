@@ -48,9 +48,9 @@ def join(
         heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
         shutdown_timeout_seconds=5,
     )
-    found = len(jax.local_devices())
-    if found < devices:
-        raise RuntimeError(f"process {process} has {found} devices; the mesh needs {devices} of it")
+    count = len(jax.local_devices())
+    if count < devices:
+        raise RuntimeError(f"process {process} has {count} devices; the mesh needs {devices} of it")
     _keep_own_programs()
 
 

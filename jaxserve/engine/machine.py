@@ -74,10 +74,10 @@ def fitted(
     config = _with(config, {name: choice.value for name, choice in chosen.items()})
     if "max_seqs" in config.automatic:
         tokens = kv_tokens(_with(config, {"max_seqs": LEAST_SEQUENCES}))
-        most = _sequences(tokens)
+        sequences = _sequences(tokens)
         why = f"room for about {tokens:,} tokens of KV"
-        chosen["max_seqs"] = Choice("max_seqs", most, why, "--max-num-seqs")
-        config = _with(config, {"max_seqs": most})
+        chosen["max_seqs"] = Choice("max_seqs", sequences, why, "--max-num-seqs")
+        config = _with(config, {"max_seqs": sequences})
     return dataclasses.replace(config, automatic=()), list(chosen.values())
 
 
@@ -96,10 +96,10 @@ def _mesh(model: ModelConfig, devices: int) -> MeshConfig:
 
 
 def _sequences(kv_tokens: int) -> int:
-    most = LEAST_SEQUENCES
-    while most < MOST_SEQUENCES and 2 * most * SEQUENCE_TOKENS <= kv_tokens:
-        most *= 2
-    return most
+    sequences = LEAST_SEQUENCES
+    while sequences < MOST_SEQUENCES and 2 * sequences * SEQUENCE_TOKENS <= kv_tokens:
+        sequences *= 2
+    return sequences
 
 
 def _with(config: EngineConfig, values: Mapping[str, Any]) -> EngineConfig:

@@ -62,15 +62,15 @@ def kv_bytes(plan: StagePlan, given_gib: float | None, share: float, room: Devic
         return int((CPU_KV_GIB if given_gib is None else given_gib) * 2**30)
     needed = sizes(plan)
     taken = needed.total - needed.kv + int(RESERVED_GIB * 2**30)
-    left = int(share * room.bytes) - taken
-    if left <= 0:
-        said = (
+    room_left = int(share * room.bytes) - taken
+    if room_left <= 0:
+        fault = (
             f"{share:g} of {room.bytes / 2**30:.1f} GiB leave nothing for KV beside "
             f"{taken / 2**30:.1f} GiB of weights and programs: more ranks or stages in the mesh, "
             "or a larger share"
         )
-        raise ConfigError("gpu_memory_utilization", said)
-    return left
+        raise ConfigError("gpu_memory_utilization", fault)
+    return room_left
 
 
 @dataclasses.dataclass(frozen=True)

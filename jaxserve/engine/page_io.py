@@ -89,12 +89,12 @@ class PageIo:
     def read(self, places: np.ndarray) -> Iterator[BlocksRead]:
         """Issues copies of pages out of the pools. places [n, 2] int32: lane, page."""
         for ints, rows in launches(places, self._lanes, self.most):
-            there = ints < NOWHERE
-            size = next(size for size in self.sizes if size >= there.sum(1).max())
+            valid = ints < NOWHERE
+            size = next(size for size in self.sizes if size >= valid.sum(1).max())
             parts = []
             for stage in self._stages.stages:
                 program = self._stages.programs.get(*self._read_program(stage, size))
-                part = program(stage.pages, np.where(there, ints, 0)[:, :size])
+                part = program(stage.pages, np.where(valid, ints, 0)[:, :size])
                 for array in jax.tree.leaves(part):
                     array.copy_to_host_async()
                 parts.append((stage.layers, part))

@@ -20,15 +20,15 @@ class ResizedStream:
         stream: BlockStream,
         keys: Sequence[bytes],
         source: SourceBlocks,
-        here: BlockLayout,
-        there: BlockLayout,
+        ours: BlockLayout,
+        theirs: BlockLayout,
     ):
         self._stream = stream
         self._place = {key: number for number, key in enumerate(keys)}
         self._source = source
-        self._here = here
-        self._there = there
-        self._block = np.empty(there.bytes, np.uint8)
+        self._here = ours
+        self._there = theirs
+        self._block = np.empty(theirs.bytes, np.uint8)
         self._number = -1  # of the source's block that `_block` is
 
     def read(self, key: bytes, into: np.ndarray) -> bool:
@@ -41,8 +41,8 @@ class ResizedStream:
                 return False
             begin = at % self._source.size
             count = min(self._source.size - begin, first + size - at)
-            for mine, found in zip(self._here.parts(into), self._there.parts(self._block)):
-                mine[:, :, :, at - first : at - first + count] = found[:, :, :, begin:][
+            for mine, part in zip(self._here.parts(into), self._there.parts(self._block)):
+                mine[:, :, :, at - first : at - first + count] = part[:, :, :, begin:][
                     :, :, :, :count
                 ]
             at += count

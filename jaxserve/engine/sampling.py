@@ -70,9 +70,9 @@ def empty_state(lanes: int, slots: int, vocab: int) -> dict[str, tuple[tuple[int
 
 def admit(state: SamplingState, new: SamplingAdmission) -> SamplingState:
     """Writes the rows of a slot on its lane; other lanes stay as they are."""
-    here = new.lane == lax.axis_index(KVP)
-    slot = jnp.where(here, new.slot, 2**30)
-    reset = jnp.where(here & new.fresh, new.slot, 2**30)
+    on_this_lane = new.lane == lax.axis_index(KVP)
+    slot = jnp.where(on_this_lane, new.slot, 2**30)
+    reset = jnp.where(on_this_lane & new.fresh, new.slot, 2**30)
     put = lambda table, value: table.at[0, reset].set(value, mode="drop")
     local = functools.partial(_local, size=state.bias.shape[2])
     return SamplingState(

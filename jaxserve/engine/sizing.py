@@ -41,10 +41,10 @@ def for_this_machine(config: EngineConfig) -> EngineConfig:
     if room.platform == "cpu":
         return config
     model = open_checkpoint(config.source.model, config.source.revision).config
-    found, choices = fitted(config, model, room, local_devices(), kv_tokens(model, room))
+    complete, choices = fitted(config, model, room, local_devices(), kv_tokens(model, room))
     for choice in choices:
         log.info("chosen for %d x %s: %s", local_devices(), room.platform, choice)
-    return found
+    return complete
 
 
 def kv_tokens(model: ModelConfig, room: DeviceRoom) -> Callable[[EngineConfig], int]:
@@ -98,11 +98,11 @@ def _pages(config: EngineConfig, plan: StagePlan, blocks: int, room: DeviceRoom)
     if room.bytes is None or given is not None:  # more than all sequences can fill is for prefixes
         pages = min(pages, blocks * plan.slots)
     if pages < LEAST_PAGES:
-        said = (
+        fault = (
             f"{total / 2**30:g} GiB hold {pages} pages of {page} bytes; "
             f"at least {LEAST_PAGES} are needed"
         )
-        raise ConfigError("kv_memory_gib", said)
+        raise ConfigError("kv_memory_gib", fault)
     return pages
 
 

@@ -128,8 +128,8 @@ class Stages:
         extent = (self.plan.mesh.kvp, shape.tokens, self.plan.model.d_model)
         for index in range(self.plan.mesh.spp):
             if index > 0:
-                before, here = self.meshes[index - 1], self.meshes[index]
-                x = hand_over(x, before, here, extent, self.plan.dtype)
+                source, target = self.meshes[index - 1], self.meshes[index]
+                x = hand_over(x, source, target, extent, self.plan.dtype)
             stage = self._local.get(index)
             if stage is None:
                 x = None
@@ -227,8 +227,8 @@ def hand_over(
         return None if x is None else jax.device_put(x, lanes)
     if x is None:
         x = jax.make_array_from_single_device_arrays(shape, _lanes(source), [], dtype=dtype)
-    there = jax.device_put(x, lanes)
-    return there if target.local_devices else None
+    moved = jax.device_put(x, lanes)
+    return moved if target.local_devices else None
 
 
 @functools.cache

@@ -119,7 +119,7 @@ class _Process:
             elif frame.kind == Kind.END:
                 return
             else:
-                raise ChannelError(f"the leader said {frame.kind}")
+                raise ChannelError(f"the leader sent a frame of kind {frame.kind}")
 
     # --- joining
 
@@ -127,12 +127,12 @@ class _Process:
         """Waits until all have come. Errors: ConfigError where the leader refuses this worker."""
         self._pulse.tell(state="joining")
         frame = self._channel.receive()
-        said = json.loads(frame.content)
-        if frame.kind == Kind.REFUSED and said["again"]:
-            raise ChannelError(f"refused for now: {said['reason']}")
+        content = json.loads(frame.content)
+        if frame.kind == Kind.REFUSED and content["again"]:
+            raise ChannelError(f"refused for now: {content['reason']}")
         if frame.kind == Kind.REFUSED:
-            raise ConfigError("group", f"refused by the leader: {said['reason']}")
-        return said
+            raise ConfigError("group", f"refused by the leader: {content['reason']}")
+        return content
 
     def _load(self, begin: dict[str, Any]) -> Worker:
         member = self._member
@@ -255,9 +255,9 @@ class _Process:
             raise
         except Exception as error:
             if isinstance(error, ConfigError):
-                said: dict[str, str | None] = {"field": error.field, "error": error.message}
+                content: dict[str, str | None] = {"field": error.field, "error": error.message}
             else:
-                said = {"field": None, "error": f"{type(error).__name__}: {error}"}
+                content = {"field": None, "error": f"{type(error).__name__}: {error}"}
             with contextlib.suppress(ChannelError):
-                self._channel.send(Kind.FAULT, json.dumps(said).encode())
+                self._channel.send(Kind.FAULT, json.dumps(content).encode())
             raise

@@ -136,8 +136,8 @@ class DiskBlocks:
                 return
             with self._lock:
                 entry = self._ring.find(key, self._now())
-                found = entry is not None and self._ring.drop(entry)
-            if found and entry is not None:
+                dropped = entry is not None and self._ring.drop(entry)
+            if dropped and entry is not None:
                 self._erase(file, entry)
 
     def __contains__(self, key: bytes) -> bool:
@@ -216,8 +216,8 @@ class DiskBlocks:
     ) -> bool:
         with self._lock:
             now = self._now()
-            there = self._ring.find(key, now)
-            if there is not None and (there.expires, there.keep) == (expires, keep):
+            entry = self._ring.find(key, now)
+            if entry is not None and (entry.expires, entry.keep) == (expires, keep):
                 return True
             record = self._ring.take(now, lambda: self._grow(file))
             if record is None:
@@ -305,13 +305,13 @@ class DiskBlocks:
         self._ring = Ring(file.records)
         starts = range(0, file.records, SCAN_RECORDS)
         with ThreadPoolExecutor(SCAN_THREADS, "disk-scan") as pool:
-            for found in pool.map(lambda start: self._scan(file, start), starts):
-                for entry in found:
+            for entries in pool.map(lambda start: self._scan(file, start), starts):
+                for entry in entries:
                     self._ring.restore(entry)
         self._sequence = self._ring.resume()
 
     def _scan(self, file: BlockFile, start: int) -> list[Entry]:
-        found = []
+        entries = []
         for record in range(start, min(start + SCAN_RECORDS, file.records)):
             try:
                 header = self._format.parse(file.read_sector(record), record)
@@ -319,10 +319,10 @@ class DiskBlocks:
                 self._tell("read", error)
                 continue
             if header is not None:
-                found.append(
+                entries.append(
                     Entry(header.key, record, header.sequence, header.expires, header.keep)
                 )
-        return found
+        return entries
 
     def _tell(self, what: str, error: OSError) -> None:
         """Logs an error of the disk, the first of its kind only."""

@@ -21,15 +21,15 @@ class PeerFetches:
     def add(self, source: str, came: bool, seconds: float) -> None:
         """Counts a block that was asked for, and waited for that long."""
         with self._lock:
-            found = self._sources.get(source)
-            if found is None:
+            fetched = self._sources.get(source)
+            if fetched is None:
                 if len(self._sources) >= MAX_SOURCES:
                     return
-                found = self._sources[source] = Fetched(source)
-            found.blocks += came
-            found.seconds += seconds
+                fetched = self._sources[source] = Fetched(source)
+            fetched.blocks += came
+            fetched.seconds += seconds
 
     def all(self) -> list[Fetched]:
         """A copy, in the order of first asking."""
         with self._lock:
-            return [dataclasses.replace(found) for found in self._sources.values()]
+            return [dataclasses.replace(fetched) for fetched in self._sources.values()]

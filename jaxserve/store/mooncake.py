@@ -252,9 +252,9 @@ class MooncakeBlocks:
     def _replication(self, expires: float, keep: bool) -> Any:
         config = self._api.ReplicateConfig()
         if keep:
-            left = expires - self._now() if expires else KEEP_SECONDS
+            seconds = expires - self._now() if expires else KEEP_SECONDS
             config.soft_pin_action = self._api.SoftPinAction.ENABLE
-            config.soft_pin_ttl_ms = max(1, int(1000 * left))
+            config.soft_pin_ttl_ms = max(1, int(1000 * seconds))
         return config
 
     def names(self, keys: Sequence[bytes]) -> list[str]:

@@ -38,7 +38,7 @@ class Ring:
     come and go."""
 
     def __init__(self, records: int):
-        self.changed: Callable[[bytes, bool], None] = lambda key, there: None
+        self.changed: Callable[[bytes, bool], None] = lambda key, came: None
         self.evicted = 0
         self.passed_over = 0
         self._entries: dict[bytes, Entry] = {}

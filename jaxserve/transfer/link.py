@@ -131,7 +131,7 @@ def _advance(buffers: list[memoryview], sent: int) -> None:
 
 def _left(until: float) -> float:
     """Seconds from now. Errors: ChannelError where there are none."""
-    left = until - time.monotonic()
-    if left <= 0:
+    seconds = until - time.monotonic()
+    if seconds <= 0:
         raise ChannelError("the time is over")
-    return left
+    return seconds

@@ -199,10 +199,10 @@ class MooncakeTransfer:
         until = time.monotonic() + seconds
         sleep = FIRST_SLEEP
         while (status := self.status(ticket)) is None:
-            left = until - time.monotonic()
-            if left <= 0:
+            seconds_left = until - time.monotonic()
+            if seconds_left <= 0:
                 break
-            time.sleep(min(sleep, left))
+            time.sleep(min(sleep, seconds_left))
             sleep = min(2 * sleep, LONGEST_SLEEP)
         return status
 
@@ -227,10 +227,10 @@ class MooncakeTransfer:
             for jobs in self._queues.values():
                 jobs.put(None)
         until = time.monotonic() + CLOSE_SECONDS
-        left = lambda: max(0.0, until - time.monotonic())
+        seconds_left = lambda: max(0.0, until - time.monotonic())
         for thread in self._threads:
-            thread.join(left())
-        moving = [ticket for ticket in tickets if self.wait(ticket, left()) is None]
+            thread.join(seconds_left())
+        moving = [ticket for ticket in tickets if self.wait(ticket, seconds_left()) is None]
         self._windows.end_all()
         if moving:
             log.warning("transfer: %d tickets were under way at the end", len(moving))
@@ -260,7 +260,7 @@ def _engine(host: str, protocol: str, devices: str) -> Any:
 
 def _parts_of(window: Window) -> tuple[bytes, int]:
     """Token and address of a window of this transport. Errors: TransferError."""
-    found = TOKEN.fullmatch(window.token)
-    if found is None:
+    match = TOKEN.fullmatch(window.token)
+    if match is None:
         raise TransferError("token", "is none of a Mooncake window")
-    return decode_token(found[1]), int(found[2], 16)
+    return decode_token(match[1]), int(match[2], 16)

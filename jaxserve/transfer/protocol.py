@@ -155,10 +155,10 @@ class Transfer(Protocol):
 
 def split_address(address: str) -> tuple[str, int]:
     """Host and port of 'host:port' or '[IPv6]:port'. Errors: TransferError."""
-    found = ADDRESS.fullmatch(address)
-    if found is None or not 0 < int(found[3]) < 1 << 16:
+    match = ADDRESS.fullmatch(address)
+    if match is None or not 0 < int(match[3]) < 1 << 16:
         raise TransferError("peer", f"must be host:port, not {address[:MAX_TEXT]!r}")
-    return found[1] or found[2], int(found[3])
+    return match[1] or match[2], int(match[3])
 
 
 def join_address(host: str, port: int) -> str:

@@ -191,17 +191,17 @@ class Receiver:
         request = link.request()
         with self._lock:
             self._links.use(link)
-        found = self._windows.find(request, time.monotonic())
+        answer = self._windows.find(request, time.monotonic())
         taken = 0
-        if isinstance(found, Lease):
-            start = found.base + request.offset
+        if isinstance(answer, Lease):
+            start = answer.base + request.offset
             view = self._memory[start : start + request.size]
-            taken = link.fill(view, found)
+            taken = link.fill(view, answer)
             with self._lock:
                 self.received_bytes += taken
-            found = Answer.WRITTEN if taken == request.size else Answer.LEASE_OVER
+            answer = Answer.WRITTEN if taken == request.size else Answer.LEASE_OVER
         link.discard(request.size - taken)
-        link.answer(found)
+        link.answer(answer)
 
 
 class _Link:
@@ -249,16 +249,17 @@ class _Link:
         receive = self.connection.socket.recv_into
         until = time.monotonic() + STALL_SECONDS
         while size:
-            left = max(until - time.monotonic(), 1e-3)
-            size -= _some(self.connection.read(receive, self._nowhere[:size], left))
+            seconds = max(until - time.monotonic(), 1e-3)
+            size -= _some(self.connection.read(receive, self._nowhere[:size], seconds))
 
     def answer(self, answer: Answer) -> None:
         """Ends the request. Errors: OSError."""
-        left = memoryview(encode_answer(answer, self._session.sending, self._number))
+        unsent = memoryview(encode_answer(answer, self._session.sending, self._number))
         self._number += 1
         self.idle = True
-        while left:
-            left = left[self.connection.write(self.connection.socket.send, left, STALL_SECONDS) :]
+        while unsent:
+            sent = self.connection.write(self.connection.socket.send, unsent, STALL_SECONDS)
+            unsent = unsent[sent:]
 
 
 def _some(part: int) -> int:

@@ -89,13 +89,13 @@ def batch_of(point: MeasurePoint, lanes: int, block_size: int, stripe: int = 1) 
     first = np.repeat(np.arange(groups) * point.group_size, point.chunks)
     home = first + (chunk_lane[-1] if point.group_size > 1 else 0)
     lane = np.concatenate([np.repeat(np.arange(lanes), point.decodes), home]).astype(np.int32)
-    held = np.zeros((count, lanes), np.int32)
-    held[row, lane] = -(-(start + length) // block_size)
+    blocks_per_lane = np.zeros((count, lanes), np.int32)
+    blocks_per_lane[row, lane] = -(-(start + length) // block_size)
     if point.group_size > 1:
         share = np.bincount(block_lane, minlength=point.group_size)
         for chunk, at in enumerate(first.tolist(), decodes):
-            held[chunk] = 0
-            held[chunk, at : at + point.group_size] = share
+            blocks_per_lane[chunk] = 0
+            blocks_per_lane[chunk, at : at + point.group_size] = share
     return Batch(
         number=0,
         seq=row,
@@ -106,7 +106,7 @@ def batch_of(point: MeasurePoint, lanes: int, block_size: int, stripe: int = 1) 
         is_decode=is_decode,
         sample=np.full(count, point.sample),
         group_size=np.where(is_decode, 1, point.group_size).astype(np.int32),
-        blocks_per_lane=held,
+        blocks_per_lane=blocks_per_lane,
         block_lane=(
             np.concatenate([chunk_lane + at for at in first]).astype(np.int32)
             if point.group_size > 1
@@ -237,8 +237,10 @@ def grid(
             yield _full(shape, longest, slots)
     yield MeasurePoint(decodes=1, context=1, sample=False)
     widths = sorted({shape.prefill.width for shape in shapes if shape.prefill.rows == 1})
-    most = longest - 1 - min(widths, default=0)
-    contexts = [4**power for power in range(4, 16) if 2 * 4**power <= most] + [most] * (most > 0)
+    longest_context = longest - 1 - min(widths, default=0)
+    contexts = [4**power for power in range(4, 16) if 2 * 4**power <= longest_context]
+    if longest_context > 0:
+        contexts.append(longest_context)
     points = [
         MeasurePoint(decodes=count, context=context)
         for context in contexts
@@ -287,8 +289,8 @@ def spread_grid(
         new = [each for each in sorted({min(counts) * unit, max(counts) * unit}) if each < longest]
         if not new:
             continue
-        most = (longest - 1 - new[-1]) // unit * unit
-        contexts = sorted({0, most // 8 // unit * unit, most})
+        longest_context = (longest - 1 - new[-1]) // unit * unit
+        contexts = sorted({0, longest_context // 8 // unit * unit, longest_context})
         chunk = MeasurePoint(chunks=1, sample=False, group_size=size, exchange=exchange)
         points = [
             dataclasses.replace(chunk, cached=cached, new=each)
@@ -314,8 +316,8 @@ def measure(
 ) -> list[MeasuredStep]:
     """Measures all points in order; `done` is called with each."""
     meter = StepTimer(worker, repeats)
-    found = []
+    steps = []
     for point in points:
-        found.append(meter.measure(point))
+        steps.append(meter.measure(point))
         done(str(point))
-    return found
+    return steps

@@ -146,26 +146,26 @@ def measure_costs(
         *spread_grid(shapes, plan.mesh.kvp, longest, slots, pairs),
     ]
     with progress_bar("measuring steps", len(points), progress) as done:
-        found = measure(worker, points, done, repeats)
-    return fitted(plan, worker.measure_links(), found, worker.platform == "cpu")
+        steps = measure(worker, points, done, repeats)
+    return fitted(plan, worker.measure_links(), steps, worker.platform == "cpu")
 
 
 def fitted(
-    plan: StagePlan, links: dict[str, Link], found: list[MeasuredStep], on_cpu: bool
+    plan: StagePlan, links: dict[str, Link], steps: list[MeasuredStep], on_cpu: bool
 ) -> MeasuredProfile:
     """Fits a profile to measured steps: to local ones, then to those with spread chunks."""
-    local = [_sample(one) for one in found if one.point.group_size == 1]
+    local = [_sample(one) for one in steps if one.point.group_size == 1]
     fit = fit_costs(local, plan.model.layers, plan.mesh, longest=on_cpu)
     profile = EngineProfile(fit.costs, links)
-    spread = [SpreadSample(one.batch, one.seconds) for one in found if one.point.group_size > 1]
+    spread = [SpreadSample(one.batch, one.seconds) for one in steps if one.point.group_size > 1]
     if not spread:
-        return MeasuredProfile(profile, found, fit.fitted, fit.held_out)
+        return MeasuredProfile(profile, steps, fit.fitted, fit.held_out)
     costs = dataclasses.replace(fit.costs, spread_shapes=_spread_shapes(plan.shapes))
     found_spread = fit_spread(
         costs, plan.mesh, profile.chooser(plan, SchedulerConfig(exchange="auto")), spread
     )
     profile = EngineProfile(found_spread.costs, links, corrections=found_spread.corrections)
-    return MeasuredProfile(profile, found, fit.fitted, fit.held_out, found_spread.held_out)
+    return MeasuredProfile(profile, steps, fit.fitted, fit.held_out, found_spread.held_out)
 
 
 def _spread_shapes(shapes: list[StepShape]) -> tuple[SpreadShape, ...]:
@@ -187,7 +187,7 @@ def _sample(one: MeasuredStep) -> StepSample:
     point = one.point
     shape = one.shape
     samples = point.decodes + point.chunks if point.sample else 0
-    held = shape.decode.rows, *shape.prefill
+    extent = shape.decode.rows, *shape.prefill
     return StepSample(
         point.decodes,
         point.context,
@@ -195,7 +195,7 @@ def _sample(one: MeasuredStep) -> StepSample:
         point.cached,
         point.new,
         samples,
-        held,
+        extent,
         one.seconds,
     )
 
@@ -248,26 +248,26 @@ def safe_file(identity: dict[str, Any]) -> Path:
 def write(
     file: Path,
     identity: dict[str, Any],
-    found: MeasuredProfile,
+    measured: MeasuredProfile,
     search: Search | None = None,
 ) -> EngineProfile:
     """Writes a profile, whole or not at all. search: finds improvement rates by planner, given the
     profile without them. Errors: ConfigError where it cannot be written."""
-    profile = found.profile
+    profile = measured.profile
     if search is not None:
         profile = dataclasses.replace(profile, improvement=search(profile))
     rows = [
         {**dataclasses.asdict(one.point), "shape": str(one.shape), "seconds": one.seconds}
-        for one in found.points
+        for one in measured.points
     ]
     text = json.dumps(
         {
             **identity,
-            "fitted_error": found.fitted,
-            "held_out_error": found.held_out,
+            "fitted_error": measured.fitted,
+            "held_out_error": measured.held_out,
             "spread_held_out_error": {
                 f"{exchange} on {size}": error
-                for (exchange, size), error in found.spread_held_out.items()
+                for (exchange, size), error in measured.spread_held_out.items()
             },
             "costs": to_json(profile.costs),
             "links": {name: dataclasses.astuple(link) for name, link in profile.links.items()},
@@ -296,24 +296,24 @@ def read(file: Path, identity: dict[str, Any]) -> EngineProfile:
     """A profile that was kept. Errors: ConfigError where it cannot be read or belongs to something
     else."""
     try:
-        found = json.loads(file.read_text())
-        own = {name: found[name] for name in identity}
-        costs = found["costs"]
-        links = {name: Link(*map(float, values)) for name, values in found["links"].items()}
+        content = json.loads(file.read_text())
+        given = {name: content[name] for name in identity}
+        costs = content["costs"]
+        links = {name: Link(*map(float, values)) for name, values in content["links"].items()}
         corrections = {
-            name: Correction(*map(float, values)) for name, values in found["corrections"].items()
+            name: Correction(*map(float, values)) for name, values in content["corrections"].items()
         }
         improvement = {
             name: {float(load): float(rate) for load, rate in rates.items()}
-            for name, rates in found["improvement"].items()
+            for name, rates in content["improvement"].items()
         }
     except OSError as error:
         raise ConfigError("profile", f"{file}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError("profile", f"{file} is not a profile: {error!r}") from None
     for name, value in identity.items():
-        if own[name] != value:
+        if given[name] != value:
             raise ConfigError(
-                "profile", f"{file} was measured with {name} {own[name]!r}; here it is {value!r}"
+                "profile", f"{file} was measured with {name} {given[name]!r}; here it is {value!r}"
             )
     return EngineProfile(from_json(costs), links, improvement, corrections)
