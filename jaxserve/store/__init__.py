@@ -1,10 +1,16 @@
-"""Where blocks of KV lie outside the devices: host memory, a local disk, a Mooncake Store.
+"""Blocks of KV outside the devices: in host memory, on a local disk, in a Mooncake Store.
 
-Everything here is bytes under keys; which block goes where, and when, is decided elsewhere. A
-store may lose a block at any time and never gives wrong bytes: each block has a checksum over
-its key and its bytes, which is made when the block comes and compared when it leaves. What does
-not match is a miss, and so is every error of a device or a network.
+Everything here is bytes under keys; the cache decides which blocks come. A store may lose a block
+at any time and never gives wrong bytes: each block has a checksum over its key and its bytes, which
+is made when the block comes and compared when it leaves. What does not match is a miss, and so is
+every error of a device or a network.
 
+    tiered        TieredBlocks: all tiers together, as a replica sees them
+    host_tier     HostTier: blocks in host memory, and those on their way
+    host_index    HostIndex: which block is in which slot, and which leaves first
+    backing       BackingTiers: disk and shared store behind host memory
+    prefetch      Prefetcher: brings blocks from there for prompts that wait
+    tally         Tally, Bandwidth: counts and measured speeds
     checksum      crc32c of a block under its key
     host_memory   HostBlocks: numbered slots of one allocation
     disk          DiskBlocks: a file of records, overwritten in the order of writing
