@@ -185,7 +185,7 @@ class BlockMover:
                     return
 
     def _stream(self, fetch: Fetch) -> BlockStream | None:
-        """Where a fetch's blocks come from that lower tiers do not hold."""
+        """Opens a stream of those blocks of a fetch that lower tiers do not hold."""
         if fetch.source is None or self._peers is None:
             return None
         if fetch.there is None:

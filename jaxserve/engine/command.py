@@ -104,7 +104,7 @@ class StepResult:
 
 
 class _Head(NamedTuple):
-    """What comes before a command's arrays. samples, words: extent of the masks."""
+    """Head of a command, before its arrays. samples, words: extent of the masks."""
 
     version: int
     reset: bool

@@ -35,7 +35,7 @@ from jaxserve.lanes.groups import group_around
 
 @dataclasses.dataclass(frozen=True)
 class ChunkSlice:
-    """Where part of a chunk went: `size` tokens from `offset` in the chunk are tokens `token`... of
+    """Place of a part of a chunk: `size` tokens from `offset` in the chunk are tokens `token`... of
     `lane`, in its row number `row`."""
 
     chunk: int
@@ -167,7 +167,7 @@ class StepRows:
 
     @functools.cached_property
     def _first_ids(self) -> np.ndarray:
-        """Where each chunk's ids begin in the batch's tokens."""
+        """Number of each chunk's first id among the batch's tokens."""
         count = np.where(self._batch.is_decode, 0, self._batch.length)
         return np.cumsum(count) - count
 

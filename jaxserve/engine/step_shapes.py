@@ -218,7 +218,7 @@ UPDATE_LANE = 0
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where each field of a step lies in a lane's row of int32. Field -> (offset, shape)."""
+    """Places of a step's fields in a lane's row of int32. Field -> (offset, shape)."""
 
     fields: dict[str, tuple[int, tuple[int, ...]]]
     size: int

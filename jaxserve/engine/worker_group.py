@@ -192,7 +192,8 @@ class WorkerGroup(CommandExecutor):
         return sum(peer.status.get("recompiles", 0) for peer in self._peers.all)
 
     def check(self) -> None:
-        """Errors: WorkersLost where what was computed is lost, also if there is a new group."""
+        """Checks that nothing was lost. Errors: WorkersLost where what was computed is lost, also
+        if there is a new group."""
         if self._peers.torn:
             raise WorkersLost(self._peers.lost)
 

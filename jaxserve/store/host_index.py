@@ -21,8 +21,8 @@ MAX_OUTDATED = 64  # entries of a heap beside twice those that count
 
 
 class Placed(NamedTuple):
-    """Where a block goes: its slot, and the block that makes room for it, if one does: its key, and
-    the clock second until which it was to stay."""
+    """Place of a new block: its slot, and the block that makes room for it, if one does: its key,
+    and the clock second until which it was to stay."""
 
     slot: int
     leaves: tuple[bytes, float] | None = None
@@ -169,7 +169,7 @@ class HostIndex:
         return key not in self._pins and key not in self._filling
 
     def check(self, slots: int) -> None:
-        """Errors: AssertionError with what differs."""
+        """Checks the invariants. Errors: AssertionError with what differs."""
         taken = sorted(self._slot.values())
         assert sorted(taken + self._free) == list(range(slots)), f"taken {taken}, {self._free}"
         listed = [*self._passing, *self._normal, *self._kept]

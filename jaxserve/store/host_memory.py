@@ -27,8 +27,8 @@ class HostBlocks:
     """
 
     def __init__(self, slots: int, block_bytes: int):
-        """Errors: ValueError for less than one slot or byte; ConfigError where the system has not
-        that much memory."""
+        """Reserves the memory. Errors: ValueError for less than one slot or byte; ConfigError where
+        the system has not that much memory."""
         if slots < 1 or block_bytes < 1:
             raise ValueError(f"slots {slots} and block_bytes {block_bytes} must be at least 1")
         self.slots = slots

@@ -195,6 +195,6 @@ class HostTier:
             self._events.changed(Medium.HOST, key, key in self)
 
     def check(self) -> None:
-        """Errors: AssertionError with what differs."""
+        """Checks the invariants. Errors: AssertionError with what differs."""
         with self._changed:
             self._index.check(self.blocks.slots)

@@ -1,4 +1,4 @@
-"""Which block is in which record of a file, and which record is written next.
+"""Index of the records of a file: which block is in which record, and which record is written next.
 
 Records are written one after the other, from the first to the last and from the first again: the
 oldest are overwritten in the order in which they were written. A block that was read since it was
@@ -76,7 +76,7 @@ class Ring:
         self._add(entry)
 
     def resume(self) -> int:
-        """Continues behind the record that was written last. Returns its sequence number, 0 where
+        """Continues behind the record that was written last. Returns its sequence number, 0 if
         there is no record."""
         newest = max(self._entries.values(), key=lambda entry: entry.sequence, default=None)
         if newest is None:

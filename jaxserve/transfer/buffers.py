@@ -128,7 +128,8 @@ class ReceiveBuffers:
         return self._grant(now)
 
     def check(self) -> None:
-        """Errors: AssertionError where a buffer is lost, or is two transfers'."""
+        """Checks the invariants. Errors: AssertionError where a buffer is lost, or is two
+        transfers'."""
         used = [number for held in self._held.values() for number in held.grant.buffers]
         assert sorted(self._free + used) == list(range(self.count)), (self._free, used)
 

@@ -43,7 +43,7 @@ class Window:
     epoch: int
 
     def __post_init__(self) -> None:
-        """Errors: TransferError."""
+        """Checks the fields. Errors: TransferError."""
         for name in ("peer", "token"):
             text = getattr(self, name)
             if not isinstance(text, str) or len(text) > MAX_TEXT:
@@ -101,7 +101,7 @@ class Transfer(Protocol):
 
     @property
     def address(self) -> str:
-        """Where others reach this transfer, as host:port."""
+        """Address at which others reach this transfer, as host:port."""
         ...
 
     def lend(self, base: int, size: int, seconds: float) -> Window:
@@ -167,7 +167,7 @@ def join_address(host: str, port: int) -> str:
 
 
 def check_memory(memory: np.ndarray) -> None:
-    """Errors: TransferError for what cannot be staging memory."""
+    """Checks memory. Errors: TransferError for what cannot be staging memory."""
     if memory.dtype != np.uint8 or memory.ndim != 1 or not memory.flags.c_contiguous:
         raise TransferError("memory", "must be a contiguous array of uint8 of one dimension")
     if not memory.flags.writeable:
@@ -175,7 +175,8 @@ def check_memory(memory: np.ndarray) -> None:
 
 
 def check_range(name: str, start: int, size: int, limit: int) -> None:
-    """Errors: TransferError where [start, start + size) is not inside [0, limit) or is empty."""
+    """Checks a range. Errors: TransferError where [start, start + size) is not inside [0, limit) or
+    is empty."""
     if size < 1 or start < 0 or start + size > limit:
         raise TransferError(
             name, f"bytes {start} to {start + size} are not inside the {limit} bytes there are"
@@ -183,7 +184,7 @@ def check_range(name: str, start: int, size: int, limit: int) -> None:
 
 
 def check_seconds(seconds: float) -> None:
-    """Errors: TransferError for what is no finite positive time."""
+    """Checks a time. Errors: TransferError for what is no finite positive time."""
     if not 0 < seconds < 1e6:
         raise TransferError("seconds", f"must be between 0 and 1000000, not {seconds}")
 

@@ -263,7 +263,8 @@ class _Link:
 
 
 def _some(part: int) -> int:
-    """Errors: ChannelError where the other side has ended the connection."""
+    """Checks that bytes came. Errors: ChannelError where the other side has ended the
+    connection."""
     if not part:
         raise ChannelError("the connection was closed")
     return part

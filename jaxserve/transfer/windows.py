@@ -1,4 +1,4 @@
-"""Which parts of the staging memory are lent, under which tokens, until when."""
+"""Parts of the staging memory that are lent, under which tokens, until when."""
 
 from __future__ import annotations
 

@@ -160,7 +160,8 @@ class StepTimer:
         self._stripe = max(1, worker.plan.tile // worker.plan.block_size)
 
     def measure(self, point: MeasurePoint) -> MeasuredStep:
-        """Errors: ValueError for a point that no compiled shape or no page table holds."""
+        """Measures one point. Errors: ValueError for a point that no compiled shape or no page
+        table holds."""
         batch = self._batch(point)
         arrays = self.arrays(point)
         command = StepCommand(
