@@ -227,8 +227,11 @@ class FetchReader:
     def __init__(self, fetch: Fetch, tiers: TieredBlocks, stream: BlockStream | None):
         self._tiers = tiers
         self._stream = stream
-        self._far = {key for key in fetch.keys if not tiers.holds(key)} if stream else set()
-        self._source = "" if fetch.source is None else fetch.source.address
+        self._far: set[bytes] = set()
+        self._source = ""
+        if stream is not None and fetch.source is not None:
+            self._far = {key for key in fetch.keys if not tiers.holds(key)}
+            self._source = fetch.source.address
 
     def read(self, key: bytes, into: np.ndarray) -> bool:
         """Copies the next block to `into` [bytes] uint8; False where it does not come."""

@@ -32,6 +32,7 @@ _ARRAY = struct.Struct("<BBI")  # kind of number, how it is written, bytes
 _WIDTH = struct.Struct("<I")
 _RAW, _RUNS = 0, 1
 _KINDS = (np.dtype("<i4"), np.dtype("<f4"), np.dtype("<u1"))
+_KIND_OF = {np.dtype("<f4"): 1, np.dtype("<u1"): 2, np.dtype(bool): 2}  # others: integers
 _MOST_ROWS = 1 << 24  # of an array that bytes may unfold to
 _RESULT = struct.Struct("<BiBHH")
 _SCALARS = ("lane", "slot", "fresh")  # fields of an admission
@@ -276,9 +277,7 @@ def _empty(kind: int, width: int) -> bytes:
 
 
 def _kind(array: np.ndarray) -> int:
-    if array.dtype == np.float32:
-        return 1
-    return 2 if array.dtype in (np.bool_, np.uint8) else 0
+    return _KIND_OF.get(array.dtype, 0)
 
 
 def _runs(rows: np.ndarray) -> bytes | None:

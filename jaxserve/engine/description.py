@@ -51,7 +51,9 @@ def replica_info(
 
 def tier_readings(tiers: LowerTiers | None) -> dict[str, float]:
     """Returns the values of `metric_rows.READ` that the tiers below the devices know."""
-    counts = tiers.counts() if tiers is not None else TierCounts()
+    counts = TierCounts()
+    if tiers is not None:
+        counts = tiers.counts()
     return {
         "kv_blocks_stored": counts.stored,
         "kv_blocks_from_host": counts.host_reads,

@@ -108,7 +108,9 @@ class Engine(ReplicaCore):
             if not self.available:
                 raise RequestError("", RESTARTING, "UNAVAILABLE")
             seed = request.sampling.seed
-            self._enter(request, sink, random.getrandbits(63) if seed is None else seed)
+            if seed is None:
+                seed = random.getrandbits(63)
+            self._enter(request, sink, seed)
             self._wake.set()
 
     def _end(self, request_id: str, reason: str, index: int | None) -> bool:

@@ -50,8 +50,7 @@ class BlockLayout:
 
     def parts(self, block: np.ndarray) -> list[np.ndarray]:
         """Views of what a block's bytes [bytes] uint8 are: [layers, heads, 2, block_size, ...]."""
-        pages = self.view(block)
-        return [pages.kv] if pages.scales is None else [pages.kv, pages.scales]
+        return jax.tree.leaves(self.view(block))
 
     def view(self, block: np.ndarray) -> KVPages:
         """A block's bytes [bytes] uint8 as the numbers and scales that they are."""

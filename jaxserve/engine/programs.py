@@ -34,7 +34,9 @@ class Programs:
 
     @property
     def recompiles(self) -> int:
-        return 0 if self._expected is None else len(self.compiled.keys() - self._expected)
+        if self._expected is None:
+            return 0
+        return len(self.compiled.keys() - self._expected)
 
     def get(self, name: str, lower: Lower) -> Any:
         """The program of that name; lowered and compiled now if it was not before."""

@@ -151,24 +151,24 @@ class Stages:
         return self._fed[1]
 
     def sample(
-        self, hidden: HiddenStates | None, variant: str, mask: np.ndarray | None = None
+        self, hidden: HiddenStates | None, variant: str, masks: np.ndarray | None = None
     ) -> SampledTokens | None:
-        """Samples tokens from a step's hidden states, and makes the next version of `sampled`. mask
-        [lanes, S, mask_words]: for the guided variant, see `sampling.sample`."""
+        """Samples tokens from a step's hidden states, and makes the next version of `sampled`.
+        masks [lanes, S, mask_words]: for the guided variant, see `sampling.sample`."""
         version = self._sampled[-1][0] + 1
         if hidden is None:
             self._sampled.append((version, None))
             return None
         program = self.programs.get(*self.programs.head(variant, hidden.picked.shape[1]))
-        arguments = (self._head_values, hidden.picked, hidden.ints, self._sampled[-1][1])
+        arguments: tuple = (self._head_values, hidden.picked, hidden.ints, self._sampled[-1][1])
         logprobs: tuple[jax.Array, ...] = ()
         if variant == "greedy":
             tokens, sampled = program(*arguments)
         else:
-            masks = [] if mask is None else [mask]
-            tokens, sampled, self.sampling_state, logprobs = program(
-                *arguments, self.sampling_state, *masks
-            )
+            arguments += (self.sampling_state,)
+            if variant == "guided":
+                arguments += (masks,)
+            tokens, sampled, self.sampling_state, logprobs = program(*arguments)
         self._sampled.append((version, sampled))
         return SampledTokens(tokens, logprobs, version)
 

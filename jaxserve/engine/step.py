@@ -81,7 +81,9 @@ class LayersProgram:
         view = layout(shape, size).views(ints[0])
         table = write_table(table, view["deltas"])
         groups = _groups(view, shape, table[0], count, size)
-        x = stage.embed_tokens(_tokens(view, shape, x[0])) if stage.is_first else x[0]
+        x = x[0]
+        if stage.is_first:
+            x = stage.embed_tokens(_tokens(view, shape, x))
         moves = view["moves"] if shape.moves else None
         x = x.astype(values[0].dtype)
         positions = _positions(view, shape)

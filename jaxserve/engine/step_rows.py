@@ -247,7 +247,7 @@ class StepRows:
             return updates
         early = []
         for lane in range(self._lanes):
-            mine = updates if self._lanes == 1 else updates[updates[:, UPDATE_LANE] == lane]
+            mine = updates[updates[:, UPDATE_LANE] == lane]
             riding = mine[max(0, len(mine) - out.shape[1]) :]
             out[lane, : len(riding)] = riding[:, UPDATE_LANE + 1 :]
             early.append(mine[: len(mine) - len(riding)])

@@ -91,10 +91,12 @@ class StepShape:
         name = lambda groups: "+".join(f"{rows}x{width}" for rows, width in groups)
         if not self.spread:
             return name(self.local)
-        exchange = "" if self.exchange == DEFAULT_EXCHANGE else f"_{self.exchange}"
-        moves = "_moves" if self.moves else ""
-        spread = f"{name(self.spread)}_on_{self.group_size}{exchange}{moves}"
-        return f"{name(self.local)}_spread_{spread}"
+        parts = [name(self.local), "spread", name(self.spread), "on", str(self.group_size)]
+        if self.exchange != DEFAULT_EXCHANGE:
+            parts.append(self.exchange)
+        if self.moves:
+            parts.append("moves")
+        return "_".join(parts)
 
 
 def shapes(config: SchedulerConfig, lanes: int, block: int) -> list[StepShape]:
@@ -242,7 +244,7 @@ def layout(shape: StepShape, block: int) -> Layout:
     """
     spread = sum(group.rows for group in shape.spread)
     new_blocks = lambda groups: sum(
-        group.rows * (1 if group.width == 1 else -(-group.width // block) + 1) for group in groups
+        group.rows * (-(-group.width // block) + (group.width > 1)) for group in groups
     )
     spread_deltas = shape.group_size * (new_blocks(shape.spread) + shape.moves)
     sizes: dict[str, tuple[int, ...]] = {

@@ -86,7 +86,7 @@ class Worker(CommandExecutor):
         self._arrived: Callable[[Arrival], None] = lambda arrival: None
         self.mover: BlockMover | None = None
         if tiers is not None:
-            io = PageIo(self.stages, plan.model.kv_heads if kv_heads is None else kv_heads)
+            io = PageIo(self.stages, kv_heads or plan.model.kv_heads)
             blocks = tiers(io.layout.bytes)
             self.mover = BlockMover(io, blocks, lambda arrival: self._arrived(arrival), peers)
 
@@ -130,14 +130,14 @@ class Worker(CommandExecutor):
         """Compiles all programs that steps of these shapes can need (None: of all); `done` is
         called with the name of each."""
         programs = self._programs(self.plan.shapes, variants)
-        first = self._programs(self.plan.shapes if shapes is None else shapes, variants)
-        self._uncompiled = frozenset() if shapes is None else {*self.plan.shapes} - {*shapes}
+        first = self._programs(shapes or self.plan.shapes, variants)
+        self._uncompiled = {*self.plan.shapes}.difference(shapes or self.plan.shapes)
         self.stages.programs.expect(programs)
         self.stages.programs.warm_up(first, done)
 
     def program_count(self, shapes: Collection[StepShape] | None = None) -> int:
         """Counts the programs that a warm-up for these shapes compiles (None: for all)."""
-        return len(self._programs(self.plan.shapes if shapes is None else shapes, VARIANTS))
+        return len(self._programs(shapes or self.plan.shapes, VARIANTS))
 
     def _programs(self, shapes: Iterable[StepShape], variants: tuple[str, ...]) -> dict[str, Lower]:
         programs = dict(self.stages.programs.of_shapes(shapes, variants))
@@ -204,8 +204,8 @@ class Worker(CommandExecutor):
     def _sample(self, step: _Pending, command: StepCommand) -> None:
         has_last = self.stages.has_last
         assert step.unsampled is not None or not has_last, f"step {step.number} is sampled already"
-        masks = command.masks if command.masks.size else None
-        step.sampled = self.stages.sample(step.unsampled, VARIANTS[command.variant], masks)
+        variant = VARIANTS[command.variant]
+        step.sampled = self.stages.sample(step.unsampled, variant, command.masks)
         step.unsampled = None
         if step.sampled is not None and self.platform != "cpu":  # there tokens are read in place
             step.sampled.tokens.copy_to_host_async()

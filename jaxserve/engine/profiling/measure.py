@@ -47,9 +47,9 @@ class MeasurePoint:
 
     def longest(self) -> int:
         """Tokens of the longest sequence, those of the step included."""
-        return max(
-            self.context + 1 if self.decodes else 0, self.cached + self.new if self.chunks else 0
-        )
+        decode = (self.context + 1) * (self.decodes > 0)
+        chunk = (self.cached + self.new) * (self.chunks > 0)
+        return max(decode, chunk)
 
     def pairs(self) -> int:
         """Pairs of a token that attends and a token before it, on a lane."""
@@ -91,7 +91,9 @@ def batch_of(point: MeasurePoint, lanes: int, block_size: int, stripe: int = 1) 
     lane = np.concatenate([np.repeat(np.arange(lanes), point.decodes), home]).astype(np.int32)
     blocks_per_lane = np.zeros((count, lanes), np.int32)
     blocks_per_lane[row, lane] = -(-(start + length) // block_size)
+    spread_lane = np.empty(0)
     if point.group_size > 1:
+        spread_lane = np.concatenate([chunk_lane + at for at in first])
         share = np.bincount(block_lane, minlength=point.group_size)
         for chunk, at in enumerate(first.tolist(), decodes):
             blocks_per_lane[chunk] = 0
@@ -107,11 +109,7 @@ def batch_of(point: MeasurePoint, lanes: int, block_size: int, stripe: int = 1) 
         sample=np.full(count, point.sample),
         group_size=np.where(is_decode, 1, point.group_size).astype(np.int32),
         blocks_per_lane=blocks_per_lane,
-        block_lane=(
-            np.concatenate([chunk_lane + at for at in first]).astype(np.int32)
-            if point.group_size > 1
-            else np.empty(0, np.int32)
-        ),
+        block_lane=spread_lane.astype(np.int32),
         exchange=point.exchange,
         tokens=np.ones(int(length[~is_decode].sum()), np.int32),
         moves=np.empty((0, 4), np.int32),
@@ -264,8 +262,11 @@ def grid(
 def _full(shape: StepShape, longest: int, slots: int) -> MeasurePoint:
     """Fills a shape with sequences without context, at most `slots` of them."""
     rows, width = shape.prefill
-    chunks = min(rows, max(1, slots - 1) if shape.decode.rows else slots)
-    new = min(width * (rows // chunks), longest - 1) if chunks else 0
+    beside = slots - 1 if shape.decode.rows else slots
+    chunks = min(rows, max(1, beside))
+    new = 0
+    if chunks:
+        new = min(width * (rows // chunks), longest - 1)
     decodes = min(shape.decode.rows, slots - chunks)
     return MeasurePoint(decodes=decodes, context=1, chunks=chunks, new=new, sample=bool(decodes))
 

@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -229,7 +230,7 @@ def identity(
 def kept_file(identity: dict[str, Any]) -> Path:
     """Path of the profile that belongs to this."""
     text = json.dumps(identity, sort_keys=True)
-    name = "".join(c if c.isalnum() else "-" for c in identity["model"])
+    name = re.sub(r"[\W_]", "-", identity["model"])
     return (
         cache_folder()
         / "profiles"
