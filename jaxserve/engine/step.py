@@ -175,13 +175,13 @@ def _tokens(view: dict[str, jax.Array], shape: StepShape, sampled: jax.Array) ->
 
 def _positions(view: dict[str, jax.Array], shape: StepShape) -> jax.Array:
     """Positions [T] of the step's tokens; -1: padding."""
-    within = jnp.concatenate(
+    offset = jnp.concatenate(
         [
             jnp.tile(jnp.arange(width, dtype=jnp.int32), rows)
             for rows, width in shape.local + shape.spread
         ]
     )
-    return jnp.where(within < _expand(view, shape, 2), _expand(view, shape, 1) + within, -1)
+    return jnp.where(offset < _expand(view, shape, 2), _expand(view, shape, 1) + offset, -1)
 
 
 def _groups(

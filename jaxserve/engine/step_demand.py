@@ -58,11 +58,11 @@ class StepDemand:
     def of(cls, batch: Batch, lanes: int, tile: int, block: int) -> StepDemand:
         """Counts what a batch needs on `lanes` lanes with pages of `block` tokens. tile: tokens of
         a row around a ring."""
-        at = np.flatnonzero(batch.length != 1)
+        chunks = np.flatnonzero(batch.length != 1)
         fields = (batch.lane, batch.length, batch.group_size)
-        long = tuple(map(LongChunk, at.tolist(), *(field[at].tolist() for field in fields)))
+        long = tuple(map(LongChunk, chunks.tolist(), *(field[chunks].tolist() for field in fields)))
         if lanes == 1:
-            return cls(len(batch.slot) - len(at), 0, long, 1, 1, False)
+            return cls(len(batch.slot) - len(chunks), 0, long, 1, 1, False)
         single = batch.length == 1
         place = batch.lane[single] + lanes * batch.spread[single]
         local, spread = np.bincount(place, minlength=2 * lanes).reshape(2, lanes).max(1).tolist()
@@ -110,15 +110,16 @@ def _ring(batch: Batch, chunks: list[LongChunk], width: int, block: int) -> tupl
     """Cuts spread chunks into rows of at most `width` tokens on the lanes that have their blocks;
     none where a token is sampled elsewhere than at home."""
     ring: list[LaneSlice] = []
-    at = 0
+    block_number = 0
     for chunk in chunks:
         start = int(batch.start[chunk.number])
         count = (start + chunk.length - 1) // block - start // block + 1
-        rows = _settled(chunk, start, batch.block_lane[at : at + count], width, block)
+        block_lane = batch.block_lane[block_number : block_number + count]
+        rows = _settled(chunk, start, block_lane, width, block)
         if batch.sample[chunk.number] and rows[-1].lane != chunk.lane:
             return ()
         ring += rows
-        at += count
+        block_number += count
     return tuple(ring)
 
 
@@ -129,8 +130,8 @@ def _settled(
     block_lane: lane of each block that its tokens fall in."""
     first = start // block
     changes = (np.flatnonzero(np.diff(block_lane)) + 1 + first) * block - start
-    whole = np.arange(width - start % width, chunk.length, width)
-    ends = np.unique(np.concatenate([changes, whole, [chunk.length]])).tolist()
+    row_ends = np.arange(width - start % width, chunk.length, width)
+    ends = np.unique(np.concatenate([changes, row_ends, [chunk.length]])).tolist()
     rows = []
     offset = 0
     for end in ends:

@@ -127,8 +127,8 @@ class StepRows:
         single = batch.length == 1
         ids = np.full(len(batch.slot), FEED, np.int32)
         if len(batch.tokens):
-            given = np.flatnonzero(single & ~batch.is_decode)
-            ids[given] = batch.tokens[self._first_ids[given]]
+            fresh = np.flatnonzero(single & ~batch.is_decode)
+            ids[fresh] = batch.tokens[self._first_ids[fresh]]
         spread = batch.spread
         for lane, chunks in self._by_lane(np.flatnonzero(single & ~spread)):
             self._write_lane(chunks, lane, self._spans.decode, ids)

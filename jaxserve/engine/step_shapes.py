@@ -228,8 +228,8 @@ class Layout:
     def views(self, ints):
         """Per field, its part of `ints` [..., size], numpy or jax."""
         return {
-            name: ints[..., at : at + math.prod(shape)].reshape(*ints.shape[:-1], *shape)
-            for name, (at, shape) in self.fields.items()
+            name: ints[..., first : first + math.prod(shape)].reshape(*ints.shape[:-1], *shape)
+            for name, (first, shape) in self.fields.items()
         }
 
 

@@ -148,9 +148,9 @@ class Steps:
 
     def _publish_read(self, flight: InFlightBatch) -> None:
         now = self._now()
-        seconds, alone = self.in_flight.read(flight, now)
+        seconds, unmixed = self.in_flight.read(flight, now)
         compiles = self._worker.compiles
-        comparable = alone and compiles == self._compiles
+        comparable = unmixed and compiles == self._compiles
         self._compiles = compiles
         self._bus.publish(StepRead(flight.batch, now, seconds, comparable))
 

@@ -75,8 +75,8 @@ class BackingTiers:
 
     def _is_on_disk(self, key: bytes, expires: float) -> bool:
         """Returns whether a block is on disk, and for as long already."""
-        known = None if self.disk is None else self.disk.expires(key)
-        return known is not None and known >= expires - CLOCK_SECONDS
+        kept_until = None if self.disk is None else self.disk.expires(key)
+        return kept_until is not None and kept_until >= expires - CLOCK_SECONDS
 
     def until(self, key: bytes) -> float:
         """The clock second until which a block that comes back from disk stays."""

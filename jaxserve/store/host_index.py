@@ -134,10 +134,10 @@ class HostIndex:
         return self._kept if until > NORMAL else self._passing
 
     def _enlist(self, key: bytes, until: float) -> None:
-        known = self._until.get(key)
+        previous = self._until.get(key)
         self._until[key] = until
         self._list(key)[key] = None
-        if until > NORMAL and until != known:
+        if until > NORMAL and until != previous:
             self._note_end(key, until)
         if len(self._kept) > self._most_kept:
             self._end_keeping(next(iter(self._kept)))

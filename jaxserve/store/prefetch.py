@@ -52,8 +52,8 @@ class Prefetcher:
         shared = self._behind.shared
         if shared is None:
             return Lookup(answered=True)
-        near = lambda key: self._host.holds(key) or key in self._behind
-        missing = itertools.dropwhile(near, keys)
+        is_near = lambda key: self._host.holds(key) or key in self._behind
+        missing = itertools.dropwhile(is_near, keys)
         return shared.look(list(itertools.islice(missing, self._room)), self)
 
     @property

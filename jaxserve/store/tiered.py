@@ -80,10 +80,10 @@ class TieredBlocks(LowerTiers):
         return self.prefetcher.most
 
     def seconds(self, keys: Sequence[bytes]) -> float:
-        near = sum(self.host.holds(key) for key in keys)
-        far = len(keys) - near
+        near_blocks = sum(self.host.holds(key) for key in keys)
+        far_blocks = len(keys) - near_blocks
         host, disk = self.bandwidths()
-        return self.block_bytes * (near / host + far / disk)
+        return self.block_bytes * (near_blocks / host + far_blocks / disk)
 
     def bandwidths(self) -> tuple[float, float]:
         """Bytes per second of host memory and of disk, as learnt so far."""
