@@ -101,8 +101,9 @@ class PageIo:
 
     def _read_program(self, stage: Stage, size: int) -> Named:
         def lower() -> Any:
-            out = KVPages(*(spec(*BLOCK_AXES) for _ in jax.tree.leaves(stage.pages[0])))
-            return lowered(_read, stage.mesh, (stage.pages, self._ids(stage, size)), out)
+            pages = self._stages.programs.page_shapes(stage)
+            out = jax.tree.map(lambda _: spec(*BLOCK_AXES), pages[0])
+            return lowered(_read, stage.mesh, (pages, self._ids(stage, size)), out)
 
         return f"read_pages_{stage.index}_{size}", lower
 
@@ -137,9 +138,10 @@ class PageIo:
 
     def _write_program(self, stage: Stage) -> Named:
         def lower() -> Any:
-            ids, blocks = self._ids(stage, self.most), self._blocks(stage, self.most)
-            pools = [spec(*POOL_AXES)] * len(stage.pages)
-            return lowered(_write, stage.mesh, (stage.pages, ids, blocks), pools, donate=(0,))
+            pages = self._stages.programs.page_shapes(stage)
+            arguments = (pages, self._ids(stage, self.most), self._blocks(stage, self.most))
+            pools = [spec(*POOL_AXES)] * len(pages)
+            return lowered(_write, stage.mesh, arguments, pools, donate=(0,))
 
         return f"write_pages_{stage.index}", lower
 
