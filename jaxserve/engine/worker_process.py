@@ -47,7 +47,11 @@ def work(config: EngineConfig, member: Member) -> NoReturn:
     pulse = Pulse(member)
     try:
         channel = _join(config, member)
-        _Process(config, member, channel, pulse).run()
+        begin = _begin(channel, pulse)
+        with _reporting(channel):
+            config = led_by(begin["settings"], config)
+            worker = _load(config, member, begin["coordinator"], channel.own_host, pulse)
+        _Process(member, worker, channel, pulse).run()
         code = 0
     except ConfigError as error:
         print(f"{member.name}: {error}", file=sys.stderr, flush=True)
@@ -84,86 +88,98 @@ def _connected(member: Member) -> Channel:
         time.sleep(RETRY_SECONDS)
 
 
+def _begin(channel: Channel, pulse: Pulse) -> dict[str, Any]:
+    """Waits until all have come. Errors: ConfigError where the leader refuses this worker."""
+    pulse.tell(state="joining")
+    frame = channel.receive()
+    content = json.loads(frame.content)
+    if frame.kind == Kind.REFUSED and content["again"]:
+        raise ChannelError(f"refused for now: {content['reason']}")
+    if frame.kind == Kind.REFUSED:
+        raise ConfigError("group", f"refused by the leader: {content['reason']}")
+    return content
+
+
+def _load(
+    config: EngineConfig, member: Member, coordinator: str, own_host: str, pulse: Pulse
+) -> Worker:
+    """Joins JAX's processes, and loads this one's part of the weights."""
+    pulse.tell(state="loading")
+    each = devices_each(config.mesh, member.workers, member.ranks_across_hosts)
+    distributed.join(
+        coordinator,
+        member.worker,
+        member.workers,
+        each,
+        member.local * each,
+        own_host,
+        shared_stage=each < config.mesh.kvp * config.mesh.tp,
+    )
+    checkpoint = open_checkpoint(config.source.model, config.source.revision)
+    return load_worker(config, checkpoint, False)
+
+
+@contextlib.contextmanager
+def _reporting(channel: Channel) -> Iterator[None]:
+    """Reports to the leader what goes wrong inside."""
+    try:
+        yield
+    except ChannelError:
+        raise
+    except Exception as error:
+        content: dict[str, str | None] = {
+            "field": None,
+            "error": f"{type(error).__name__}: {error}",
+        }
+        if isinstance(error, ConfigError):
+            content = {"field": error.field, "error": error.message}
+        with contextlib.suppress(ChannelError):
+            channel.send(Kind.FAULT, json.dumps(content).encode())
+        raise
+
+
 class _Process:
-    def __init__(self, config: EngineConfig, member: Member, channel: Channel, pulse: Pulse):
-        self._config = config
+    """A worker that is loaded: executes the leader's commands, and answers its questions."""
+
+    def __init__(self, member: Member, worker: Worker, channel: Channel, pulse: Pulse):
         self._member = member
+        self._worker = worker
         self._channel = channel
         self._pulse = pulse
+        self._codec = worker.plan.codec()
         self._steps: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._issued = 0
         self._finished = 0
         self._news = threading.Condition()
-        self._worker: Worker | None = None
 
     def run(self) -> None:
-        """Joins, loads and executes until the leader ends the group. Errors: those that `work`
-        handles."""
-        begin = self._begin()
-        with self._told():
-            self._config = led_by(begin["settings"], self._config)
-            self._worker = self._load(begin)
-        codec = self._worker.plan.codec()
-        self._channel.send(Kind.LOADED, json.dumps(self._facts()).encode())
+        """Executes until the leader ends the group. Errors: those that `work` handles."""
+        facts = {
+            "platform": self._worker.platform,
+            "device_kind": self._worker.device_kind,
+            "programs": self._worker.program_count(),
+            "process": os.getpid(),
+        }
+        self._channel.send(Kind.LOADED, json.dumps(facts).encode())
         self._start_thread(self._wait_for_steps)
         self._start_thread(self._send_status)
         self._pulse.tell(state="ready")
         while True:
             frame = self._channel.receive()
             if frame.kind == Kind.COMMAND:
-                with self._told():
-                    self._execute(codec.decode(frame.content))
+                with _reporting(self._channel):
+                    self._execute(self._codec.decode(frame.content))
             elif frame.kind == Kind.ASK:
-                with self._told():
+                with _reporting(self._channel):
                     self._answer(**json.loads(frame.content))
             elif frame.kind == Kind.END:
                 return
             else:
                 raise ChannelError(f"the leader sent a frame of kind {frame.kind}")
 
-    # --- joining
-
-    def _begin(self) -> dict[str, Any]:
-        """Waits until all have come. Errors: ConfigError where the leader refuses this worker."""
-        self._pulse.tell(state="joining")
-        frame = self._channel.receive()
-        content = json.loads(frame.content)
-        if frame.kind == Kind.REFUSED and content["again"]:
-            raise ChannelError(f"refused for now: {content['reason']}")
-        if frame.kind == Kind.REFUSED:
-            raise ConfigError("group", f"refused by the leader: {content['reason']}")
-        return content
-
-    def _load(self, begin: dict[str, Any]) -> Worker:
-        member = self._member
-        each = devices_each(self._config.mesh, member.workers, member.ranks_across_hosts)
-        self._pulse.tell(state="loading")
-        distributed.join(
-            begin["coordinator"],
-            member.worker,
-            member.workers,
-            each,
-            member.local * each,
-            self._channel.own_host,
-            shared_stage=each < self._config.mesh.kvp * self._config.mesh.tp,
-        )
-        source = self._config.source
-        checkpoint = open_checkpoint(source.model, source.revision)
-        return load_worker(self._config, checkpoint, False)
-
-    def _facts(self) -> dict[str, Any]:
-        assert self._worker is not None
-        return {
-            "platform": self._worker.platform,
-            "device_kind": self._worker.device_kind,
-            "programs": self._worker.program_count(),
-            "process": os.getpid(),
-        }
-
-    # --- what the leader says
+    # --- for the leader
 
     def _execute(self, command: StepCommand) -> None:
-        assert self._worker is not None
         self._worker.execute(command)
         later = command.variant == SAMPLE_LATER
         sampled_now = command.shape == NO_STEP and command.variant >= 0
@@ -181,7 +197,6 @@ class _Process:
         self._channel.send(Kind.ANSWER, json.dumps(answer).encode())
 
     def _warm_up(self, variants: list[str]) -> dict[str, int]:
-        assert self._worker is not None
         self._pulse.tell(state="compiling")
         self._worker.warm_up(self._progress, tuple(variants))
         self._pulse.tell(state="ready")
@@ -195,7 +210,6 @@ class _Process:
             self._news.wait_for(lambda: self._finished == self._issued)
 
     def _links(self) -> dict[str, Any]:
-        assert self._worker is not None
         self._settle()
         links = self._worker.measure_links()
         return {name: dataclasses.astuple(link) for name, link in links.items()}
@@ -208,7 +222,7 @@ class _Process:
     def _or_end(self, run: Callable[[], None]) -> None:
         """Runs a thread that the process cannot be without."""
         try:
-            with self._told():
+            with _reporting(self._channel):
                 run()
         except ChannelError:
             pass  # the main thread gets it too
@@ -218,13 +232,11 @@ class _Process:
 
     def _wait_for_steps(self) -> None:
         """Waits for each step; worker 0 sends what it left."""
-        assert self._worker is not None
-        codec = self._worker.plan.codec()
         while True:
             self._steps.get()
             result = self._worker.wait()
             if self._member.worker == 0:
-                self._channel.send(Kind.RESULT, codec.encode_result(result))
+                self._channel.send(Kind.RESULT, self._codec.encode_result(result))
             with self._news:
                 self._finished += 1
                 self._news.notify_all()
@@ -236,7 +248,6 @@ class _Process:
 
     def _counts(self) -> dict[str, int]:
         """Counts how far this worker is; see `WorkerGroup.members`."""
-        assert self._worker is not None
         memory = [device.memory_stats() or {} for device in jax.local_devices()]
         return {
             "issued": self._issued,
@@ -245,19 +256,3 @@ class _Process:
             "recompiles": self._worker.recompiles,
             "device_bytes": sum(stats.get("bytes_in_use", 0) for stats in memory),
         }
-
-    @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
-        """Reports to the leader what goes wrong inside."""
-        try:
-            yield
-        except ChannelError:
-            raise
-        except Exception as error:
-            if isinstance(error, ConfigError):
-                content: dict[str, str | None] = {"field": error.field, "error": error.message}
-            else:
-                content = {"field": None, "error": f"{type(error).__name__}: {error}"}
-            with contextlib.suppress(ChannelError):
-                self._channel.send(Kind.FAULT, json.dumps(content).encode())
-            raise

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 
-from jaxserve.cache.tiers import TierCounts
+from jaxserve.cache.tiers import Fetched, TierCounts
 
 FORGETTING = 0.2  # weight of the newest measurement
+MAX_SOURCES = 1024  # as many as a conductor has replicas; of further ones nothing is counted
 
 
 class Bandwidth:
@@ -36,3 +38,28 @@ class Tally:
         """Returns all counts; `others` are known elsewhere."""
         with self._lock:
             return TierCounts(**{**self._counts, **others})
+
+
+class PeerFetches:
+    """Blocks that came from other replicas, by the address of their source. All methods may be
+    called from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sources: dict[str, Fetched] = {}
+
+    def add(self, source: str, came: bool, seconds: float) -> None:
+        """Counts a block that was asked for, and waited for that long."""
+        with self._lock:
+            fetched = self._sources.get(source)
+            if fetched is None:
+                if len(self._sources) >= MAX_SOURCES:
+                    return
+                fetched = self._sources[source] = Fetched(source)
+            fetched.blocks += came
+            fetched.seconds += seconds
+
+    def all(self) -> list[Fetched]:
+        """A copy, in the order of first asking."""
+        with self._lock:
+            return [dataclasses.replace(fetched) for fetched in self._sources.values()]

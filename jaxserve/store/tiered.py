@@ -21,13 +21,12 @@ from jaxserve.cache.tiers import Fetched, Lookup, LowerTiers, TierCounts
 from jaxserve.clock import Clock
 from jaxserve.store.backing import BackingTiers
 from jaxserve.store.disk import DiskBlocks
-from jaxserve.store.fetches import PeerFetches
 from jaxserve.store.host_index import NORMAL, PASSING
 from jaxserve.store.host_memory import HostBlocks
 from jaxserve.store.host_tier import HostTier
 from jaxserve.store.prefetch import Prefetcher
 from jaxserve.store.shared import SharedTier
-from jaxserve.store.tally import Tally
+from jaxserve.store.tally import PeerFetches, Tally
 
 FILL_SECONDS = 5.0  # to wait for a block that is on its way or being put
 FLUSH_SECONDS = 10.0  # at the end, for the shared store to take blocks

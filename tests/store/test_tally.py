@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from jaxserve.store import fetches as module
-from jaxserve.store.fetches import PeerFetches
+from jaxserve.store import tally as module
+from jaxserve.store.tally import PeerFetches
 
 
 def test_blocks_that_came_and_seconds_of_all_are_counted_by_source():
