@@ -110,7 +110,8 @@ def make_app(title: str) -> fastapi.FastAPI:
     app.router.route_class = JsonRoute
     for exception, respond in _RESPONSES.items():
         app.add_exception_handler(exception, functools.partial(_respond, respond))
-    app.openapi = functools.cache(functools.partial(_schema, app.openapi))  # type: ignore[method-assign]
+    schema = functools.partial(_schema, app.openapi)
+    app.openapi = functools.cache(schema)  # type: ignore[method-assign]
     return app
 
 

@@ -109,7 +109,9 @@ class Option:
             raise ValueError(error.message if error.field == self.name else str(error)) from None
 
     def _kind_name(self) -> str:
-        return KIND_NAMES.get(self.kind) or f"a text such as {self.kind.EXAMPLE}"  # type: ignore[attr-defined]
+        if self.kind in KIND_NAMES:
+            return KIND_NAMES[self.kind]
+        return f"a text such as {self.kind.EXAMPLE}"  # type: ignore[attr-defined]
 
 
 def option(

@@ -35,7 +35,12 @@ class Arrival:
     block: int = BLOCK
 
 
-def to_request(arrival: Arrival, number: int, max_len: int, slo: Slo = Slo()) -> Request:  # noqa: B008 (frozen)
+def to_request(
+    arrival: Arrival,
+    number: int,
+    max_len: int,
+    slo: Slo = Slo(),  # noqa: B008 (frozen)
+) -> Request:
     """Makes a greedy request of exactly `output` tokens, as far as `max_len` tokens a sequence
     leave room.
 

@@ -357,5 +357,10 @@ def capacity(
             low = rate
         else:
             high = rate
-        rate = 2 * low if high == math.inf else high / 2 if not low else math.sqrt(low * high)
+        if high == math.inf:
+            rate = 2 * low
+        elif low:
+            rate = math.sqrt(low * high)
+        else:
+            rate = high / 2
     return low
