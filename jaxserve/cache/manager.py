@@ -200,19 +200,21 @@ class CacheManager:
             self.table_updates.add_all(layout.start(pages))
             self.pages.ref(pages)
             self.stores.retain_longer(layout.pages, retention)
-        self.home[slot] = home
         self._changed(layout, taken=layout.pages)
 
     def extend(self, slot: int, blocks: int) -> None:
         """Gives the slot pages for its next `blocks` blocks, which must be available."""
         layout = self.layouts[slot]
         per_lane = self.pages.per_lane
-        several = self.pages.lanes > 1
+        available: list[int] = []
+        if self.pages.lanes > 1:
+            available = self.pages.available()
         lane = layout.home
         first = len(layout.pages)
         for block in range(first, first + blocks):
-            if several:
-                lane = self.placement.next_lane(layout, self.pages.available())
+            if available:
+                lane = self.placement.next_lane(layout, available)
+                available[lane] -= 1
             page = self.pages.allocate(lane)
             self.stores.renewed(page)
             index = layout.append(page, lane)
@@ -272,6 +274,7 @@ class CacheManager:
         self.blocks_per_lane[slot] = layout.by_lane
         self.capacity[slot] = len(layout.pages) * self.block_size
         if self.pages.lanes > 1:
+            self.home[slot] = layout.home
             self.group_size[slot] = layout.group_size
         for watcher in self.watchers:
             watcher.released(slot, released)
@@ -282,7 +285,9 @@ class CacheManager:
         self.pages.check(page for layout in self.layouts for page in layout.pages)
         for slot, layout in enumerate(self.layouts):
             layout.check()
-            arrays = self.blocks_per_lane[slot].tolist(), self.capacity[slot], self.group_size[slot]
-            right = layout.by_lane, len(layout.pages) * self.block_size, layout.group_size
-            assert arrays == right, f"slot {slot}: arrays have {arrays}, the layout {right}"
-            assert self.home[slot] == layout.home or not layout.pages
+            place = self.home[slot], self.group_size[slot], self.capacity[slot]
+            right = layout.home, layout.group_size, len(layout.pages) * self.block_size
+            assert place == right and self.blocks_per_lane[slot].tolist() == layout.by_lane, (
+                f"slot {slot}: arrays have {place}, {self.blocks_per_lane[slot]}; "
+                f"the layout {right}, {layout.by_lane}"
+            )

@@ -51,7 +51,7 @@ def test_keys_are_known_of_full_blocks_of_the_prompt():
 
 @settings(deadline=None, max_examples=examples(200))
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=20), st.booleans(), st.data())
-def test_rows_that_differ_are_told_from_where_they_differ(lanes, ascending, data):
+def test_a_move_returns_where_rows_differ(lanes, ascending, data):
     layout = filled(lanes, ascending=ascending)
     before = data.draw(st.integers(0, len(lanes)), "first block of the newest chunk")
     lane = data.draw(st.sampled_from(lanes))
