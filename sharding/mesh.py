@@ -25,7 +25,9 @@ def ensure_devices(count: int) -> None:
 
 def axis_sum(x: jax.Array, axis: str) -> jax.Array:
     """Sums x over a mesh axis, inside shard_map; adds no collective if the axis has one device."""
-    return jax.lax.psum(x, axis) if jax.lax.axis_size(axis) > 1 else x
+    if jax.lax.axis_size(axis) == 1:
+        return x
+    return jax.lax.psum(x, axis)
 
 
 def stage_meshes(config: MeshConfig) -> list[Mesh]:

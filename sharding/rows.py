@@ -142,7 +142,9 @@ def write_kv(pages: KVPages, kv: jax.Array, groups: tuple[Rows, ...]) -> KVPages
     size = pages.kv.shape[4]
     page = jnp.concatenate([rows.page.reshape(-1) for rows in groups])
     offset = jnp.concatenate([rows.pos.reshape(-1) % size for rows in groups])
-    stored = KVPages(kv) if pages.scales is None else quantize(kv)
+    stored = KVPages(kv)
+    if pages.scales is not None:
+        stored = quantize(kv)
     return jax.tree.map(lambda pool, x: ops.write(pool, page, offset, x), pages, stored)
 
 

@@ -82,35 +82,40 @@ def fit_costs(
     """Fits the costs of an engine whose steps run in compiled shapes. longest: see `Costs`. Errors:
     ConfigError where points are missing."""
     base = [sample for sample in samples if not sample.cached and sample.context <= 1]
-    rest = [sample for sample in samples if sample not in base]
+    others = [sample for sample in samples if sample not in base]
     if not any(sample.samples for sample in base) or not any(not sample.samples for sample in base):
         raise ConfigError("profile", "points with and without sampled tokens are needed")
     stage = -(-layers // mesh.spp)
-    fitted = lambda kept: _linear(
-        _attention(Costs(layers=layers, longest=longest), base, kept, stage), base, stage
+    fitted = lambda seen_samples: _linear(
+        _attention(Costs(layers=layers, longest=longest), base, seen_samples, stage), base, stage
     )
     errors = lambda costs, of: [
         abs(predicted(costs, mesh, sample) / sample.seconds - 1) for sample in of
     ]
-    costs = fitted(rest)
+    costs = fitted(others)
     folds = [
-        (rest[fold::FOLDS], [s for index, s in enumerate(rest) if index % FOLDS != fold])
+        (others[fold::FOLDS], [s for index, s in enumerate(others) if index % FOLDS != fold])
         for fold in range(FOLDS)
     ]
-    unseen = [error for left, kept in folds if left for error in errors(fitted(kept), left)]
+    unseen = [
+        error
+        for unseen_samples, seen_samples in folds
+        if unseen_samples
+        for error in errors(fitted(seen_samples), unseen_samples)
+    ]
     return CostsFit(costs, float(np.mean(errors(costs, samples))), float(np.mean(unseen or [0.0])))
 
 
 def _attention(
-    costs: Costs, base: Sequence[StepSample], rest: Sequence[StepSample], stage: int
+    costs: Costs, base: Sequence[StepSample], others: Sequence[StepSample], stage: int
 ) -> Costs:
     """Attention to what is cached: what a point with context takes beyond the one of the same shape
     without."""
     from scipy.optimize import least_squares  # slow to import, and most servers fit nothing
 
     bare = {sample.shape: sample.seconds for sample in base if sample.samples or not sample.decodes}
-    rest = [sample for sample in rest if sample.shape in bare]
-    if not rest:
+    others = [sample for sample in others if sample.shape in bare]
+    if not others:
         return costs
 
     def trial(logs: np.ndarray) -> Costs:
@@ -121,17 +126,17 @@ def _attention(
     def errors(logs: np.ndarray) -> list[float]:
         return [
             (bare[sample.shape] + stage * _context(trial(logs), sample)) / sample.seconds - 1
-            for sample in rest
+            for sample in others
         ]
 
     pairs = sum(
         sample.decodes * sample.context + sample.chunks * sample.new * sample.cached
-        for sample in rest
+        for sample in others
     )
-    each = sum(max(sample.seconds - bare[sample.shape], 0.0) for sample in rest) / stage / pairs
+    each = sum(max(sample.seconds - bare[sample.shape], 0.0) for sample in others) / stage / pairs
     start = np.log(
         np.maximum(
-            [each, each * min((sample.new for sample in rest if sample.chunks), default=1), each],
+            [each, each * min((sample.new for sample in others if sample.chunks), default=1), each],
             1e-15,
         )
     )
@@ -214,12 +219,12 @@ def fit_spread(
     # points of one exchange and group follow each other: a fold has some of all
     groups: dict[tuple[str, int], list[float]] = {}
     for fold in range(FOLDS):
-        kept = [step for index, step in enumerate(steps) if index % FOLDS != fold]
-        found, corrections = _spread_costs(costs, mesh, kept or steps)
+        seen_steps = [step for index, step in enumerate(steps) if index % FOLDS != fold]
+        trial_costs, corrections = _spread_costs(costs, mesh, seen_steps or steps)
         for step in steps[fold::FOLDS]:
-            at = step.exchange, step.group_size
-            groups.setdefault(at, []).append(abs(step.error(found, mesh, corrections)))
-    held_out = {at: float(np.mean(errors)) for at, errors in sorted(groups.items())}
+            pair = step.exchange, step.group_size
+            groups.setdefault(pair, []).append(abs(step.error(trial_costs, mesh, corrections)))
+    held_out = {pair: float(np.mean(errors)) for pair, errors in sorted(groups.items())}
     return SpreadFit(*_spread_costs(costs, mesh, steps), held_out)
 
 
@@ -267,22 +272,22 @@ def _spread_costs(
     layers = -(-costs.layers // mesh.spp)
     scale = float(np.median([step.seconds for step in steps])) / layers  # of the constants
 
-    def trial(found: np.ndarray) -> tuple[Costs, dict[str, Correction]]:
-        padding, shared, *each = found.tolist()
+    def trial(values: np.ndarray) -> tuple[Costs, dict[str, Correction]]:
+        padding, shared, *each = values.tolist()
         pairs = zip(exchanges, each[::2], each[1::2])
         return (
             dataclasses.replace(costs, padding=padding, shared=shared),
             {name: Correction(scale * seconds, factor) for name, seconds, factor in pairs},
         )
 
-    def errors(found: np.ndarray) -> list[float]:
-        costs, corrections = trial(found)
+    def errors(values: np.ndarray) -> list[float]:
+        costs, corrections = trial(values)
         return [step.error(costs, mesh, corrections) for step in steps]
 
     # padding, shared, and for each exchange a constant and a factor
     start = [0.5, 0.5, *[0.05, 1.0] * len(exchanges)]
     high = [1.0, 1.0, *[1.0, 10.0] * len(exchanges)]
-    found = least_squares(
+    solution = least_squares(
         errors,
         start,
         bounds=([0.0] * len(start), high),
@@ -290,7 +295,7 @@ def _spread_costs(
         f_scale=0.1,
         max_nfev=TRIALS,
     )
-    return trial(found.x)
+    return trial(solution.x)
 
 
 def to_json(costs: Costs) -> dict[str, Any]:
@@ -298,13 +303,13 @@ def to_json(costs: Costs) -> dict[str, Any]:
     return dataclasses.asdict(costs)
 
 
-def from_json(found: dict[str, Any]) -> Costs:
+def from_json(fields: dict[str, Any]) -> Costs:
     """Reads costs that `to_json` gave. Errors: ConfigError for a field that costs do not have, or a
     value that is not a number."""
     try:
-        shapes = tuple(ShapeCost(**shape) for shape in found.get("shapes", ()))
-        spread = tuple(SpreadShape(**shape) for shape in found.get("spread_shapes", ()))
-        costs = Costs(**{**found, "shapes": shapes, "spread_shapes": spread})
+        shapes = tuple(ShapeCost(**shape) for shape in fields.get("shapes", ()))
+        spread = tuple(SpreadShape(**shape) for shape in fields.get("spread_shapes", ()))
+        costs = Costs(**{**fields, "shapes": shapes, "spread_shapes": spread})
         Predictor(costs, MeshConfig()).prefill(0, 1000, 100)
         return costs
     except (TypeError, AttributeError) as error:
