@@ -44,6 +44,7 @@ MICRO = 1e-6
 MILLI = 1e-3
 RANKS = 4  # of tables 4 and 5
 RINGS = ("pass_kv", "pass_q")  # what the paper has
+ORDER = ("gather", *RINGS)  # of exchanges in results
 LENIENT = 0.05  # relative error from which one point of attention counts less
 
 
@@ -68,12 +69,11 @@ class PaperHost:
 
     def prefill_attention(self, cached: int, new: int, hosts: int) -> dict[str, float]:
         """Seconds of a layer's attention and of what it sends, by strategy."""
-        return self.chooser(hosts).seconds(work_of([(cached, new)], hosts))
+        return _in_order(self.chooser(hosts).seconds(work_of([(cached, new)], hosts)))
 
     def decode_attention(self, context: int, hosts: int, batch: int = 1) -> dict[str, float]:
-        return ExchangeChooser(hosts, HEADS, self.decode).seconds(
-            work_of([(context - 1, 1)] * batch, hosts)
-        )
+        work = work_of([(context - 1, 1)] * batch, hosts)
+        return _in_order(ExchangeChooser(hosts, HEADS, self.decode).seconds(work))
 
     def ttft(self, cached: int, new: int, hosts: int) -> dict[str, float]:
         """Seconds to the first token, by strategy. Gathered queries are issued once, as for one
@@ -115,6 +115,10 @@ class PaperHost:
         size = tokens * MODEL.d_model * HEADS.item / GPUS
         hop = self.decode.hop
         return 2 * math.log2(hosts) * hop.seconds + 2 * (hosts - 1) / hosts * size / hop.bytes_per_s
+
+
+def _in_order(seconds: dict[str, float]) -> dict[str, float]:
+    return {name: seconds[name] for name in ORDER}
 
 
 @functools.cache

@@ -144,7 +144,9 @@ CORRECTIONS = {
 
 
 def chooser(strategy: str, **fields) -> ExchangeChooser:
-    return ExchangeChooser(4, HEADS, RATES, strategy, piece=2048, costs=TRUE, block=16, **fields)
+    return ExchangeChooser(
+        4, HEADS, RATES, piece=2048, costs=TRUE, chooser=strategy, block=16, **fields
+    )
 
 
 def spread_samples(noise: float = 0.0) -> list[SpreadSample]:
