@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 
-from jaxserve.cache import CacheManager, LaneRules
 from jaxserve.cache.tiers import LowerTiers
 from jaxserve.checkpoint.model import ModelConfig
-from jaxserve.costs.coefficients import NOMINAL
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.executor import CommandExecutor
 from jaxserve.engine.loading import cache_identity, hello_of, load_worker
-from jaxserve.engine.profiling.profile_file import EngineProfile, profile_for
+from jaxserve.engine.profiling.profile_file import profile_for, replica_sizes
 from jaxserve.engine.sizing import for_this_machine, make_plan, max_length
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.step_shapes import first_shapes
@@ -22,11 +19,11 @@ from jaxserve.engine.worker_process import work
 from jaxserve.group.handshake import Certificate
 from jaxserve.group.layout import check_processes, described
 from jaxserve.group.member import LEADER, Member, Pulse, this_member
-from jaxserve.lanes.planner import LanePlanner, improvement_rates
 from jaxserve.progress import progress_bar
 from jaxserve.scheduling import Scheduler
+from jaxserve.scheduling.assembly import CachedModel, ReplicaProfile, assemble
 from jaxserve.settings.options import values_of
-from jaxserve.settings.schema import EngineConfig, SchedulerConfig
+from jaxserve.settings.schema import EngineConfig
 from jaxserve.sharding.mesh import ensure_devices
 from jaxserve.store.peers import PeerBlocks
 from jaxserve.weights import open_checkpoint
@@ -122,57 +119,23 @@ def make_engine(
     config: EngineConfig,
     worker: CommandExecutor,
     model: ModelConfig,
-    profile: EngineProfile | None = None,
+    profile: ReplicaProfile | None = None,
 ) -> Engine:
     """Makes the host's side of a replica: cache, scheduler, engine. model: as the checkpoint says.
     profile: what steps cost; None for nominal costs."""
-    plan = worker.plan
-    cache = make_cache(config, plan, model, worker.lower_tiers)
-    scheduler = make_scheduler(config, plan, cache, profile)
+    scheduler = make_scheduler(config, worker.plan, model, profile, worker.lower_tiers)
     return Engine(config, worker, scheduler)
 
 
 def make_scheduler(
-    config: EngineConfig, plan: StagePlan, cache: CacheManager, profile: EngineProfile | None
+    config: EngineConfig,
+    plan: StagePlan,
+    model: ModelConfig,
+    profile: ReplicaProfile | None,
+    lower: LowerTiers | None = None,
 ) -> Scheduler:
-    """The scheduler of an engine, or of a virtual replica that predicts it."""
-    max_len = max_length(config, plan.model)
-    return Scheduler(
-        config.scheduler,
-        cache,
-        config.mesh,
-        max_len,
-        plan.model.eos_ids,
-        costs=NOMINAL if profile is None else profile.costs,
-        planner=None if profile is None else _planner(config.scheduler, plan, profile, max_len),
-        chooser=None if profile is None else profile.chooser(plan, config.scheduler),
-    )
-
-
-def make_cache(
-    config: EngineConfig, plan: StagePlan, model: ModelConfig, lower: LowerTiers | None = None
-) -> CacheManager:
-    """An empty cache for the pages of a plan. model: as the checkpoint says; what block keys cover.
-    lower: the tiers below the devices."""
-    return CacheManager(
-        dataclasses.replace(config.cache, pages=plan.pages),
-        config.mesh.kvp,
-        plan.slots,
-        cache_identity(config, model),
-        lower,
-        LaneRules(
-            stripe=config.scheduler.stripe(config.cache.block_size),
-            most_moves=plan.moves,
-            ascending=model.has_windows,
-        ),
-    )
-
-
-def _planner(
-    config: SchedulerConfig, plan: StagePlan, profile: EngineProfile, max_len: int
-) -> LanePlanner | None:
-    """Plans which lanes compute which part of a prompt, where that is asked for."""
-    if not plan.moves:
-        return None
-    rates = improvement_rates(config.improvement, profile.improvement.get(config.planner, {}))
-    return LanePlanner(config.planner, profile.instances(plan, config, max_len), rates)
+    """Makes the scheduler of an engine, or of a virtual replica that predicts it, with its cache.
+    model: as the checkpoint says. lower: tiers below the devices."""
+    known = CachedModel(cache_identity(config, model), model.has_windows, plan.model.eos_ids)
+    sizes = replica_sizes(plan, config.cache, config.scheduler, max_length(config, plan.model))
+    return assemble(sizes, profile, known, lower)

@@ -27,6 +27,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.memory import sizes
 from jaxserve.engine.profiling import profile_file as profile
 from jaxserve.kernels.cpu import library
+from jaxserve.scheduling.assembly import ReplicaProfile
 from jaxserve.settings.options import make
 from jaxserve.settings.schema import EngineConfig, ServerConfig
 from tests.engine.harness import fresh
@@ -412,7 +413,7 @@ COSTS = Costs(
 def write_profile(file: Path, engine: Engine) -> None:
     """A profile of this engine that says COSTS."""
     identity = profile.identity_of(engine.worker, engine.info.max_model_len)
-    profile.write(file, identity, profile.MeasuredProfile(profile.EngineProfile(COSTS, {})))
+    profile.write(file, identity, profile.MeasuredProfile(ReplicaProfile(COSTS, {})))
 
 
 def test_the_doctor_predicts_what_the_engine_does(capsys, seen, engine):

@@ -22,6 +22,7 @@ from jaxserve.engine.profiling.measure import (
 from jaxserve.engine.step_shapes import shapes
 from jaxserve.lanes.exchange import EXCHANGES
 from jaxserve.lanes.groups import group_sizes
+from jaxserve.scheduling.assembly import ReplicaProfile
 from jaxserve.settings.schema import (
     CacheConfig,
     ConfigError,
@@ -92,7 +93,7 @@ def test_a_profile_is_written_read_and_refused_by_another_engine(real, found, tm
     profile.write(file, identity, found)
     assert profile.read(
         file, profile.identity_of(real.worker, real.info.max_model_len)
-    ) == profile.EngineProfile(found.profile.costs, {})
+    ) == ReplicaProfile(found.profile.costs, {})
     assert not [left for left in file.parent.iterdir() if left != file]
     other = json.loads(file.read_text()) | {"model": "another"}
     file.write_text(json.dumps(other))
@@ -194,9 +195,8 @@ def test_steps_with_spread_chunks_are_measured_and_kept(two_lanes, tmp_path):
     file = tmp_path / "kept.json"
     profile.write(file, identity, found)
     assert profile.read(file, identity) == kept
-    assert (
-        kept.chooser(worker.plan, SchedulerConfig(exchange="auto")).corrections == kept.corrections
-    )
+    sizes = profile.replica_sizes(worker.plan, CacheConfig(), SchedulerConfig(), MAX_LEN)
+    assert sizes.chooser(kept).corrections == kept.corrections
     runner = Runner(two_lanes)
     runner.submit(range(1, 200), "r", max_tokens=4, ignore_eos=True)
     runner.run()

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.costs.coefficients import Costs, SpreadShape
+from jaxserve.costs.coefficients import SpreadShape
 from jaxserve.costs.fit import (
     SpreadSample,
     StepSample,
@@ -28,7 +28,6 @@ from jaxserve.costs.fit import (
     from_json,
     to_json,
 )
-from jaxserve.costs.predictor import Predictor
 from jaxserve.engine.executor import CommandExecutor
 from jaxserve.engine.profiling.measure import MeasuredStep, grid, measure, spread_grid
 from jaxserve.engine.stage_plan import StagePlan
@@ -36,61 +35,36 @@ from jaxserve.engine.step_shapes import StepShape
 from jaxserve.folders import cache_folder, private_folder
 from jaxserve.kernels.cpu import library
 from jaxserve.kernels.kv_pages import FP8
-from jaxserve.lanes.cdsp import Instances
-from jaxserve.lanes.choice import Correction, ExchangeChooser
-from jaxserve.lanes.cost import lane_costs
-from jaxserve.lanes.exchange import EXCHANGES, PIECE_TOKENS
-from jaxserve.lanes.planner import instances_of
+from jaxserve.lanes.choice import Correction
+from jaxserve.lanes.exchange import EXCHANGES
 from jaxserve.lanes.rates import Link
 from jaxserve.lanes.work import Heads, stored_bytes
 from jaxserve.progress import progress_bar
-from jaxserve.settings.schema import ConfigError, EngineConfig, SchedulerConfig
+from jaxserve.scheduling.assembly import ReplicaProfile, ReplicaSizes
+from jaxserve.settings.schema import CacheConfig, ConfigError, EngineConfig, SchedulerConfig
 
 log = logging.getLogger(__name__)
 FORMAT = 6  # of the file
-Search = Callable[["EngineProfile"], dict[str, dict[float, float]]]
+Search = Callable[["ReplicaProfile"], dict[str, dict[float, float]]]
 QUICK = 2**20  # most pairs of a step that is measured without being asked for
 
 
-@dataclasses.dataclass(frozen=True)
-class EngineProfile:
-    """Costs of steps; links between lanes, empty for one lane; by planner the best improvement rate
-    by requests per second, if it was searched for; and by exchange what measured steps correct."""
-
-    costs: Costs
-    links: dict[str, Link]
-    improvement: dict[str, dict[float, float]] = dataclasses.field(default_factory=dict)
-    corrections: dict[str, Correction] = dataclasses.field(default_factory=dict)
-
-    def chooser(self, plan: StagePlan, scheduler: SchedulerConfig) -> ExchangeChooser:
-        """Returns what chooses how spread sequences and their blocks meet."""
-        model = plan.model
-        tp = plan.mesh.tp
-        item = np.dtype(plan.dtype).itemsize
-        stored = stored_bytes(model.head_dim, item, plan.kv_dtype == FP8)
-        heads = Heads(model.heads // tp, model.kv_heads // tp, model.head_dim, item, stored=stored)
-        links: dict[str, Any] = self.links
-        return ExchangeChooser(
-            plan.mesh.kvp,
-            heads,
-            dataclasses.replace(self.costs.exchange_rates(heads), **links),
-            piece=PIECE_TOKENS,
-            costs=self.costs,
-            chooser=scheduler.exchange,
-            decode_chooser=scheduler.decode_exchange,
-            block=plan.block_size,
-            moves=plan.moves,
-            corrections=self.corrections,
-        )
-
-    def instances(self, plan: StagePlan, scheduler: SchedulerConfig, max_len: int) -> Instances:
-        """The lanes, to plan with; sequences have at most `max_len` tokens."""
-        longest = min(max_len, plan.width * plan.block_size * plan.mesh.kvp)
-        lanes = lane_costs(self.costs, plan.mesh.kvp, self.chooser(plan, scheduler), dealt=True)
-        predictor = Predictor(self.costs, plan.mesh, lanes)
-        seconds = predictor.prefill_on
-        kvp = plan.mesh.kvp
-        return instances_of(seconds, kvp, scheduler.chunk_tokens, longest, plan.block_size)
+def replica_sizes(
+    plan: StagePlan, cache: CacheConfig, scheduler: SchedulerConfig, max_len: int
+) -> ReplicaSizes:
+    """Returns the sizes of a replica whose stages follow a plan. max_len: tokens of a sequence."""
+    model = plan.model
+    tp = plan.mesh.tp
+    item = np.dtype(plan.dtype).itemsize
+    stored = stored_bytes(model.head_dim, item, plan.kv_dtype == FP8)
+    return ReplicaSizes(
+        plan.mesh,
+        dataclasses.replace(cache, pages=plan.pages, block_size=plan.block_size),
+        scheduler,
+        Heads(model.heads // tp, model.kv_heads // tp, model.head_dim, item, stored=stored),
+        max_len,
+        min(max_len, plan.width * plan.block_size * plan.mesh.kvp),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +72,7 @@ class MeasuredProfile:
     """A profile and the points that it was fitted to, with the errors of its fit: of local steps as
     in `CostsFit`, of those with spread chunks as in `SpreadFit`."""
 
-    profile: EngineProfile
+    profile: ReplicaProfile
     points: list[MeasuredStep] = dataclasses.field(default_factory=list)
     fitted: float = 0.0
     held_out: float = 0.0
@@ -107,7 +81,7 @@ class MeasuredProfile:
 
 def profile_for(
     config: EngineConfig, worker: CommandExecutor, max_len: int, progress: bool
-) -> EngineProfile | None:
+) -> ReplicaProfile | None:
     """The profile that the settings ask for; None where the scheduler does without. max_len: tokens
     of the longest sequence. Errors: ConfigError."""
     if config.profile == "none" or (config.profile == "auto" and _needs_no_times(config)):
@@ -157,15 +131,17 @@ def fitted(
     """Fits a profile to measured steps: to local ones, then to those with spread chunks."""
     local = [_sample(one) for one in steps if one.point.group_size == 1]
     fit = fit_costs(local, plan.model.layers, plan.mesh, longest=on_cpu)
-    profile = EngineProfile(fit.costs, links)
+    profile = ReplicaProfile(fit.costs, links)
     spread = [SpreadSample(one.batch, one.seconds) for one in steps if one.point.group_size > 1]
     if not spread:
         return MeasuredProfile(profile, steps, fit.fitted, fit.held_out)
     costs = dataclasses.replace(fit.costs, spread_shapes=_spread_shapes(plan.shapes))
-    found_spread = fit_spread(
-        costs, plan.mesh, profile.chooser(plan, SchedulerConfig(exchange="auto")), spread
-    )
-    profile = EngineProfile(found_spread.costs, links, corrections=found_spread.corrections)
+    longest = plan.width * plan.block_size
+    sizes = replica_sizes(plan, CacheConfig(), SchedulerConfig(exchange="auto"), longest)
+    chooser = sizes.chooser(profile)
+    assert chooser is not None
+    found_spread = fit_spread(costs, plan.mesh, chooser, spread)
+    profile = ReplicaProfile(found_spread.costs, links, corrections=found_spread.corrections)
     return MeasuredProfile(profile, steps, fit.fitted, fit.held_out, found_spread.held_out)
 
 
@@ -251,7 +227,7 @@ def write(
     identity: dict[str, Any],
     measured: MeasuredProfile,
     search: Search | None = None,
-) -> EngineProfile:
+) -> ReplicaProfile:
     """Writes a profile, whole or not at all. search: finds improvement rates by planner, given the
     profile without them. Errors: ConfigError where it cannot be written."""
     profile = measured.profile
@@ -293,7 +269,7 @@ def write(
     return profile
 
 
-def read(file: Path, identity: dict[str, Any]) -> EngineProfile:
+def read(file: Path, identity: dict[str, Any]) -> ReplicaProfile:
     """A profile that was kept. Errors: ConfigError where it cannot be read or belongs to something
     else."""
     try:
@@ -317,4 +293,4 @@ def read(file: Path, identity: dict[str, Any]) -> EngineProfile:
             raise ConfigError(
                 "profile", f"{file} was measured with {name} {given[name]!r}; here it is {value!r}"
             )
-    return EngineProfile(from_json(costs), links, improvement, corrections)
+    return ReplicaProfile(from_json(costs), links, improvement, corrections)

@@ -131,7 +131,7 @@ def run(values: dict[str, Any]) -> int:
 
 
 def _on_cpus(devices: int) -> dict[str, str]:
-    """Variables of a server that has so many devices, all of them CPUs."""
+    """Environment of a server with this number of devices, all of them CPUs."""
     flags = f"--xla_force_host_platform_device_count={devices}"
     return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "JAXSERVE_LOG_LEVEL": "warning"}
 
@@ -148,13 +148,13 @@ def _differ(first: Sequence[Talk], second: Sequence[Talk]) -> bool:
 
 
 def _differs(one: Talk, other: Talk) -> bool:
-    """Whether the shorter of two answers is not how the longer one begins."""
+    """Returns true if the shorter of two answers is no prefix of the longer one."""
     length = min(len(one.ids), len(other.ids))
     return one.ids[:length] != other.ids[:length]
 
 
 def _compared(first: Sequence[Talk], second: Sequence[Talk]) -> str:
-    """Whether both servers gave the same tokens."""
+    """Describes how far both servers gave the same tokens."""
     if not _differ(first, second):
         tokens = sum(min(len(one.ids), len(other.ids)) for one, other in zip(first, second))
         return f"The tokens are the same: all {tokens} that both gave, of {len(first)} answers."
@@ -226,13 +226,13 @@ _SHOWN = "What is this Python module for? [jaxserve.api.sampling, jaxserve.text.
 
 
 async def _long_question(client: Any, tokens: int) -> str:
-    """A question about so many tokens of jaxserve's own source."""
+    """Makes a question about `tokens` tokens of jaxserve's own source."""
     text = await client.detokenize(await document(client, tokens))
     return f"{text}\n\nWhat is this Python module for?"
 
 
 async def document(client: Any, tokens: int) -> list[int]:
-    """Ids of so many tokens of jaxserve's own source."""
+    """Returns the ids of `tokens` tokens of jaxserve's own source."""
     import jaxserve.api.sampling
     import jaxserve.text.output
 

@@ -77,15 +77,15 @@ class Ask:
 
 @dataclasses.dataclass(frozen=True)
 class Addresses:
-    """Of a running cluster's conductor."""
+    """Addresses of a running cluster's conductor."""
 
     grpc: str
     http: str
 
 
 def run(values: Mapping[str, Any], document: Document) -> int:
-    """Runs the demo. values: flags of `jaxserve demo`. document: gives a text of so many tokens, by
-    a client of the cluster. Returns an exit code. Errors: ConfigError."""
+    """Runs the demo. values: flags of `jaxserve demo`. document: makes a text of a number of
+    tokens, by a client of the cluster. Returns an exit code. Errors: ConfigError."""
     settings = {**values, **_defaults(values)}
     roles = ", ".join(f"{number} that {role}" for role, number in ROLES.items())
     print(f"{settings['model']}: replicas on this machine, {roles}, and a conductor")
@@ -112,7 +112,7 @@ def cluster(values: Mapping[str, Any], folder: Path) -> Iterator[Addresses]:
     folder: for its addresses and its log. However the block ends, the cluster is ended before this
     returns. Errors: ConfigError for settings that cannot be used, and where it does not start in
     START_SECONDS."""
-    engine_config(values)  # a mistake is told under this command's name
+    engine_config(values)  # mistakes are reported under this command's name
     ports, log = folder / "ports.json", folder / "log"
     with SignalsExit() as signals, log.open("wb") as out:
         process = Child(_command(values, ports), os.environ, stdout=out, stderr=out)
@@ -264,7 +264,7 @@ def summary(asks: Sequence[Ask], members: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _hits(members: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """What is not of another tier was on the devices."""
+    """Counts hits by tier; those of no other tier were on the devices."""
     rows = []
     for member in members:
         kv = member["kv"] or {}

@@ -1,5 +1,5 @@
-"""`jaxserve plan`: which mesh and which chunks serve a workload best on so many GPUs, without a
-GPU."""
+"""`jaxserve plan`: which mesh and which chunks serve a workload best on a number of GPUs,
+without a GPU."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from jaxserve.settings.options import Option
 from jaxserve.settings.schema import ConfigError, MeshConfig
 
 ABOUT = f"""\
-Every mesh of so many GPUs is simulated with
+Every mesh of that many GPUs is simulated with
 {", ".join(f"{kind}:{tokens}" for kind, tokens in CHUNKS)} chunks on a part of the workload, the
 best of them on all of it. Plans are ranked by the share of requests that meet both objectives,
 then by TTFT p90. Objectives for long prompts are those of the plan that prefills the longest one
@@ -128,7 +128,7 @@ def run(values: dict[str, Any]) -> int:
 
 
 def question_of(values: Mapping[str, Any]) -> PlanQuestion:
-    """Errors: ConfigError."""
+    """Makes the question of the flags. Errors: ConfigError."""
     scheduler, cache = configs(
         {
             **values,

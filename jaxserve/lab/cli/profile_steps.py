@@ -91,6 +91,7 @@ def run(values: dict[str, Any]) -> int:
 def improvement(values: dict[str, Any], config: EngineConfig, plan: Any, max_len: int) -> Any:
     """Returns a search for the improvement rates with the least mean TTFT, by simulation, at loads
     up to where all lanes are busy (Tetris, 5.1)."""
+    from jaxserve.engine.profiling.profile_file import replica_sizes
     from jaxserve.lab.simulate import tetris, workload
     from jaxserve.lanes.cdsp import PLANNERS
 
@@ -101,7 +102,8 @@ def improvement(values: dict[str, Any], config: EngineConfig, plan: Any, max_len
     ]
 
     def search(profile: Any) -> dict[str, dict[float, float]]:
-        instances = profile.instances(plan, config.scheduler, max_len)
+        sizes = replica_sizes(plan, config.cache, config.scheduler, max_len)
+        instances = sizes.instances(profile)
         lanes = config.mesh.kvp
         one = min(instances.latencies)
         seconds = statistics.fmean(

@@ -132,9 +132,9 @@ def run(values: dict[str, Any]) -> int:
     replica = system.replica(scheduler, cache, values["lookahead"])
     total = len(arrivals) * (1 + len(names))
     with terminal_bar("simulating", total) as step:
-        outcomes = {"jaxserve": execute(replica, _told(arrivals, step), until=until)}
+        outcomes = {"jaxserve": execute(replica, _reported(arrivals, step), until=until)}
         for name in names:
-            coming = _told(arrivals, step)
+            coming = _reported(arrivals, step)
             outcomes[name] = compare(
                 name, system, scheduler, cache, coming, until=until, lookahead=values["lookahead"]
             )
@@ -149,8 +149,8 @@ def run(values: dict[str, Any]) -> int:
     return int(report["results"]["jaxserve"]["all"]["begun"] == 0)
 
 
-def _told(arrivals: Sequence[Arrival], step: Callable[[str], object]) -> Iterator[Arrival]:
-    """The arrivals; each is told when it is asked for."""
+def _reported(arrivals: Sequence[Arrival], step: Callable[[str], object]) -> Iterator[Arrival]:
+    """Yields the arrivals, and reports each."""
     for arrival in arrivals:
         yield arrival
         step("")
@@ -169,7 +169,7 @@ def check(baselines: Sequence[str], values: Mapping[str, Any]) -> None:
 
 
 def mesh_of(given: str | MeshConfig) -> MeshConfig:
-    """Errors: ConfigError."""
+    """Parses a mesh. Errors: ConfigError."""
     if given == "":
         raise ConfigError("mesh", "is empty; one device is tp=1")
     return MeshConfig.parse(given) if isinstance(given, str) else given

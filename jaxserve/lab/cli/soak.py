@@ -135,9 +135,9 @@ def faults_of(samples: list[SoakSample]) -> list[str]:
     warm = _warm(samples)
     found = []
     if last.running or last.waiting:
-        found.append(f"{last.running} requests run and {last.waiting} wait, with nobody there")
+        found.append(f"{last.running} requests run and {last.waiting} wait, without clients")
     if last.pages_held:
-        found.append(f"{last.pages_held:.2%} of the pages are held, with nobody there")
+        found.append(f"{last.pages_held:.2%} of the pages are held, without clients")
     growth = growth_of(samples)
     hours = (warm[-1].minute - warm[0].minute) / 60
     if growth > RSS_MIB_PER_HOUR and hours >= LONG_ENOUGH:
@@ -151,7 +151,7 @@ def faults_of(samples: list[SoakSample]) -> list[str]:
 
 
 def _warm(samples: list[SoakSample]) -> list[SoakSample]:
-    """Those after the warm-up."""
+    """Returns the samples after the warm-up."""
     return samples[max(1, int(WARM_UP * len(samples))) :]
 
 
@@ -296,7 +296,7 @@ class Soak:
         return await self._leave(linger=True)
 
     async def _generate(self, events: int) -> str:
-        """Reads so many events, then goes."""
+        """Reads `events` events, then leaves."""
         sampling = SamplingParams(
             temperature=self._dice.choice((0, 1)),
             max_tokens=self._dice.randint(1, self._values["output_tokens"]),

@@ -1,8 +1,8 @@
 """Puts a load on one replica and records what becomes of each request, live and in virtual time
 alike.
 
-Latencies count from the planned moment of an arrival, so that a driver that falls behind flatters
-nobody.
+Latencies count from the planned moment of an arrival, so that a driver that falls behind does
+not flatter the replica.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class LiveRun:
             self._recorder.refused(request, kind, error)
 
     def _sink(self, record: Sink) -> Sink:
-        """Also notes the seconds between tokens, and the end."""
+        """Wraps a sink that also notes the seconds between tokens, and the end."""
         before: float | None = None
 
         def hear(events: Sequence[Event]) -> None:

@@ -1,4 +1,4 @@
-"""What sweeps and replicas tell, as pandas frames: for notebooks, and for pictures of one's own."""
+"""Makes pandas frames of sweeps and of what replicas ran, for notebooks and pictures."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def records(outcome: Outcome) -> pd.DataFrame:
 
 
 def timeline(replica: Replica, requests: Collection[str] | None = None) -> pd.DataFrame:
-    """What ran lately on a replica, by its journal: a row per stage and chunk of a step, with
+    """Lists what ran lately on a replica, by its journal: a row per stage and chunk of a step, with
     `begin` and `end` (seconds since the first), `stage`, `lanes`, `request`, `kind` (prefill or
     decode), `first` (token) and `tokens`. requests: ids of those that are wanted; default: all."""
     rows: list[tuple[Any, ...]] = []

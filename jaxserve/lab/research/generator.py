@@ -1,8 +1,8 @@
 """Sends requests to a server and notes when what comes back comes: at planned moments, whether
-earlier requests are done or not (open loop), or so many at once (closed loop).
+earlier requests are done or not (open loop), or a fixed number at once (closed loop).
 
 Latencies count from the planned moment, so a generator that falls behind cannot flatter the server;
-how far behind it fell is told. In a closed loop a request is planned when it is sent.
+how far behind it fell is reported. In a closed loop a request is planned when it is sent.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Sent:
 
     prompt, output: tokens that were sent and asked for. first, last: of the events that had tokens;
     gaps: between each of these and the next. cached: tokens of the prompt that the server had; None
-    where it does not say. status: OK, or the name of a gRPC status, and `error` what was told.
+    where it does not say. status: OK, or the name of a gRPC status, and `error` its message.
     """
 
     planned: float
@@ -51,7 +51,7 @@ class Sent:
 
     @property
     def tpot(self) -> float:
-        """Mean seconds per output token after the first; 0 where there is none."""
+        """Mean seconds per output token after the first; 0 without one."""
         return (self.last - self.first) / (self.tokens - 1) if self.tokens > 1 else 0.0
 
     @property
@@ -75,7 +75,7 @@ async def play(
     concurrency: int | None = None,
 ) -> list[Sent]:
     """Sends all requests; returns what became of each when all have ended. timeout: seconds of each
-    one. concurrency: so many at once, each other when one has ended; None: at their times."""
+    one. concurrency: requests at once, each next one when one has ended; None: at their times."""
     run = _Run(transport, arrivals, prompts, timeout)
     if concurrency is None:
         await run.open_loop()

@@ -1,4 +1,4 @@
-"""What a replica is asked to do: when requests come, and how long their prompts and outputs are."""
+"""Loads on replicas: when requests come, and how long their prompts and outputs are."""
 
 from __future__ import annotations
 
@@ -61,17 +61,17 @@ class Load(Settings):
 
     @property
     def recorded(self) -> bool:
-        """Whether the arrivals are a file's."""
+        """True if the arrivals are a file's."""
         return bool(self.workload) and self.workload.partition(":")[0] not in workload.TIMES
 
     @property
     def conversations(self) -> bool:
-        """Whether the workload is a file of conversations, whose lengths its tokenizer tells."""
+        """True if the workload is a file of conversations, whose lengths a tokenizer counts."""
         return self.workload.endswith(".json")
 
     @property
     def own_times(self) -> bool:
-        """Whether requests come when the workload's file says so."""
+        """True if requests come at the times of the workload's file."""
         return self.recorded and not self.conversations and self.arrivals in (None, TRACE)
 
     def check(self) -> None:

@@ -24,8 +24,8 @@ COMPILE_SECONDS = 600.0  # for the programs that are compiled beside traffic
 
 
 def measure(point: Point, simulated: bool) -> dict[str, Any]:
-    """What came of a point: `live`, and `simulated` with the same costs. Errors: ConfigError,
-    RequestError, TimeoutError."""
+    """Returns the figures of a point: `live`, and `simulated` with the same costs. Errors:
+    ConfigError, RequestError, TimeoutError."""
     from jaxserve.engine import build
 
     arrivals = point.load.schedule()
@@ -56,15 +56,14 @@ def measure(point: Point, simulated: bool) -> dict[str, Any]:
         "device": worker.device_kind,
     }
     if simulated:
-        cache = build.make_cache(config, worker.plan, model)
-        scheduler = build.make_scheduler(config, worker.plan, cache, profile)
+        scheduler = build.make_scheduler(config, worker.plan, model, profile)
         replica = VirtualReplica(scheduler, config.cache, config.mesh, config.lookahead)
         found["simulated"] = figures(virtual(replica, arrivals, concurrency), config.scheduler)
     return found
 
 
 def _profile(config: EngineConfig, worker: Any) -> Any:
-    """What steps cost here, also where the point's scheduler decides nothing by it."""
+    """Measures what steps cost here, even if the point's scheduler decides nothing by it."""
     from jaxserve.engine.profiling.profile_file import profile_for
     from jaxserve.engine.sizing import max_length
 

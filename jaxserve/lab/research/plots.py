@@ -21,7 +21,7 @@ def front(
 ) -> pd.DataFrame:
     """Draws points by two columns, and those of them that none beats as a line on which meshes are
     named where they begin, as far as there is room; returns these. lower: the column of which less
-    is better. Scales of the axes must be set before, for they say where there is room."""
+    is better. Scales of the axes must be set before: places of names depend on them."""
     best = pareto(found, lower, higher)
     axes.plot(found[lower], found[higher], ".", color=color, alpha=0.5, label=label)
     axes.plot(best[lower], best[higher], "-", color=color, drawstyle="steps-post")

@@ -36,7 +36,8 @@ class Point:
 
     @classmethod
     def of(cls, given: Values) -> Point:
-        """Errors: ConfigError for a name that is no setting, or a load that cannot be."""
+        """Makes a point of settings and load. Errors: ConfigError for a name that is no setting, or
+        an impossible load."""
         known = {**ALL, **LOAD}
         values = {}
         for name, value in given.items():
@@ -61,7 +62,7 @@ class Point:
         return hashlib.sha256(said.encode()).hexdigest()[:16]
 
     def config(self) -> EngineConfig:
-        """The replica's settings, with the defaults of servers; whoever comes waits. Errors:
+        """The replica's settings, with the defaults of servers; all requests queue. Errors:
         ConfigError."""
         return make(EngineConfig, {**SERVED, "admission": "queue", **self.settings})
 

@@ -1,5 +1,6 @@
-"""What the predictor and the planners say of prompts and workloads before anything runs, as pandas
-frames: how lanes exchange, how many of them compute a chunk, which mesh serves a workload."""
+"""Makes pandas frames of what the predictor and the planners say of prompts and workloads before
+anything runs: how lanes exchange, how many of them compute a chunk, which mesh serves a
+workload."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from jaxserve.lab.simulate.run import System
 from jaxserve.lab.simulate.tetris import PrefillInstances, constant
 from jaxserve.lanes.cdsp import PLANNERS, Instances
 from jaxserve.lanes.choice import ExchangeChooser, Pick
-from jaxserve.settings.schema import ConfigError
+from jaxserve.scheduling.assembly import ReplicaSizes
+from jaxserve.settings.schema import CacheConfig, ConfigError, SchedulerConfig
 
 BLOCK = 16  # tokens of a page
 STEP = 8192  # prefill tokens of a step for each lane
@@ -26,24 +28,20 @@ QUEUED = "queued"  # kind of a lane's work that is there already
 
 
 def exchange_chooser(system: System, chooser: str | Pick = "auto") -> ExchangeChooser:
-    """Returns what chooses how the lanes of a system exchange, by the costs of its devices. Errors:
-    ConfigError."""
-    return dataclasses.replace(_chooser(system, BLOCK), chooser=chooser)
-
-
-def _chooser(system: System, block: int) -> ExchangeChooser:
-    chooser = system.chooser("auto", block)
-    if chooser is None:
+    """Returns the chooser of how the lanes of a system exchange, by the costs of its devices.
+    Errors: ConfigError."""
+    known = _sizes(system).chooser(system.profile)
+    if known is None:
         raise ConfigError("mesh", f"{system.mesh} has one lane, which exchanges nothing")
-    return chooser
+    return dataclasses.replace(known, chooser=chooser)
 
 
 def exchanges(
     chooser: ExchangeChooser, prompts: Iterable[int], new: Iterable[float]
 ) -> pd.DataFrame:
-    """The choice for prompts of so many tokens, of which a share is `new` and the rest is cached: a
-    row for each pair, with `prompt`, `new` (share), the `strategy`, and the seconds per layer of
-    each strategy."""
+    """Tabulates the choice for prompts of these lengths, of which a share is `new` and the rest is
+    cached: a row for each pair, with `prompt`, `new` (share), the `strategy`, and the seconds per
+    layer of each strategy."""
     rows = []
     for prompt, share in itertools.product(prompts, new):
         tokens = max(1, round(prompt * share))
@@ -57,7 +55,12 @@ def exchanges(
 def lanes(system: System, longest: int, block: int = BLOCK, step: int = STEP) -> Instances:
     """The lanes of a system to plan with, for contexts up to `longest` tokens, in steps of `step`
     tokens for each lane. Errors: ConfigError."""
-    return system.instances(_chooser(system, block), longest, step)
+    return _sizes(system, longest, block, step).instances(system.profile)
+
+
+def _sizes(system: System, longest: int = 0, block: int = BLOCK, step: int = STEP) -> ReplicaSizes:
+    cache = CacheConfig(block_size=block)
+    return system.sizes(SchedulerConfig(exchange="auto", chunk_tokens=step), cache, longest)
 
 
 def planned(

@@ -111,7 +111,7 @@ def _read(file: str) -> list[Conversation]:
 
 
 def _first_turns(row: Any) -> Conversation | None:
-    """What was asked first and the answer; None where there is no such pair."""
+    """Returns the first question and its answer; None without such a pair."""
     turns = row.get("conversations", row.get("conversation")) if isinstance(row, dict) else None
     if not isinstance(turns, list) or len(turns) < 2:
         return None

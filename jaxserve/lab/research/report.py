@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from jaxserve.lab.research import plots
 from jaxserve.lab.research.frames import SOURCES, compared, frame, short, varied, with_speed
 
-MAX_SERIES = 12  # lines of a picture; more cannot be told apart
+MAX_SERIES = 12  # lines of a picture; more look alike
 STYLE = (
     "body{font:15px/1.5 system-ui,sans-serif;max-width:1100px;margin:2em auto;padding:0 1em}"
     "table{border-collapse:collapse;font-size:13px;display:block;overflow-x:auto}"
@@ -161,7 +161,7 @@ def scaling(figure: Any, found: pd.DataFrame) -> bool:
 
 
 def is_weak(found: pd.DataFrame) -> bool:
-    """Whether prompts grow with the devices."""
+    """Returns true if prompts grow with the devices."""
     prompts = pd.to_numeric(found["prompt"], errors="coerce")
     each = prompts / found["devices"]
     return prompts.nunique() > 1 and each.nunique() == 1

@@ -32,7 +32,7 @@ Row = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Runner:
-    """How points are run.
+    """Settings by which points are run.
 
     run: live on the devices here, simulated on `gpu`s, or both: live, and simulated with the costs
     that were measured here. limit: seconds for a live point. Errors: ConfigError.
@@ -78,7 +78,7 @@ class Runner:
 
 
 def key_of(point: Point, runner: Runner) -> str:
-    """What tells a line from others in a file."""
+    """Returns the key of a line in a file."""
     return f"{point.key}-{runner.run}{'' if runner.gpu is None else '-' + runner.gpu}"
 
 
@@ -135,7 +135,8 @@ def _append(file: Path, row: Row) -> None:
 
 
 def _answer(command: Sequence[str], asked: str, limit: float) -> dict[str, Any]:
-    """What a process answers on its last line; it and all that it started end with this call."""
+    """Runs a process and returns the JSON of its last line; it and all that it started end with
+    this call."""
     process = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
@@ -170,5 +171,5 @@ def _simulated(point: Point, gpu: str) -> dict[str, Any]:
 
 
 def unfinished(rows: Sequence[Mapping[str, Any]]) -> int:
-    """How many lines have a reason and no figures."""
+    """Counts lines that have a reason and no figures."""
     return sum(bool(row["reason"]) for row in rows)

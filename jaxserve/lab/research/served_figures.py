@@ -15,7 +15,7 @@ from jaxserve.settings.schema import ConfigError
 
 OBJECTIVES = ("ttft", "tpot", "e2e")
 CONFIDENCE = 0.95
-SCALARS = (  # figures whose spread over repeats is told
+SCALARS = (  # figures whose spread over repeats is given
     *(
         f"{name}.{point}"
         for name in ("ttft", "tpot", "itl", "e2e")
@@ -94,7 +94,7 @@ def _hit_rate(done: Sequence[Sent]) -> float | None:
 
 
 def _reasons(sent: Any) -> dict[str, int]:
-    """How many requests have each status, with what the first of them was told."""
+    """Counts requests by status and the error of the first of them."""
     told: dict[str, str] = {}
     counted: Counter[str] = Counter()
     for each in sent:
@@ -104,7 +104,7 @@ def _reasons(sent: Any) -> dict[str, int]:
 
 
 def scalar(found: Mapping[str, Any], path: str) -> float | None:
-    """One of SCALARS in the figures of a run; None where there is none."""
+    """One of SCALARS in the figures of a run; None if it is missing."""
     value: Any = found
     for name in path.split("."):
         value = value.get(name)

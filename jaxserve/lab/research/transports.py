@@ -23,14 +23,14 @@ from jaxserve.server.openai.reading import chunk_of, error_message, first_model
 from jaxserve.settings.schema import ConfigError
 from jaxserve.text.output import Delta, Finished
 
-GENERIC_VOCAB = 256  # over HTTP no server tells its vocabulary; every model has so many tokens
+GENERIC_VOCAB = 256  # over HTTP no server states its vocabulary; every model has as many tokens
 CONNECT_SECONDS = 10.0
 STATUSES = {code: name for name, code in reversed(STATUS_CODES.items())}
 
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-    """What a server tells of itself. max_len: tokens of a sequence; None where it does not say."""
+    """A server's own description. max_len: tokens of a sequence; None if unknown."""
 
     address: str
     model: str
@@ -40,7 +40,7 @@ class Served:
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """How an answer ended, by the server. cached: tokens of the prompt whose KV was reused; None
+    """End of an answer, by the server. cached: tokens of the prompt whose KV was reused; None
     where it does not say, as for `tokens`, those of the output."""
 
     reason: str = ""
@@ -55,7 +55,7 @@ class Transport(Protocol):
     def served(self) -> Served: ...
 
     def prepare(self, prompt: np.ndarray, output: int) -> Any:
-        """What `send` takes for a prompt of token ids and so many tokens of output."""
+        """Makes what `send` takes for a prompt of token ids and `output` tokens to generate."""
 
     async def send(self, message: Any, heard: Callable[[], object]) -> Ended:
         """Sends a request and waits for its end. heard: called at each event that has tokens.
@@ -144,7 +144,7 @@ class Http:
 
 
 def _ended(ended: Ended, chunk: Mapping[str, Any]) -> Ended:
-    """What is known of an answer's end with one more chunk."""
+    """Adds one more chunk to what is known of an answer's end."""
     for choice in chunk.get("choices", ()):
         ended = dataclasses.replace(ended, reason=choice.get("finish_reason") or ended.reason)
     if usage := chunk.get("usage"):

@@ -66,7 +66,7 @@ def to_request(
 def scaled(arrival: Arrival, time: float, length: float) -> Arrival:
     """Multiplies an arrival's time and lengths; a length stays at least 1.
 
-    Hash ids stay what they are, each of so many tokens less that prompts have as many blocks as
+    Hash ids stay what they are, each of fewer tokens, so that prompts have as many blocks as
     before: a full block becomes one of `length` times its tokens, and what stands in a last block
     that is not full is scaled likewise and rounded up. So two prompts share exactly the blocks that
     they shared.
@@ -87,13 +87,13 @@ def class_of(prompt: int) -> str:
 
 
 def kind_of(arrival: Arrival) -> str:
-    """As it is named, else by the length of its prompt."""
+    """Returns the kind of an arrival: its own, else by the length of its prompt."""
     return arrival.kind or class_of(arrival.prompt)
 
 
 def workload_summary(arrivals: Sequence[Arrival]) -> dict[str, Any]:
     """Figures of a workload. `span` from first to last in seconds; `rate` the inverse of the mean
-    gap, 0 where there is none; `long` the share of prompts of at least `long_limit` tokens;
+    gap, 0 without one; `long` the share of prompts of at least `long_limit` tokens;
     `prompt` and `output` in tokens."""
     if not arrivals:
         return dict(count=0, span=0.0, rate=0.0, prompt={}, output={}, long=0.0, long_limit=LONG)

@@ -1,5 +1,5 @@
-"""What jaxserve's scheduling is compared with: rows of scheduler settings, and engines that work in
-another way altogether.
+"""Baselines that jaxserve's scheduling is compared with: rows of scheduler settings, and engines
+that work in another way altogether.
 
 A baseline runs on as many devices of the same kind as the system it is compared with, over the same
 arrivals.
@@ -40,7 +40,7 @@ FORMER = {"fcfs": "fcfs-unshared", "edf": "edf-unshared", "lrs": "slack-unshared
 
 
 def check_baseline(name: str) -> None:
-    """Errors: ConfigError for an unknown name."""
+    """Checks a name. Errors: ConfigError for an unknown one."""
     if name in FORMER:
         said = f"{name!r} is {FORMER[name]} now: with --policy, prompts share steps"
         raise ConfigError("baseline", said)
@@ -58,7 +58,7 @@ def compare(
     until: float = float("inf"),
     lookahead: int = 1,
 ) -> Outcome:
-    """What the baseline makes of the arrivals. `scheduler` gives what the baseline does not set:
+    """Runs the arrivals on a baseline. `scheduler` gives what the baseline does not set:
     limits and objectives.
 
     Errors: ConfigError for an unknown name, or devices that do not make whole instances.

@@ -162,7 +162,8 @@ class VirtualCluster:
         self._begin(Passage(request, record, chain, self.nodes[choice.member], decode), choice)
 
     def _route(self, chain: BlockHashes, total: int) -> PrefillChoice:
-        """Where a prompt of `total` tokens is prefilled; its last token is always computed."""
+        """Chooses where a prompt of `total` tokens is prefilled; its last token is always
+        computed."""
         spec = self.spec
         blocks = (total - 1) // spec.block_size if spec.prefix_caching else 0
         views = [
@@ -182,12 +183,12 @@ class VirtualCluster:
         return self.nodes[member].prefill_seconds(cached, total)
 
     def transfer(self, source: int, target: int, tokens: int) -> float:
-        """Seconds until so many tokens' KV is there; see `RoutingCosts`."""
+        """Seconds until the KV of `tokens` tokens is there; see `RoutingCosts`."""
         return self.network.seconds(source, target, tokens * self._token_bytes, self._now)
 
     def _choose_decode(self, tokens: int) -> Node:
-        """Where a request that ends with so many tokens is decoded: where nobody has room for it,
-        it waits on the freest replica."""
+        """Chooses where a request that ends with `tokens` tokens is decoded: if no replica has
+        room for it, it waits on the freest one."""
         views = [node.decode_view(tokens) for node in self.decoding]
         chosen = choose_decode(views, tokens, self.spec.tbt) or max(views, key=freeness)
         return self.nodes[chosen.member]
@@ -210,7 +211,7 @@ class VirtualCluster:
 
     @staticmethod
     def _tbt_now(node: Node, tokens: int) -> float:
-        """Seconds per token with so many tokens more on a node; infinite where it has no room."""
+        """Seconds per token with `tokens` tokens more on a node; infinite if it has no room."""
         view = node.decode_view(tokens)
         return view.tbt if view.free >= tokens else NEVER
 

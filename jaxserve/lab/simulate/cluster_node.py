@@ -122,7 +122,7 @@ class Node:
         pages.unref(held)
 
     def decode_view(self, tokens: int) -> DecodeView:
-        """This replica with a sequence of so many tokens more."""
+        """Describes this replica with one more sequence of `tokens` tokens."""
         load = self.replica.load()
         size = self.spec.block_size
         free = (load.pages_free + load.pages_cached) * size

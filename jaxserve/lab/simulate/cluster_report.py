@@ -1,4 +1,4 @@
-"""What came of a run of a simulated cluster: a record of each request, loads, bytes moved."""
+"""Results of a run of a simulated cluster: a record of each request, loads, bytes moved."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def slowest_mean(times: Sequence[float]) -> float:
 
 @dataclass(slots=True)
 class ClusterRecord:
-    """What became of a request, in clock seconds and tokens.
+    """Fate of a request, in clock seconds and tokens.
 
     prefill_on, decode_on: replicas, None where it did not get there. cached: tokens of its prompt
     that were not computed, of which `fetched` came from another replica. transferred: clock second
@@ -71,7 +71,7 @@ class LoadSample:
 
 @dataclass(frozen=True)
 class ClusterReport:
-    """What came of a run. busy: seconds of steps on each replica. bytes_sent: over the network, and
+    """Results of a run. busy: seconds of steps on each replica. bytes_sent: over the network, and
     `bytes_fetched` of these for prefixes. holders: of each block in any cache at the end, how many
     replicas have it, most first [blocks]. samples: of the loads."""
 
@@ -84,7 +84,7 @@ class ClusterReport:
 
     @property
     def served(self) -> list[ClusterRecord]:
-        """Those that were served to their end."""
+        """Requests that were served to their end."""
         return [record for record in self.records if record.reason == "length"]
 
     @property

@@ -90,7 +90,7 @@ class DecodingRequest:
 @dataclass
 class LoongServe:
     """A server of LoongServe, which runs arrivals. `objective` gives the seconds to the first token
-    that a prompt of so many tokens is promised, for the records."""
+    that a prompt of a length is promised, for the records."""
 
     pool: LoongPool
     objective: Callable[[int], float]

@@ -1,5 +1,5 @@
-"""Searches for the mesh and the chunks that serve a workload best on so many devices, by simulating
-each.
+"""Searches for the mesh and the chunks that serve a workload best on a number of devices, by
+simulating each.
 
 All plans are tried on a part of the workload, the best of them on all of it, and of these it is
 found how many requests per second they bear. All are measured by the same objectives: those of the
@@ -36,7 +36,7 @@ from jaxserve.settings.schema import (
 )
 
 CHUNKS = (("adaptive", 8192), ("static", 2048), ("static", 512))
-COARSE_SHARE = 5  # the first pass has one in so many of the requests
+COARSE_SHARE = 5  # the first pass has one request in five
 MIN_COARSE_REQUESTS = 40  # fewer say nothing of percentiles
 CAPACITY_RUNS = 6  # simulations in the search for one capacity
 MAX_REQUESTS_FACTOR = 4  # of a run at a higher rate, times the workload's own requests
@@ -60,7 +60,7 @@ class MeshPlan:
 
 @dataclass(frozen=True)
 class PlanQuestion:
-    """What a plan is searched for: what is to be served, on what, and how well. `scheduler` holds
+    """Question that plans answer: what is to be served, on what, and how well. `scheduler` holds
     the objectives and what is not planned; `qps` and `requests` are None where the workload's own
     are meant. `attainment` is the share of each kind of requests that is to meet both objectives at
     capacity."""
@@ -79,7 +79,8 @@ class PlanQuestion:
         return System(self.shape, self.device, mesh).with_cache(self.cache)
 
     def settings(self, mesh: MeshConfig) -> tuple[SchedulerConfig, CacheConfig]:
-        """Those of a replica on this mesh: what is said of lanes has no meaning on one."""
+        """Returns the settings of a replica on this mesh: those of lanes are dropped with one
+        lane."""
         if mesh.kvp > 1:
             return self.scheduler, self.cache
         return (
@@ -94,7 +95,7 @@ class PlanQuestion:
         )
 
     def predictor(self, plan: MeshPlan) -> Predictor:
-        """What prompts take alone on a plan's mesh."""
+        """Predicts what prompts take alone on a plan's mesh."""
         scheduler, cache = self.settings(plan.mesh)
         scheduler = dataclasses.replace(
             scheduler, chunking=plan.chunking, chunk_tokens=plan.chunk_tokens
@@ -104,7 +105,7 @@ class PlanQuestion:
 
 @dataclass(frozen=True)
 class PlanAnswer:
-    """What came of simulating a plan. Seconds and tokens; `met` is the share of requests that met
+    """Results of simulating a plan. Seconds and tokens; `met` is the share of requests that met
     both objectives; `capacity` the most requests per second with which `attainment` of each kind
     do, None where it was not looked for; `alone` the seconds to the first token of the longest
     prompt on idle devices, None where it does not fit. `weights` are bytes per device."""
@@ -174,7 +175,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _obstacle(mesh: MeshConfig, question: PlanQuestion) -> str:
-    """Why the model cannot run on this mesh; '' where it can."""
+    """Returns why the model cannot run on this mesh; '' if it can."""
     system = question.system(mesh)
     if reason := system.obstacle():
         return reason
@@ -219,8 +220,8 @@ class PlanRunner:
         return self.question.qps or (len(self.arrivals) / span if span > 0 else 1.0)
 
     def objective(self, prompt: int, class_name: str | None = None) -> float:
-        """Seconds to the first token that every plan is measured by, for a prompt of so many
-        tokens."""
+        """Seconds to the first token that every plan is measured by, for a prompt of this
+        length."""
         given = self.question.scheduler.objectives[class_name]
         return max(given.ttft, given.ttft_stretch * self._soonest.prefill(0, prompt, self._chunk))
 
@@ -229,7 +230,7 @@ class PlanRunner:
         return met(records, scheduler.tpot, tpot_by_kind(scheduler))
 
     def answer(self, plan: MeshPlan, requests: int | None = None) -> PlanAnswer:
-        """Simulates a plan at the question's rate, with so many of the requests."""
+        """Simulates a plan at the question's rate, with the first `requests` of its requests."""
         system = self.question.system(plan.mesh)
         scheduler = self.question.scheduler
         outcome = self._run(plan, self.arrivals[:requests])

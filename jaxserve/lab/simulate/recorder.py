@@ -1,4 +1,4 @@
-"""What became of simulated requests: a record of each, the gaps between tokens, the steps."""
+"""Records of simulated requests: one of each request, the gaps between tokens, the steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxserve.replica.protocol import Sink
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """What became of one completion of a request, in clock seconds and tokens.
+    """Fate of one completion of a request, in clock seconds and tokens.
 
     reason: why it ended; 'refused' where it never began, 'unfinished' where the run was cut off.
     due: when its first token was to come; first: when it came. cached: tokens of the prompt whose
@@ -40,7 +40,7 @@ class RequestRecord:
 
     @property
     def tpot(self) -> float:
-        """Mean seconds per output token after the first; 0 where there is none."""
+        """Mean seconds per output token after the first; 0 without one."""
         return (self.end - self.first) / (self.output - 1) if self.output > 1 else 0.0
 
 
@@ -62,11 +62,11 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a run.
+    """Results of a run.
 
     records: one per request. gaps: seconds between consecutive tokens, of all sequences. steps:
     empty unless they were kept. busy: share of the time in which the devices worked. refusals: how
-    many requests were not taken, by what the first of a kind was told.
+    many requests were not taken, by the error of the first of a kind.
     """
 
     records: list[RequestRecord]

@@ -1,5 +1,5 @@
 """A replica without devices: the scheduler and the cache that serve, steps that take as long as the
-predictor says, and a clock that goes on when it is told to.
+predictor says, and a clock that its caller advances.
 
 Batches are issued as the live engine issues them, up to `lookahead` ahead of the stages and no
 earlier than need be, so what is decided when is the same. A stage runs one batch at a time; the
@@ -44,7 +44,7 @@ NEVER = float("inf")
 
 
 class StepListener(Protocol):
-    """Hears of a replica's steps."""
+    """Listener to a replica's steps."""
 
     def step_issued(self, batch: Batch, start: float, end: float) -> None:
         """A batch enters the first stage at clock second `start` and leaves the last at `end`."""

@@ -16,26 +16,18 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.api.batch import DEFAULT_EXCHANGE
 from jaxserve.api.errors import RequestError
 from jaxserve.api.request import Request, Slo
-from jaxserve.cache import CacheManager, LaneRules
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.costs.coefficients import Costs
-from jaxserve.costs.predictor import Predictor
 from jaxserve.costs.profiles import costs, devices
 from jaxserve.lab.simulate.arrival import Arrival, kind_of, to_request
 from jaxserve.lab.simulate.recorder import Outcome, Recorder, RequestRecord, span_of
 from jaxserve.lab.simulate.replica import VirtualReplica
-from jaxserve.lanes.cdsp import Instances
-from jaxserve.lanes.choice import ExchangeChooser
-from jaxserve.lanes.cost import lane_costs, moves_per_pair
-from jaxserve.lanes.exchange import PIECE_TOKENS
-from jaxserve.lanes.planner import LanePlanner, improvement_rates, instances_of
-from jaxserve.lanes.rates import Link
+from jaxserve.lanes.rates import LINKS, Link
 from jaxserve.lanes.work import ITEM, Heads, stored_bytes
-from jaxserve.scheduling import Scheduler
+from jaxserve.scheduling.assembly import ReplicaProfile, ReplicaSizes, assemble
 from jaxserve.settings.schema import (
     CacheConfig,
     ConfigError,
@@ -46,6 +38,7 @@ from jaxserve.settings.schema import (
 
 NODE_DEVICES = 8  # ranks of tp stay within a node
 MEMORY_SHARE = 0.9  # of a device's memory, for weights and KV
+UNLIMITED = 2**31 - 1  # tokens of a sequence, but for the pages
 PLANNED_TOKENS = 2**19  # of the longest prompt that plans' latencies are fitted to
 TIERS = ("host_cache_gib", "disk_cache", "kv_store")  # settings of what is below the devices
 PERCENTILES = (50, 90, 99)
@@ -113,35 +106,27 @@ class System:
             return device.ranks[min(device.ranks)]
         return device.node
 
-    def chooser(
-        self, exchange: str, block: int, decode_exchange: str = DEFAULT_EXCHANGE, moves: int = 0
-    ) -> ExchangeChooser | None:
-        """Returns what chooses how lanes exchange what spread sequences need; None on one lane.
-        exchange, decode_exchange: the settings. block: tokens of a page; moves: pages that a step
-        moves from each lane to each."""
-        if self.mesh.kvp == 1:
-            return None
+    @property
+    def profile(self) -> ReplicaProfile:
+        """Costs of steps on the devices of this system."""
+        return ReplicaProfile(self.costs, dict.fromkeys(LINKS, self.link))
+
+    def sizes(
+        self, scheduler: SchedulerConfig, cache: CacheConfig, longest: int = PLANNED_TOKENS
+    ) -> ReplicaSizes:
+        """Returns the sizes of a replica with these settings. cache: with its pages. longest:
+        tokens of the longest prompt that plans are fitted to."""
         heads, kv_heads = self.shape.rank_heads(self.mesh.tp)
         sizes = Heads(heads, kv_heads, self.shape.head_dim, stored=self.kv_vector_bytes)
-        return ExchangeChooser(
-            self.mesh.kvp,
-            sizes,
-            self.costs.exchange_rates(sizes).with_links(self.link),
-            piece=PIECE_TOKENS,
-            costs=self.costs,
-            chooser=exchange,
-            decode_chooser=decode_exchange,
-            block=block,
-            moves=moves,
-        )
+        return ReplicaSizes(self.mesh, cache, scheduler, sizes, UNLIMITED, longest)
 
     def check(self) -> None:
-        """Errors: ConfigError where the model cannot run on the mesh."""
+        """Checks the mesh. Errors: ConfigError if the model cannot run on it."""
         if reason := self.obstacle():
             raise ConfigError("mesh", f"{self.mesh}: {reason}")
 
     def obstacle(self) -> str:
-        """Why the model cannot run on the mesh; '' where it can."""
+        """Returns why the model cannot run on the mesh; '' if it can."""
         mesh, shape = self.mesh, self.shape
         if mesh.tp > NODE_DEVICES:
             return f"more ranks than the {NODE_DEVICES} devices of a node"
@@ -186,47 +171,15 @@ class System:
         system.check()
         check_lanes(self.mesh, cache, scheduler)
         pages = cache.pages or system.kv_tokens() // cache.block_size
-        stripe = scheduler.stripe(cache.block_size)
         cache = dataclasses.replace(cache, pages=pages)
-        lanes = self.mesh.kvp
-        moves = moves_per_pair(scheduler.chunk_tokens, cache.block_size, lanes)
-        rules = LaneRules(stripe, moves)
-        manager = CacheManager(cache, lanes, scheduler.max_seqs, rules=rules)
-        chooser = system.chooser(
-            scheduler.exchange, cache.block_size, scheduler.decode_exchange, moves
-        )
         return VirtualReplica(
-            Scheduler(
-                scheduler,
-                manager,
-                self.mesh,
-                2**31 - 1,
-                costs=system.costs,
-                planner=system.planner(scheduler, chooser),
-                chooser=chooser,
-            ),
+            assemble(system.sizes(scheduler, cache), system.profile),
             cache,
             self.mesh,
             lookahead,
             shape=self.shape,
             platform=self.device,
         )
-
-    def instances(self, chooser: ExchangeChooser, longest: int, step: int) -> Instances:
-        """Returns the lanes, to plan with, for contexts up to `longest` tokens, in steps of `step`
-        tokens for each lane."""
-        lanes = lane_costs(self.costs, self.mesh.kvp, chooser, dealt=True)
-        seconds = Predictor(self.costs, self.mesh, lanes).prefill_on
-        return instances_of(seconds, self.mesh.kvp, step, longest, chooser.block)
-
-    def planner(
-        self, scheduler: SchedulerConfig, chooser: ExchangeChooser | None
-    ) -> LanePlanner | None:
-        """Plans which lanes compute which part of a prompt; None where that is not asked for."""
-        if scheduler.planner == "none" or chooser is None:
-            return None
-        lanes = self.instances(chooser, PLANNED_TOKENS, scheduler.chunk_tokens)
-        return LanePlanner(scheduler.planner, lanes, improvement_rates(scheduler.improvement))
 
 
 def drive(
@@ -288,7 +241,7 @@ def requests(
 
 
 def check_classes(scheduler: SchedulerConfig, arrivals: Iterable[Arrival]) -> None:
-    """Errors: ConfigError for a class that is the kind of no request."""
+    """Checks the classes. Errors: ConfigError for a class that is the kind of no request."""
     kinds = {kind_of(arrival) for arrival in arrivals}
     for name in scheduler.class_names:
         if name not in kinds:

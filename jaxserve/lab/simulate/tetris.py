@@ -30,7 +30,7 @@ def constant(rate: float) -> Rate:
 
 @dataclass(frozen=True)
 class PrefillOutcome:
-    """What came of arrivals. ttft: [requests] seconds. Of the instances' time from the first
+    """Results of a run of arrivals. ttft: [requests] seconds. Of the instances' time from the first
     arrival to the last end, busy: the share in which they computed; idle: the share in which they
     were kept for a group whose others were not free. tokens_per_s: of prompts, over the same
     time."""
@@ -88,7 +88,7 @@ def best_rates(
     rates: Sequence[float] = IMPROVEMENT_RATES,
 ) -> dict[float, float]:
     """Finds the improvement rate with the least mean TTFT at each load (Tetris, 5.1). arrivals: a
-    sample of requests at so many per second."""
+    sample of requests at a number of them per second."""
 
     def best(sample: Sequence[Arrival]) -> float:
         return min(

@@ -21,7 +21,7 @@ mixes of lengths calibrated to them.
 OPTIONS name the lengths in tokens: `mix=NAME`, a row of MIXES, or `prompt=LENGTHS,output=LENGTHS`
 (with or without `mix=fixed`). LENGTHS is N, LOW:HIGH or uniform:LOW:HIGH, exponential:MEAN or
 lognormal:MEDIAN:SIGMA[:LOW:HIGH], the last cut off at LOW and HIGH. Before such a prompt stands
-with `prefix=N` one of `groups=N` (1) prefixes of so many tokens.
+with `prefix=N` one of `groups=N` (1) prefixes of that many tokens.
 
 The first arrival of a file with times is at 0. The first `requests` arrivals are taken (default:
 all of a file, 1000 of a generator); then, where qps is given, recorded times are stretched so that

@@ -17,7 +17,7 @@ from jaxserve.kernels.kv_pages import SCALE_DTYPE
 from jaxserve.lab.simulate.arrival import Arrival
 from jaxserve.lab.simulate.replica import VirtualReplica
 from jaxserve.lab.simulate.run import Outcome, System, execute
-from jaxserve.lanes.choice import EXCHANGE_CHOICES, Correction, ExchangeChooser
+from jaxserve.lanes.choice import EXCHANGE_CHOICES, Correction
 from jaxserve.lanes.cost import ExchangeCosts, GatherCosts, moves_per_pair
 from jaxserve.lanes.exchange import EXCHANGES
 from jaxserve.lanes.load import LaneLoad, SpreadChunks
@@ -25,6 +25,7 @@ from jaxserve.lanes.planner import PlanPart
 from jaxserve.lanes.rates import Link
 from jaxserve.lanes.work import SCALE_ITEM
 from jaxserve.scheduling import Batch
+from jaxserve.scheduling.assembly import ReplicaProfile
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 
 SHAPE = MODELS["llama3-8b"]
@@ -206,19 +207,18 @@ class Live(System):
             shared=0.5,
         )
 
-    def chooser(self, *settings: Any) -> ExchangeChooser | None:
-        made = super().chooser(*settings)
-        return made and dataclasses.replace(
-            made, corrections=dict.fromkeys(EXCHANGES, Correction(1e-2, 1.5))
-        )
+    @property
+    def profile(self) -> ReplicaProfile:
+        corrections = dict.fromkeys(EXCHANGES, Correction(1e-2, 1.5))
+        return dataclasses.replace(super().profile, corrections=corrections)
 
 
 class LiveSilent(Live, Silent):
     """The same where lanes exchange in no time."""
 
-    def chooser(self, *settings: Any) -> ExchangeChooser | None:
-        made = super().chooser(*settings)
-        return made and dataclasses.replace(made, corrections={})
+    @property
+    def profile(self) -> ReplicaProfile:
+        return dataclasses.replace(super().profile, corrections={})
 
 
 @pytest.mark.parametrize("exchange", ["gather", "pass_q", "pass_kv", "auto"])

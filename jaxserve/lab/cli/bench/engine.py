@@ -21,7 +21,7 @@ from jaxserve.settings.schema import ConfigError, EngineConfig
 
 ABOUT = """\
 Prefill is a prompt's length over the time to its first token. Decode is the time that 64 more
-tokens per sequence add to prompts of 128 tokens, for so many sequences at once. Prompts are
+tokens per sequence add to prompts of 128 tokens, for each number of sequences at once. Prompts are
 random. A round measures every point once; the first round does not count.
 
 The host's work per decode step is timed in the engine's own path: schedule (what runs next),

@@ -1,11 +1,11 @@
-"""What a decode step costs the host, and how long its command is, with many sequences running.
+"""Times the host's work on a decode step, and sizes its command, with many sequences running.
 
 The engine tells its bus how long it took to decide what is in a step (schedule), to write its
-command (arrays) and to hand that to the devices (dispatch), to hear its tokens (finish) and to tell
-callers (events). Prompts are prefilled in the bookkeeping alone: the KV of the context stays empty,
-which bears on nothing that is measured, and makes contexts possible that would take the device
-hours. Where the device is the host's own CPU, its threads compete with the host for the cores.
-"""
+command (arrays) and to hand that to the devices (dispatch), to read its tokens (finish) and to
+notify callers (events). Prompts are prefilled in the bookkeeping alone: the KV of the context stays
+empty, which bears on nothing that is measured, and makes contexts possible that would take the
+device hours. Where the device is the host's own CPU, its threads compete with the host for the
+cores."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Crowd:
 
     @property
     def turns(self) -> int:
-        """Of the engine, those included that do not count."""
+        """Steps of the engine, with those that do not count."""
         return WARM + self.steps
 
     @property
@@ -54,7 +54,8 @@ class Crowd:
 
 
 class Stopwatch:
-    """Hears from an engine's bus how long the host took over each step, and sizes its commands."""
+    """Listens to an engine's bus for how long the host took over each step, and sizes its
+    commands."""
 
     def __init__(self, engine: Any):
         self._codec = engine.worker.plan.codec()
@@ -159,12 +160,12 @@ def _prefill(engine: Any) -> None:
 
 
 def _nobody(events: Sequence[Event]) -> None:
-    """Hears the events and does nothing."""
+    """Ignores the events."""
 
 
 @contextlib.contextmanager
 def _subscribed(engine: Any, watch: Stopwatch) -> Iterator[None]:
-    """The stopwatch hears of the engine's steps meanwhile."""
+    """Lets the stopwatch listen to the engine's steps meanwhile."""
     engine.bus.subscribe(StepIssued, watch.step_issued)
     engine.bus.subscribe(StepFinished, watch.finished.append)
     try:

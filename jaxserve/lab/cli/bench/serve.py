@@ -177,7 +177,7 @@ def _progress(run: Run) -> str:
 
 
 def line_of(run: Run, served: Served, values: Mapping[str, Any]) -> dict[str, Any]:
-    """What is kept of a run."""
+    """Makes the line of JSON that is kept of a run."""
     return {
         "load": dataclasses.asdict(run.load),
         "repeat": run.repeat,

@@ -1,4 +1,4 @@
-"""What `jaxserve bench serve` shows: tables of its runs, and a picture."""
+"""Tables and a picture of the runs of `jaxserve bench serve`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""How fast an engine computes: tokens per second of prompts on their own and of sequences that
-decode together.
+"""Measures how fast an engine computes: tokens per second of prompts on their own and of sequences
+that decode together.
 
 The engine is driven by its own `turn`, from this thread. Prompts are random, so that nothing is
 found in a cache.
@@ -26,7 +26,7 @@ STEPS = 64  # tokens per sequence that decoding is measured on
 
 @dataclass(frozen=True)
 class SpeedPoint:
-    """What is measured: kind 'prefill' of a prompt of `size` tokens, or 'decode' of `size`
+    """A measured load: kind 'prefill' of a prompt of `size` tokens, or 'decode' of `size`
     sequences."""
 
     kind: str
@@ -90,7 +90,7 @@ class Runner:
         return out
 
     def seconds(self, sequences: int, prompt: int, tokens: int) -> float:
-        """Seconds for `sequences` random prompts to end with so many tokens each."""
+        """Seconds for `sequences` random prompts to end with `tokens` tokens each."""
         vocab = self._engine.info.vocab
         prompts = self._dice.integers(vocab // 2, vocab, (sequences, prompt))
         began = time.perf_counter()
@@ -135,8 +135,8 @@ class Speed:
 def measure(
     runner: Runner, points: Sequence[SpeedPoint], rounds: int, done: Callable[[str], None]
 ) -> tuple[list[Speed], int]:
-    """Measures all points in each round, after a round that does not count; `done` hears of every
-    measurement.
+    """Measures all points in each round, after a round that does not count; `done` is called after
+    every measurement.
 
     The second result is the number of programs that were compiled in rounds that count, which
     should be none.

@@ -59,7 +59,7 @@ def run(values: dict[str, Any]) -> int:
 
 def run_points(points: Sequence[Point], axes: Sequence[str], values: Mapping[str, Any]) -> int:
     """Runs points with the flags of SWEEP and OUTPUT; prints and draws them. axes: the settings by
-    which they are told apart. Errors: ConfigError."""
+    which they differ. Errors: ConfigError."""
     runner = Runner(values["run"], values["gpu"], values["limit"])
     out = Path(values["out"])
     for flag in filter(values.get, ("out", "html")):

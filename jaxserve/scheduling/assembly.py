@@ -1,0 +1,132 @@
+"""Puts the host's side of a replica together, cache and scheduler, for engines and for simulations
+of them: from settings, from the sizes of the devices, and from what steps cost there."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from jaxserve.cache import CacheManager, LaneRules
+from jaxserve.cache.hashes import CacheIdentity
+from jaxserve.cache.manager import ANONYMOUS
+from jaxserve.cache.tiers import LowerTiers
+from jaxserve.costs.coefficients import NOMINAL, Costs
+from jaxserve.costs.predictor import Predictor
+from jaxserve.lanes.cdsp import Instances
+from jaxserve.lanes.choice import Correction, ExchangeChooser
+from jaxserve.lanes.cost import lane_costs, moves_per_pair
+from jaxserve.lanes.exchange import PIECE_TOKENS
+from jaxserve.lanes.planner import LanePlanner, improvement_rates, instances_of
+from jaxserve.lanes.rates import Link
+from jaxserve.lanes.work import Heads
+from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplicaProfile:
+    """What steps of a replica cost. links: between lanes, by the name of a rate of `ExchangeRates`;
+    empty with one lane. improvement: the best improvement rate by requests per second, for each
+    planner that was searched. corrections: by exchange, from measured steps."""
+
+    costs: Costs
+    links: dict[str, Link]
+    improvement: Mapping[str, Mapping[float, float]] = dataclasses.field(default_factory=dict)
+    corrections: Mapping[str, Correction] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplicaSizes:
+    """Settings and sizes of a replica. cache: with its pages per lane. heads: of one rank. max_len:
+    tokens of a sequence. planned_len: tokens of the longest prompt that plans are fitted to."""
+
+    mesh: MeshConfig
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    heads: Heads
+    max_len: int
+    planned_len: int
+
+    @property
+    def planned(self) -> bool:
+        """True if plans say which lanes compute which part of a prompt."""
+        return self.mesh.kvp > 1 and self.scheduler.planner != "none"
+
+    @property
+    def moves(self) -> int:
+        """Most pages that a step moves from each lane to each; 0 if none ever moves."""
+        chunk, block = self.scheduler.chunk_tokens, self.cache.block_size
+        return moves_per_pair(chunk, block, self.mesh.kvp) if self.planned else 0
+
+    def chooser(self, profile: ReplicaProfile) -> ExchangeChooser | None:
+        """Returns what chooses how lanes exchange KV and queries; None for one lane."""
+        if self.mesh.kvp == 1:
+            return None
+        links: dict[str, Any] = profile.links
+        return ExchangeChooser(
+            self.mesh.kvp,
+            self.heads,
+            dataclasses.replace(profile.costs.exchange_rates(self.heads), **links),
+            piece=PIECE_TOKENS,
+            costs=profile.costs,
+            chooser=self.scheduler.exchange,
+            decode_chooser=self.scheduler.decode_exchange,
+            block=self.cache.block_size,
+            moves=self.moves,
+            corrections=profile.corrections,
+        )
+
+    def instances(self, profile: ReplicaProfile) -> Instances:
+        """Returns the lanes as prefill instances to plan with."""
+        kvp = self.mesh.kvp
+        lanes = lane_costs(profile.costs, kvp, self.chooser(profile), dealt=True)
+        seconds = Predictor(profile.costs, self.mesh, lanes).prefill_on
+        step = self.scheduler.chunk_tokens
+        return instances_of(seconds, kvp, step, self.planned_len, self.cache.block_size)
+
+    def planner(self, profile: ReplicaProfile) -> LanePlanner | None:
+        """Returns the planner that the settings ask for, if any."""
+        if not self.planned:
+            return None
+        policy = self.scheduler.planner
+        rates = improvement_rates(self.scheduler.improvement, profile.improvement.get(policy, {}))
+        return LanePlanner(policy, self.instances(profile), rates)
+
+
+@dataclasses.dataclass(frozen=True)
+class CachedModel:
+    """A model as its cache and scheduler know it. ascending: rows of blocks must ascend, as for
+    sliding windows."""
+
+    identity: CacheIdentity = ANONYMOUS
+    ascending: bool = False
+    eos_ids: Iterable[int] = ()
+
+
+def assemble(
+    sizes: ReplicaSizes,
+    profile: ReplicaProfile | None,
+    model: CachedModel = CachedModel(),
+    lower: LowerTiers | None = None,
+) -> Scheduler:
+    """Makes a scheduler and its cache, both empty. profile: None if it is not known what steps
+    cost. lower: tiers below the devices."""
+    cache = CacheManager(
+        sizes.cache,
+        sizes.mesh.kvp,
+        sizes.scheduler.max_seqs,
+        model.identity,
+        lower,
+        LaneRules(sizes.scheduler.stripe(sizes.cache.block_size), sizes.moves, model.ascending),
+    )
+    return Scheduler(
+        sizes.scheduler,
+        cache,
+        sizes.mesh,
+        sizes.max_len,
+        model.eos_ids,
+        costs=profile.costs if profile else NOMINAL,
+        planner=sizes.planner(profile) if profile else None,
+        chooser=sizes.chooser(profile) if profile else None,
+    )
