@@ -68,7 +68,7 @@ def run(values: dict[str, Any]) -> int:
     if papers:
         page = reproduction.page(lambda one: out / one.folder)
         (out / "reproduction.md").write_text(page)
-    print(_told(done, out))
+    print(_summary(done, out))
     return int(any(one.state == "failed" for one in done))
 
 
@@ -104,7 +104,7 @@ def _task(name: str, number: str, values: Mapping[str, Any], out: Path, code: st
     given |= {key: values[key] for key in ("data",) if key in given}
     if requests := one.kept_requests(number):
         given["requests"] = requests
-    one.settings_of(given)  # a mistake is told before anything is made
+    one.settings_of(given)  # mistakes are reported before anything is made
     del given["out"]
     return one.task(number, given, out / name, _stamp(code, given))
 
@@ -125,8 +125,8 @@ def fit_profiles(data: Path, out: Path) -> str:
 
 
 def _code() -> str:
-    """What the code is: the trees of git, and what is not committed of them; '' where there is no
-    git, and nothing is kept then."""
+    """Identifies the code: the trees of git, and what is not committed of them; '' without git,
+    and nothing is kept then."""
     git = lambda *arguments: (
         subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout
     )
@@ -140,8 +140,8 @@ def _stamp(code: str, arguments: object) -> str:
     return hashlib.sha256(whole).hexdigest() if code else ""
 
 
-def _told(done: Sequence[Done], out: Path) -> str:
-    """What was made, how long it took, and whether it says what the kept results say."""
+def _summary(done: Sequence[Done], out: Path) -> str:
+    """Tabulates what was made, how long it took, and whether it says what the kept results say."""
     lines = [[one.name, one.state, f"{one.seconds:.0f}", _same(one, out)] for one in done]
     total = sum(one.seconds for one in done if one.state == "made")
     return table(["", "", "s", "verdicts as kept"], [*lines, ["all", "", f"{total:.0f}", ""]])

@@ -55,8 +55,8 @@ OPEN_LONG = f"""{LONG}
 
 
 def demo() -> Iterator[bytes]:
-    """Runs the demo in a terminal of its own; yields what it writes. Ends it where nobody reads
-    on."""
+    """Runs the demo in a terminal of its own; yields what it writes. Ends it if its reader
+    stops."""
     terminal, end = pty.openpty()
     fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
     process = subprocess.Popen(

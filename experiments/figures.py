@@ -1,5 +1,5 @@
-"""What the papers' figures share: rows to CSV and back, the paper's numbers beside ours, pictures,
-the command line of one, the summary. `papers` makes all of a paper.
+"""Parts that the papers' figures share: rows to CSV and back, the paper's numbers beside ours,
+pictures, the summary. `papers` makes one, or all of a paper.
 
 A figure is a file: a sweep that yields rows, claims read off the rows, panels to draw. What a sweep
 is given is up to its paper.
@@ -10,18 +10,14 @@ from __future__ import annotations
 import csv
 import functools
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from experiments import markdown
-from experiments.script import command_line
 from jaxserve.cli.display import table
 from jaxserve.cli.files import figure_class
-from jaxserve.settings.flags import Command
-from jaxserve.settings.options import Option
 
 Cell = float | str
 Row = dict[str, Cell]
@@ -54,11 +50,11 @@ class Claim:
         return sign + number(self.paper, self.unit)
 
     def times(self, ours: float) -> float:
-        """Ours by the paper's; NaN for a limit, and where there is nothing of ours."""
+        """Divides ours by the paper's; NaN for a limit, and without ours."""
         return math.nan if self.limit else ours / self.paper
 
     def verdict(self, ours: float) -> str:
-        """Whether ours is close, better, holds, ..."""
+        """Judges ours: close, better, holds, ..."""
         if not math.isfinite(ours):
             return "nothing to compare"
         ratio = ours / self.paper
@@ -89,7 +85,7 @@ class Panel:
 @dataclass(frozen=True)
 class Figure:
     """One figure of the paper. kind: 'simulated', 'computed' where it is closed-form, or
-    'measured'. runs: what of jaxserve is run for it, where that is not what is said of the kind
+    'measured'. runs: what of jaxserve is run for it, if not what runs for its kind
     (`papers.Paper.runs`)."""
 
     name: str
@@ -109,8 +105,8 @@ def matching(rows: Rows, **where: Cell) -> list[Row]:
 
 
 def cell(rows: Rows, column: str, **where: Cell) -> float:
-    """The one number of `column` in the row where the other columns are so; NaN where there is
-    none. Errors: ValueError for several."""
+    """Returns the number of `column` in the row where the other columns are so; NaN without such a
+    row. Errors: ValueError for several."""
     found = matching(rows, **where)
     if len(found) > 1:
         raise ValueError(f"{len(found)} rows have {where}")
@@ -228,7 +224,7 @@ def _draw_panel(axes: Any, panel: Panel, rows: Rows) -> None:
         getattr(axes, f"set_{axis}scale")("log")
 
 
-# --- running
+# --- one figure
 
 
 def make(figure: Figure, settings: Any, out: Path) -> str:
@@ -243,27 +239,6 @@ def make(figure: Figure, settings: Any, out: Path) -> str:
     return compared(figure, rows)
 
 
-def main(
-    figure: Figure,
-    options: Sequence[Option],
-    settings_of: Callable[[dict[str, Any]], Any],
-    arguments: Sequence[str] | None = None,
-) -> None:
-    """The command line of one figure's file; options: `out` and what `settings_of` makes the
-    sweep's settings of."""
-
-    def run(values: dict[str, Any]) -> int:
-        print(make(figure, settings_of(values), Path(values["out"])))
-        return 0
-
-    command = Command({"what is made": list(options)}, run)
-    sys.exit(
-        command_line(
-            figure.name, figure.title, command, sys.argv[1:] if arguments is None else arguments
-        )
-    )
-
-
 # --- the summary
 
 COLUMNS = ("figure", "how", "what", "paper", "where", "ours", "ours / paper", "verdict", "remark")
@@ -274,7 +249,7 @@ direction or a bound, not a number.
 
 
 def made_in(folder: Path, figures: Iterable[Figure]) -> Iterator[tuple[Figure, Rows]]:
-    """Those of the figures whose CSV is in the folder, with their rows."""
+    """Yields the figures whose CSV is in the folder, with their rows."""
     for figure in figures:
         file = folder / f"{figure.name}.csv"
         if file.is_file():

@@ -1,15 +1,17 @@
-"""A paper whose figures are made again: which there are, what they run, and the command line that
-makes all of them and summary.md."""
+"""Papers whose figures are made again: which there are, what they run, what their sweeps are given,
+and the command lines that make one figure, or all of a paper with summary.md."""
 
 from __future__ import annotations
 
 import functools
 import importlib
+import os
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from experiments import runner
 from experiments.figures import Figure, Rows, made_in, make, read_csv, summary
@@ -20,24 +22,69 @@ from jaxserve.settings.options import Option
 from jaxserve.settings.schema import ConfigError
 
 BUILT = ("medha", "context_parallel", "tetris", "mooncake")
+SIBLING = Path(__file__).parents[2] / "shared" / "data"
 JOBS = Option("jobs", int, 1, "processes that make figures at the same time", 1)
+
+
+def data_folder(named: str | None) -> Path | None:
+    """Returns the folder of recorded data: the one named, else that of JAXSERVE_DATA, else SIBLING
+    if it exists. None, as for '': workloads are generated."""
+    named = os.environ.get("JAXSERVE_DATA") if named is None else named
+    if named is None and SIBLING.is_dir():
+        return SIBLING
+    return Path(named).expanduser() if named else None
+
+
+def missing(data: Path, file: str) -> ConfigError:
+    """The error for a data folder without a file."""
+    said = f"{data} has no {file}; give the folder that has it, or --data= to generate"
+    return ConfigError("data", said)
+
+
+@dataclass(frozen=True)
+class SweepSettings:
+    """Settings of a sweep. data: folder of recorded data; None to generate. requests: most of a
+    simulation; None for as many as the figure needs. seed: of what is generated."""
+
+    data: Path | None = None
+    requests: int | None = None
+    seed: int = 0
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Self:
+        """Makes settings of the values of `sweep_options`. Errors: ConfigError for a folder without
+        the data."""
+        settings = cls(data_folder(values["data"]), values["requests"], values["seed"])
+        if settings.data is not None:
+            settings.check(settings.data)
+        return settings
+
+    def check(self, data: Path) -> None:
+        """Checks the data folder. Errors: ConfigError."""
+
+
+def sweep_options(data: str, otherwise: str, requests: Option, seed: str) -> list[Option]:
+    """Returns the options of SweepSettings. data: files in the folder. otherwise: what is used
+    without it."""
+    folder = f"folder with {data}; default: JAXSERVE_DATA, else ../shared/data, else {otherwise}"
+    return [Option("data", str, None, folder), requests, Option("seed", int, 0, seed, 0)]
 
 
 @dataclass(frozen=True)
 class Paper:
     """A paper. folder: of its figures, under experiments. numbers: of the figures that are made,
-    each a module `figN` or `tableN` there. head: of summary.md. settings_of: what a sweep is given,
-    from the values of the options. runs: what of jaxserve is run, by the kind of a figure.
-    together: figures that simulate the same and are made in one process. others: the figures and
-    tables that are not made, and why."""
+    each a module `figN` or `tableN` there. head: of summary.md. given: options of its sweeps, of
+    whose values settings_of makes what a sweep is given. runs: what of jaxserve is run, by a
+    figure's kind. together: figures that simulate the same and are made in one process. others: the
+    figures and tables that are not made, and why."""
 
     folder: str
     title: str
     numbers: Sequence[str]
     head: str
-    options: Sequence[Option]
-    settings_of: Callable[[dict[str, Any]], Any]
     runs: Mapping[str, str]
+    given: Sequence[Option] = ()
+    settings_of: Callable[[Mapping[str, Any]], Any] = lambda values: None
     together: Sequence[Sequence[str]] = ()
     others: Mapping[str, str] = field(default_factory=dict)
 
@@ -45,6 +92,11 @@ class Paper:
     def results(self) -> Path:
         """The folder of the results that are kept."""
         return Path(__file__).parent / self.folder / "results"
+
+    @property
+    def options(self) -> list[Option]:
+        """Options of the command lines."""
+        return [Option("out", str, str(self.results), "folder of the CSV and PNG"), *self.given]
 
     def figure(self, number: str) -> Figure:
         return importlib.import_module(f"experiments.{self.folder}.{module(number)}").FIGURE
@@ -100,7 +152,7 @@ class Paper:
 
         def run(values: dict[str, Any]) -> int:
             out = Path(values["out"])
-            self.settings_of(values)  # a mistake is told before anything is made
+            self.settings_of(values)  # mistakes are reported before anything is made
             tasks = [self.task(number, values, out) for number in self.chosen(values["figures"])]
             done = runner.run(tasks, values["jobs"])
             self.summarise(out)
@@ -123,6 +175,18 @@ def paper(folder: str) -> Paper:
 def module(number: str) -> str:
     """The module of a figure, and the name of its results: '15' -> 'fig15'."""
     return number if number.startswith("table") else f"fig{number}"
+
+
+def main(figure: Figure, folder: str) -> None:
+    """Runs the command line of one figure's file in a paper's folder."""
+    source = paper(folder)
+
+    def run(values: dict[str, Any]) -> int:
+        print(make(figure, source.settings_of(values), Path(values["out"])))
+        return 0
+
+    command = Command({"what is made": source.options}, run)
+    sys.exit(command_line(figure.name, figure.title, command, sys.argv[1:]))
 
 
 def make_figure(folder: str, number: str, values: dict[str, Any], out: Path) -> str:

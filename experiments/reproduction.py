@@ -119,7 +119,7 @@ def page(folder_of: Callable[[Paper], Path]) -> str:
 
 def _source(one: Paper) -> str:
     return (
-        f"`python -m experiments.{one.folder}`, or one figure as told beside it; remarks: "
+        f"`python -m experiments.{one.folder}`, or one figure by the command beside it; remarks: "
         f"[summary](../experiments/{one.folder}/results/summary.md)."
     )
 

@@ -30,7 +30,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Done:
-    """What came of a task. state: 'made', 'kept' or 'failed'. seconds: that making it took."""
+    """Result of a task. state: 'made', 'kept' or 'failed'. seconds: that making it took."""
 
     name: str
     state: str
@@ -38,7 +38,7 @@ class Done:
 
 
 def run(tasks: Sequence[Task], jobs: int = 1, stamps: Path | None = None) -> list[Done]:
-    """Makes the tasks, in so many processes, and prints what each says when it ends; returns what
+    """Makes the tasks, in `jobs` processes, and prints what each returns when it ends; returns what
     came of each, in their order. A failure ends one task alone. stamps: the folder that keeps what
     was made of what; None to make everything. Errors: ConfigError, which all would have."""
     groups: dict[str, list[Task]] = {}
@@ -88,7 +88,7 @@ def _done(task: Task, stamps: Path | None) -> Done:
 
 
 def _seconds(file: Path, stamp: str) -> float | None:
-    """How long it took to make what is there; None where that is not of this stamp."""
+    """Returns how long it took to make what is kept; None if it has another stamp."""
     try:
         found = json.loads(file.read_text())
     except (OSError, ValueError):

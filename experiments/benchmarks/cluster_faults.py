@@ -62,7 +62,7 @@ BUSY = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 
 
 def processes(word: str = "") -> list[int]:
-    """Those of our cluster with this word on their command line."""
+    """Lists the processes of our cluster with this word on their command line."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -101,13 +101,13 @@ class Cluster:
         return urllib.request.urlopen(url, timeout=10).read().decode()
 
     def replicas(self) -> int:
-        """How many the conductor can send requests to."""
+        """Number of replicas that the conductor can send requests to."""
         with contextlib.suppress(OSError):
             return len(re.findall(r"^jaxserve:replica_alive\{.*\} 1\.0$", self.metrics(), re.M))
         return 0
 
     def busy(self) -> dict[str, float]:
-        """What still runs or is held, over all replicas; {} where nothing is."""
+        """Counts what still runs or is held, over all replicas; {} if nothing is."""
         text = self.metrics()
         sums = {
             name: sum(map(float, re.findall(rf"^jaxserve:{name}(?:\{{.*\}})? (\S+)$", text, re.M)))

@@ -1,4 +1,4 @@
-"""What measurements of several engines say: figures per point, ratios round by round, and what is
+"""Compares measurements of several engines: figures per point, ratios round by round, and what is
 doubtful about them."""
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class Comparison:
 
 
 def agreement(ids: dict[str, list[int] | None]) -> list[str]:
-    """Whether engines say the same as jaxserve: a line for each that told what it says."""
+    """Compares tokens of engines with those of jaxserve: a line for each that gave some."""
     mine = ids[OWN]
     assert mine is not None
     return [
@@ -178,7 +178,7 @@ def agreement(ids: dict[str, list[int] | None]) -> list[str]:
 
 
 def _equal(mine: Iterable[int], theirs: Iterable[int]) -> int:
-    """How many are equal before the first that is not."""
+    """Counts equal ids before the first difference."""
     count = 0
     for a, b in zip(mine, theirs):
         if a != b:

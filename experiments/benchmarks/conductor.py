@@ -1,4 +1,4 @@
-"""What a conductor costs: one replica, asked directly and through a conductor, in turns.
+"""Measures the cost of a conductor: one replica, asked directly and through a conductor, in turns.
 
     python -m experiments.benchmarks.conductor --model=random:tiny --rounds=5
 

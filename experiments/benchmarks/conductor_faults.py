@@ -2,7 +2,7 @@
 becomes of the requests of both, and what each knows of the replicas' blocks.
 
 `jaxserve cluster` starts replicas that prefill and decode, with a conductor, which stays; a second
-conductor beside it is killed at random moments and started anew at once. Callers ask through both
+conductor beside it is killed at random moments and started again at once. Callers ask through both
 without a pause. Requests through the one that stays must all end with the right tokens; the
 others with the right ones or UNAVAILABLE. At the end both conductors must know the same blocks of
 each replica, and nothing may run, wait or be held.
@@ -78,14 +78,14 @@ class Second:
 
 
 def members(http_port: int) -> list[dict[str, Any]]:
-    """What a conductor knows of its replicas."""
+    """Asks a conductor for its replicas."""
     url = f"http://127.0.0.1:{http_port}/page/data"
     with urllib.request.urlopen(url, timeout=10) as answer:
         return json.load(answer)["members"]
 
 
 def blocks(http_port: int) -> dict[str, int]:
-    """How many blocks a conductor knows of, by replica."""
+    """Counts the blocks that a conductor knows of, by replica."""
     return {row["name"]: row["blocks"] for row in members(http_port)}
 
 
@@ -131,7 +131,7 @@ def run(values: dict[str, Any]) -> int:
 
 
 def fault(second: Second, callers: Callers, limit: float) -> dict[str, Any]:
-    """Kills the second conductor and starts it anew; returns how long until it gave a token."""
+    """Kills the second conductor and starts it again; returns how long until it gave a token."""
     at = time.monotonic()
     second.kill()
     second.start()
@@ -140,7 +140,7 @@ def fault(second: Second, callers: Callers, limit: float) -> dict[str, Any]:
 
 
 def ends(callers: Callers) -> dict[str, int]:
-    """How requests ended."""
+    """Counts requests by how they ended."""
     return dict(Counter(what for _, what, _ in callers.ends))
 
 

@@ -38,7 +38,7 @@ class EngineError(Exception):
 
 @dataclass(frozen=True)
 class Engine:
-    """How to start a worker: its command before the settings, and all of its environment but
+    """Start of a worker: its command before the settings, and all of its environment but
     `KEPT`."""
 
     name: str
@@ -48,7 +48,7 @@ class Engine:
 
 
 def bound(threads: int) -> dict[str, str]:
-    """What OpenMP needs to use each core, for engines that leave it to us."""
+    """Returns variables that make OpenMP use each core, for engines that leave it to us."""
     return {"OMP_NUM_THREADS": str(threads), "OMP_PROC_BIND": "close", "OMP_PLACES": "cores"}
 
 
@@ -132,7 +132,7 @@ class Worker:
         return self._process.pid
 
     def ask(self, **question: Any) -> dict[str, Any]:
-        """Errors: EngineError."""
+        """Asks the worker a question. Errors: EngineError."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # reading says why
             print(json.dumps(question), file=self._process.stdin, flush=True)

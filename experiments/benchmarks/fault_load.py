@@ -40,7 +40,7 @@ class Callers:
         ]
 
     def learn(self) -> None:
-        """What each prompt gives while nothing fails."""
+        """Learns what each prompt gives while nothing fails."""
         with Client(self._target) as client:
             client.wait_ready(self._limit)
             for number in range(len(PROMPTS)):

@@ -80,8 +80,8 @@ def latencies(outcome: Outcome) -> list[RequestLatency]:
 def live(
     config: EngineConfig, arrivals: Sequence[Arrival]
 ) -> tuple[list[RequestLatency], Costs, float]:
-    """What a live engine makes of the arrivals, the costs it predicted with, and the scale it
-    learnt."""
+    """Runs the arrivals on a live engine; returns the outcome, the costs it predicted with, and the
+    scale it learnt."""
     from jaxserve.engine.build import build
 
     engine = build(config, progress=sys.stderr.isatty())
@@ -99,7 +99,7 @@ def live(
 def virtual(
     config: EngineConfig, arrivals: Sequence[Arrival], costs: Costs, scale: float
 ) -> list[RequestLatency]:
-    """What a virtual replica with these costs makes of the same arrivals."""
+    """Runs the same arrivals on a virtual replica with these costs."""
     cache = CacheManager(config.cache, config.mesh.kvp, config.scheduler.max_seqs)
     scheduler = Scheduler(config.scheduler, cache, config.mesh, LONGEST, costs=costs)
     scheduler.predictor.scale = scale

@@ -1,11 +1,11 @@
-"""What the fronts cost: tokens/s and time to first token through gRPC and HTTP, beside the same
-engine used without them.
+"""Measures the cost of the fronts: tokens/s and time to first token through gRPC and HTTP, beside
+the same engine used without them.
 
     python -m experiments.benchmarks.front --json=front.json
 
 One process holds a tiny model's engine and its server. Callers without a front hand requests to the
 engine from a thread of that process; those over gRPC and HTTP are in a process of their own. Each
-of so many callers sends its next request a random while after the last one ended, and asks for more
+of the callers sends its next request a random while after the last one ended, and asks for more
 or less of an output, lest all keep step. The ways take turns in every round, with the same dice,
 and a round's ratio is taken within it. How long a request waits depends on which others are there,
 so what a front adds to the time to its first token is also taken request by request, beside what
@@ -13,7 +13,7 @@ was noted of the same one: the seconds from its arrival, when the front has pars
 engine's token.
 
 On a machine without an accelerator the model needs the same few cores as fronts and callers:
---cores=1 leaves it one of them, in all ways, and the others to the host, as where there is an
+--cores=1 leaves it one of them, in all ways, and the others to the host, as with an
 accelerator. The engine without fronts is also measured beside a process that is as busy as they
 were. How long the server's event loop was held up is measured all along, and how much of that its
 thread could have run but had no core, as the operating system counts it: that part is the
@@ -84,11 +84,11 @@ FIRST = 0x20000  # of characters that stand for ids
 
 @dataclasses.dataclass
 class Figures:
-    """Of one measurement. ttft: seconds, as callers saw it, the mean over its requests: it has a
-    peak for every number of prompts that may be ahead, and a median jumps between them. added:
-    those of them before the request's arrival, as a front notes it, and after the engine's token;
-    over: ttft to the rest; both as medians. cores: what the callers' process and the event loop
-    took."""
+    """Figures of one measurement. ttft: seconds, as callers saw it, the mean over its requests: it
+    has a peak for every number of prompts that may be ahead, and a median jumps between them.
+    added: those of them before the request's arrival, as a front notes it, and after the engine's
+    token; over: ttft to the rest; both as medians. cores: what the callers' process and the event
+    loop took."""
 
     tokens_per_s: float
     ttft: float
@@ -99,8 +99,8 @@ class Figures:
 
 
 class TokenTally:
-    """Tokens within so many seconds, and the seconds to the first one of each request that was sent
-    in them, by its id."""
+    """Tokens within a number of seconds, and the seconds to the first one of each request that was
+    sent in them, by its id."""
 
     def __init__(self, seconds: float):
         self.began = time.perf_counter() + BEFORE
@@ -140,8 +140,8 @@ def figures_of(
 
 
 class Noted(logging.Handler):
-    """What the engine notes of requests that came over a front: their seconds to the first token,
-    by id."""
+    """Log handler for what the engine notes of requests over a front: their seconds to the first
+    token, by id."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -217,7 +217,8 @@ class InProcess:
 
 
 def drawn(prompt: int, output: int, dice: np.random.Generator) -> tuple[np.ndarray, int]:
-    """Ids of one prompt of so many, and tokens of its output, so many on average."""
+    """Draws the ids of a prompt, and the tokens of its output; both have these lengths on
+    average."""
     return dice.integers(*IDS, prompt), int(
         dice.integers(output - output // 2, output + output // 2 + 1)
     )
@@ -310,7 +311,7 @@ async def worker(target: str, port: int, prompt: int, output: int, pause: float)
             await asyncio.sleep(tally.until - time.perf_counter())
             cores = (time.process_time() - cpu) / (time.perf_counter() - began)
             await ending
-            while idle:  # the server closes those that nobody uses for a while
+            while idle:  # the server closes those unused for a while
                 idle.pop()[1].close()
             print(
                 json.dumps(
@@ -369,8 +370,8 @@ class FrontBench:
 
 
 class Lag:
-    """How long an event loop was held up beyond what was asked of it, in seconds. worst: in all;
-    own: without its thread's waits for a core, where the operating system tells of them (Linux
+    """Delay of an event loop beyond what was asked of it, in seconds. worst: in all;
+    own: without its thread's waits for a core, where the operating system counts them (Linux
     does, in the second number of schedstat)."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop):

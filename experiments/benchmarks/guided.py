@@ -1,5 +1,5 @@
-"""What guides cost: milliseconds per output token with and without one, on one engine, in
-alternating rounds.
+"""Measures the cost of guides: milliseconds per output token with and without one, on one engine,
+in alternating rounds.
 
     python -m experiments.benchmarks.guided --json=guided.json
 
@@ -57,8 +57,8 @@ PROMPT = "Write a list of people who work here, as JSON, with a name, an age and
 def per_token(
     llm: LLM, tokens: int, concurrency: int, temperature: float, guided: Guided | None
 ) -> tuple[float, float]:
-    """Mean milliseconds from token to token of so many requests at once, and milliseconds of CPU
-    time for each token."""
+    """Mean milliseconds from token to token of a number of requests at once, and milliseconds of
+    CPU time for each token."""
     sampling = [
         SamplingParams.make(temperature=temperature, max_tokens=tokens, ignore_eos=True, seed=seed)
         for seed in range(concurrency)

@@ -109,7 +109,7 @@ PLAN = {
 
 
 class Report:
-    """What was found so far, kept in a file."""
+    """Findings so far, kept in a file."""
 
     def __init__(self, file: Path, **header: Any):
         self.file = file
@@ -140,7 +140,7 @@ def _plain(value: Any) -> Any:
 
 
 class Child:
-    """A process that works on a section, and what it told so far."""
+    """A process that works on a section, and its answers so far."""
 
     def __init__(
         self,
@@ -339,9 +339,9 @@ def _cell(value: Any) -> str:
 
 
 def best_tiles(report: Report) -> dict[str, list[dict[str, Any]]]:
-    """As in `kernels/mosaic/tuned.json`: for each number of query rows that was measured the block
-    shape that is fastest over all cases, in the geometric mean; `slower`: how much it is than the
-    best of a case, at most."""
+    """Returns rows of `kernels/mosaic/tuned.json`: for each number of query rows that was measured
+    the block shape that is fastest over all cases, in the geometric mean; `slower`: how much it is
+    than the best of a case, at most."""
     told = {
         row["case"]: row["value"] for row in report.section("environment")["rows"] if "value" in row
     }
@@ -376,7 +376,7 @@ def best_tiles(report: Report) -> dict[str, list[dict[str, Any]]]:
 
 
 def keep_tiles(report: Report) -> None:
-    """What was found for this kind of device replaces what the kernels know of it."""
+    """Replaces what the kernels know of this kind of device by what was found."""
     known = json.loads(TUNED.read_text()) | {
         kind: rows for kind, rows in report.found["tiles"].items() if rows
     }

@@ -126,7 +126,7 @@ class LanesBench:
             step.comparable = event.comparable
 
     def send(self, tokens: int, seed: int) -> TimedSink:
-        """A random prompt of so many tokens, the same for the same seed."""
+        """Sends a random prompt of `tokens` tokens, the same for the same seed."""
         self._serial += 1
         return send_random(self.engine, f"{self._serial}", tokens, OUTPUT, seed)
 
@@ -140,8 +140,8 @@ class LanesBench:
         return long, others, self.steps
 
     def timeline(self) -> Any:
-        """Which lanes computed what in the last run, as a frame of `research.frames.timeline`, with
-        its prompts as `short` and `long`."""
+        """Returns which lanes computed what in the last run, as a frame of
+        `research.frames.timeline`, with its prompts as `short` and `long`."""
         first = self._serial - self.values["shorts"]
         found = timeline(self.engine, {str(number) for number in range(first, self._serial + 1)})
         found = found[found["kind"] == "prefill"]

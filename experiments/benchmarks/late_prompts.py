@@ -1,4 +1,4 @@
-"""What becomes of prompts that can no longer have their first token in time, under rules of where
+"""Compares rules for prompts that can no longer have their first token in time: where
 the policy `slack` puts them.
 
 python -m experiments.benchmarks.late_prompts --json=late_prompts.json
@@ -101,7 +101,7 @@ OPTIONS = {
 
 @dataclass(frozen=True)
 class Case:
-    """What is put together in one line of the table."""
+    """Runs that make one line of the table."""
 
     mix: str
     rate: float
@@ -142,7 +142,7 @@ def words(text: str) -> list[str]:
 
 
 def check(cases: list[Case]) -> None:
-    """Errors: ConfigError for an unknown rule or way of sharing."""
+    """Checks the cases. Errors: ConfigError for an unknown rule or way of sharing."""
     for name, known in (("rule", RULES), ("sharing", SHARING)):
         if unknown := {getattr(case, name) for case in cases} - set(known):
             said = f"{', '.join(sorted(unknown))}: known are {', '.join(known)}"

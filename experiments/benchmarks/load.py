@@ -4,14 +4,13 @@ same files.
 
     python -m experiments.benchmarks.load --folder=DIR --json=load.json
 
-The files hold random bytes and are made anew, of --layers layers (all 32 are 16 GB). jaxserve reads
-them, lays the weights out as its programs want them, and puts them on --tp devices. Peers do less:
-`load_file` of safetensors.numpy makes one array after the other, in the layout of the files;
+The files hold random bytes and are made again, of --layers layers (all 32 are 16 GB). jaxserve
+reads them, lays the weights out as its programs want them, and puts them on --tp devices. Peers do
+less: `load_file` of safetensors.numpy makes one array after the other, in the layout of the files;
 `read` reads the files from end to end into one buffer, which is the least that anybody can do. All
 take turns in every round, each in a process of its own. GB are those of the files. Peak memory is
 what the process holds beside the page cache, with the loaded weights in it. CPU time is sturdier
-than seconds where others use the machine.
-"""
+than seconds where others use the machine."""
 
 from __future__ import annotations
 

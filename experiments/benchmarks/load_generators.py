@@ -55,7 +55,7 @@ OPTIONS = {
             "step",
             float,
             None,
-            "instead: our server with a stand-in for a replica, whose steps take so many seconds "
+            "instead: our server with a stand-in for a replica, whose steps take this many seconds "
             "and give each request a token, whatever else the machine does",
             0.001,
         ),
@@ -68,7 +68,7 @@ Figures = dict[str, float]  # latencies in milliseconds
 
 @dataclass(frozen=True)
 class Task:
-    """What a generator is to do in a round, and where."""
+    """Task of a generator in a round."""
 
     url: str
     model: str
@@ -79,7 +79,7 @@ class Task:
     scratch: Path
 
     def python(self, client: str) -> Path:
-        """The interpreter of a client's environment. Errors: ConfigError where there is none."""
+        """The interpreter of a client's environment. Errors: ConfigError without one."""
         (place,) = (each.place for each in CLIENTS if each.name == client)
         python = self.environments / place / "bin" / "python"
         if not python.exists():
@@ -259,7 +259,7 @@ def run(values: dict[str, Any]) -> int:
 
 
 def chosen(text: str) -> list[str]:
-    """Errors: ConfigError."""
+    """Parses names of generators. Errors: ConfigError."""
     names = [name for name in text.replace(" ", "").split(",") if name]
     if OURS not in names or not set(names) <= set(GENERATORS):
         raise ConfigError("generators", f"{text!r}: {OURS}, and of {', '.join(GENERATORS)}")

@@ -134,7 +134,7 @@ class SharingBench:
         self._serial = 0
 
     def send(self, tokens: int, output: int, seed: int) -> TimedSink:
-        """A random prompt of so many tokens, the same for the same seed."""
+        """Sends a random prompt of `tokens` tokens, the same for the same seed."""
         self._serial += 1
         slo = Slo(
             ttft=self.values["ttft"] if tokens == self.values["short"] else None,

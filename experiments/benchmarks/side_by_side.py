@@ -97,7 +97,7 @@ OPTIONS = {
 
 @dataclass(frozen=True)
 class Conditions:
-    """When a measurement counts, and how long it takes."""
+    """Conditions under which a measurement counts, and its length."""
 
     seconds: float
     foreign: float
@@ -176,7 +176,7 @@ def measured(
 
 
 def _measure(worker: Worker, point: SpeedPoint, number: int, conditions: Conditions) -> Measurement:
-    """Until it is quiet or patience ends."""
+    """Measures a point, again until the machine is quiet or patience ends."""
     until = time.monotonic() + conditions.patience
     attempts = 0
     while True:

@@ -137,7 +137,7 @@ def filled(blocks: int, block_bytes: int) -> HostBlocks:
 
 
 class Blocks(NamedTuple):
-    """What is put, and memory for what is got."""
+    """Blocks to put, and memory for those that are read."""
 
     host: HostBlocks
     into: HostBlocks
@@ -197,7 +197,7 @@ def measure_memory(host: HostBlocks, rounds: int) -> dict[str, list[Figure]]:
 
 
 def measure_start(folder: Path, records: int) -> float:
-    """Seconds in which a store of so many records finds its blocks again."""
+    """Seconds in which a store of `records` records finds its blocks again."""
     block = np.zeros(64 << 10, np.uint8)
     capacity = records * record_bytes(block.size)
     with tempfile.TemporaryDirectory(dir=folder) as name:

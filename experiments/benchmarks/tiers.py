@@ -4,12 +4,11 @@
 
 One replica whose pages hold one document at a time. In each round two documents are asked in turn
 so that each time the other one is on the devices: the answer is computed, comes from pages that are
-there still, from host memory, by a replica that was started anew on the same folder, from disk, and
-by one that has nothing, over loopback sockets, from the devices of another replica in the same
+there still, from host memory, by a replica that was started again on the same folder, from disk,
+and by one that has nothing, over loopback sockets, from the devices of another replica in the same
 process; with --kv_store also by one that has nothing but that store. Beside each time is what Eq. 2
 of the Mooncake paper predicts: bytes over bandwidth for what is loaded, the profile's prefill for
-what is computed.
-"""
+what is computed."""
 
 from __future__ import annotations
 
@@ -213,7 +212,7 @@ def predictions(engine: Engine, size: int) -> dict[str, float]:
 
 
 def wait_for_stores(engine: Engine) -> None:
-    """Until what left the devices is stored."""
+    """Waits until what left the devices is stored."""
     while not engine.worker.mover.stored:
         time.sleep(0.01)
 

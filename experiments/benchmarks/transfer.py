@@ -1,4 +1,4 @@
-"""What moving KV between two processes costs: MB/s and CPU seconds per GB on both sides.
+"""Measures the cost of moving KV between two processes: MB/s and CPU seconds per GB on both sides.
 
     python -m experiments.benchmarks.transfer --json=transfer.json
 

@@ -53,7 +53,7 @@ OPTIONS = {
     ],
     "environments": [
         Option("install", bool, False, "make the environments that are missing or out of date"),
-        Option("again", bool, False, "with --install: make all of them anew"),
+        Option("again", bool, False, "with --install: make all of them again"),
         Option("remove", bool, False, "remove each environment after its client has run"),
         Option(
             "folder",
@@ -123,8 +123,8 @@ def _outcome(client: Client, values: dict[str, Any], folder: Path, servers: Serv
 
 
 def _served(url: str | None) -> str:
-    """What is served: this checkout's version and commit, or the version that a given server
-    tells."""
+    """Describes what is served: this checkout's version and commit, or the version that a given
+    server states."""
     if url:
         return version(address(url))
     about = machine()

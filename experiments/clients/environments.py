@@ -16,7 +16,7 @@ DONE = "installed.json"  # the packages that were asked for, written when all of
 
 
 def installed(folder: Path, client: Client) -> bool:
-    """Whether the client's environment holds what is asked for today."""
+    """Returns true if the client's environment holds what is asked for today."""
     file = folder / client.place / DONE
     return file.exists() and json.loads(file.read_text()) == list(client.packages)
 
@@ -47,8 +47,8 @@ def remove(folder: Path, client: Client) -> None:
 
 
 def command(folder: Path, client: Client) -> list[str]:
-    """How the client's program is run, in its folder. Node finds packages beside the file that
-    imports them, so its program is copied there."""
+    """Returns the command that runs the client's program, in its folder. Node finds packages beside
+    the file that imports them, so its program is copied there."""
     place = folder / client.place
     if not client.node:
         return [str(place / "bin" / "python"), str(PROGRAMS / client.program)]

@@ -1,4 +1,4 @@
-"""What became of a client's calls, judged by the failures that are expected; kept as a file for
+"""Outcomes of a client's calls, judged by the failures that are expected; kept as a file for
 each client, and shown together."""
 
 from __future__ import annotations

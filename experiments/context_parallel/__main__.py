@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 
-from experiments.context_parallel.figure import OPTIONS, settings_of
 from experiments.papers import Paper
 
 NUMBERS = ("table4", "table5", "table6", "table7", "table8", "6", "7", "8", "8_served", "9", "10")
@@ -31,8 +30,6 @@ PAPER = Paper(
     "Context parallelism",
     NUMBERS,
     HEAD,
-    OPTIONS,
-    settings_of,
     runs={
         "computed": "closed form of the exchange chooser, calibrated on tables 5, 6, 8",
         "simulated": "scheduler, cache and exchange chooser of a virtual replica",
@@ -49,8 +46,7 @@ PAPER = Paper(
         "table9": "the shape of Llama 3 405B, a row of the table of models",
     },
 )
-main = PAPER.main
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(PAPER.main(sys.argv[1:]))

@@ -82,7 +82,7 @@ def _cells(row: tuple[int, int, float, float, float, str]) -> list[str]:
 
 
 def _numbers(values: dict[str, Any], name: str) -> list[int]:
-    """Errors: ConfigError for what is no list of positive numbers."""
+    """Parses a list. Errors: ConfigError for what is no list of positive numbers."""
     parts = values[name].split(",")
     if not all(part.isdecimal() and int(part) for part in parts):
         raise ConfigError(name, f"{values[name]!r} is not a list of numbers above 0")

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from experiments.context_parallel.boundary import Boundary, fit_boundary
-from experiments.context_parallel.figure import main
 from experiments.context_parallel.paper import FIT, TABLE4
 from experiments.context_parallel.system import RANKS, calibrated
 from experiments.figures import Claim, Figure, Panel, Row, Rows, matching
+from experiments.papers import main
 
 NEW = np.geomspace(256, 65536, 17).astype(int).tolist()
 SHARES = np.geomspace(0.005, 1, 33).tolist()
@@ -185,4 +185,4 @@ FIGURE = Figure(
 )
 
 if __name__ == "__main__":
-    main(FIGURE)
+    main(FIGURE, "context_parallel")

@@ -6,9 +6,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from experiments.context_parallel.figure import main
 from experiments.context_parallel.system import PaperHost, calibrated
 from experiments.figures import Claim, Figure, Panel, Row, Rows, cell, ratio
+from experiments.papers import main
 from jaxserve.lanes.rates import Link
 
 LENGTHS = tuple(2000 * 2**n for n in range(7))  # 2K to 128K
@@ -82,4 +82,4 @@ FIGURE = Figure(
 )
 
 if __name__ == "__main__":
-    main(FIGURE)
+    main(FIGURE, "context_parallel")

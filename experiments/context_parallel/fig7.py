@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from experiments.context_parallel.figure import main
 from experiments.context_parallel.system import calibrated
 from experiments.figures import Claim, Figure, Panel, Row, Rows, cell, ratio
+from experiments.papers import main
 
 TOKENS = 128_000
 
@@ -92,4 +92,4 @@ FIGURE = Figure(
 )
 
 if __name__ == "__main__":
-    main(FIGURE)
+    main(FIGURE, "context_parallel")

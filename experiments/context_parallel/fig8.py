@@ -5,18 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from experiments.context_parallel.figure import main
 from experiments.context_parallel.paper import GPUS, MODEL, PARAMETERS, PEAK
 from experiments.context_parallel.system import calibrated
 from experiments.figures import Claim, Figure, Panel, Row, Rows, cell, ratio
+from experiments.papers import main
 
 LENGTHS = (128_000, 256_000, 512_000, 1_000_000)
 ALONE = 540e12  # FLOP/s of FlashAttention 3 alone; appendix A
 
 
 def flops(tokens: int) -> float:
-    """Of a full prefill: 2 per weight and token, and causal attention (appendix A, whose second
-    formula lacks the 4 in print)."""
+    """Counts operations of a full prefill: 2 per weight and token, and causal attention (appendix
+    A, whose second formula lacks the 4 in print)."""
     return 2 * PARAMETERS * tokens + 4 * tokens**2 / 2 * MODEL.d_model * MODEL.layers
 
 
@@ -103,4 +103,4 @@ FIGURE = Figure(
 )
 
 if __name__ == "__main__":
-    main(FIGURE)
+    main(FIGURE, "context_parallel")

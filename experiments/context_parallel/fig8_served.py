@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from experiments.context_parallel.figure import main
 from experiments.context_parallel.paper import HEADS, MODEL
 from experiments.context_parallel.system import PaperHost, calibrated
 from experiments.figures import Claim, Figure, Panel, Row, Rows, cell
+from experiments.papers import main
 from jaxserve.cache import CacheManager, LaneRules
 from jaxserve.costs.coefficients import Costs
 from jaxserve.lab.simulate.arrival import Arrival
@@ -37,8 +37,8 @@ BLOCK = 128  # tokens of a page
 
 
 def costs(host: PaperHost, hosts: int) -> Costs:
-    """Of one rank. The issue of a step of the ring is as a sum over ranks: once, hidden by
-    nothing."""
+    """Returns the costs of one rank. The issue of a step of the ring is as a sum over ranks: once,
+    hidden by nothing."""
     rates = host.prefill
     return Costs(
         layers=MODEL.layers,
@@ -142,4 +142,4 @@ FIGURE = Figure(
 )
 
 if __name__ == "__main__":
-    main(FIGURE)
+    main(FIGURE, "context_parallel")

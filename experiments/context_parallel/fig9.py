@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from experiments.context_parallel.boundary import Boundary, fit_boundary, fitted
-from experiments.context_parallel.figure import main
 from experiments.context_parallel.paper import FIT, TABLE4
 from experiments.context_parallel.system import RANKS, RINGS, calibrated
 from experiments.figures import Claim, Figure, Panel, Row, Rows, cell, matching
+from experiments.papers import main
 from jaxserve.lanes.choice import ExchangeChooser
 
 ROOFLINE = "roofline of the rings"
@@ -149,4 +149,4 @@ FIGURE = Figure(
 )
 
 if __name__ == "__main__":
-    main(FIGURE)
+    main(FIGURE, "context_parallel")

@@ -1,5 +1,5 @@
-"""What the paper prints: "Context Parallelism for Scalable Million-Token Inference" (Yang et al.,
-MLSys 2025), its tables as they stand.
+"""Numbers that the paper prints: "Context Parallelism for Scalable Million-Token Inference" (Yang
+et al., MLSys 2025), its tables as they stand.
 
 Llama 3 405B with FP8 feed-forward weights, hosts of 8 H100 (96 GB HBM2e, 500 W), TP8 in a host and
 one rank of context parallelism per host, on GTT (RDMA, 400 Gb/s per GPU) unless said otherwise;
@@ -50,8 +50,8 @@ TABLE4 = (
 
 
 class Step(NamedTuple):
-    """A row of table 5: us of one step of the ring on 4 ranks, and of the all-to-all where there is
-    one."""
+    """A row of table 5: us of one step of the ring on 4 ranks, and of the all-to-all, if
+    any."""
 
     cached: int
     new: int
@@ -71,7 +71,7 @@ TABLE5 = (
 
 class LatencyRow(NamedTuple):
     """A row of tables 6 and 7: ms to the first token and per token after it, one sequence. kind:
-    'cp' or 'tp', over so many hosts."""
+    'cp' or 'tp', over `hosts` hosts."""
 
     kind: str
     hosts: int

@@ -61,7 +61,7 @@ class PaperHost:
     issue: float = 0.0
 
     def chooser(self, hosts: int, chooser: str | Pick = "auto") -> ExchangeChooser:
-        """What chooses for prefill."""
+        """Returns the chooser for prefill."""
         return ExchangeChooser(hosts, HEADS, self.prefill, chooser=chooser)
 
     def linear(self, tokens: int) -> float:
@@ -110,8 +110,8 @@ class PaperHost:
         )
 
     def all_reduce(self, tokens: int, hosts: int) -> float:
-        """Of activations over hosts, each GPU for its part of them: there and back in log2(hosts)
-        hops, at the bandwidth of a ring."""
+        """Seconds of a sum of activations over hosts, each GPU for its part of them: there and back
+        in log2(hosts) hops, at the bandwidth of a ring."""
         size = tokens * MODEL.d_model * HEADS.item / GPUS
         hop = self.decode.hop
         return 2 * math.log2(hosts) * hop.seconds + 2 * (hosts - 1) / hosts * size / hop.bytes_per_s
@@ -123,7 +123,7 @@ def _in_order(seconds: dict[str, float]) -> dict[str, float]:
 
 @functools.cache
 def calibrated(hidden: float | None = None) -> PaperHost:
-    """What tables 5, 6 and 8 tell. hidden: share of a hop of prefill that is; None: as of
+    """Fits a system to tables 5, 6 and 8. hidden: share of a hop of prefill that is; None: as of
     decode."""
     flops, read, launch = _attention()
     latency, per_byte = _links(
@@ -207,7 +207,7 @@ def _hidden() -> float:
 
 
 def _whole(system: PaperHost) -> PaperHost:
-    """With what a step takes besides, from table 6."""
+    """Adds what a step takes besides, from table 6."""
     one, two = ([row for row in TABLE6 if row.hosts == hosts] for hosts in (1, 2))
     to_first = lambda row, trial: (
         trial.ttft(0, row.tokens, row.hosts)["pass_kv"] / (row.ttft * MILLI)

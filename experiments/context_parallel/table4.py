@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from experiments.context_parallel.figure import main
 from experiments.context_parallel.paper import TABLE4
 from experiments.context_parallel.system import MILLI, RANKS, RINGS, PaperHost, calibrated
 from experiments.figures import Claim, Figure, Panel, Row, Rows, matching, ratio
+from experiments.papers import main
 
 FITTED = "as in decode"
 ALL = "all"
@@ -198,4 +198,4 @@ FIGURE = Figure(
 )
 
 if __name__ == "__main__":
-    main(FIGURE)
+    main(FIGURE, "context_parallel")

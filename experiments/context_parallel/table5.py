@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from experiments.context_parallel.boundary import equal_miss, hides_pass_kv
-from experiments.context_parallel.figure import main
 from experiments.context_parallel.paper import HEADS, TABLE5
 from experiments.context_parallel.system import MICRO, RANKS, calibrated
 from experiments.figures import Claim, Figure, Panel, Row, Rows, cell
+from experiments.papers import main
 from jaxserve.lanes.exchange import EXCHANGES
 from jaxserve.lanes.work import work_of
 
@@ -121,4 +121,4 @@ FIGURE = Figure(
 )
 
 if __name__ == "__main__":
-    main(FIGURE)
+    main(FIGURE, "context_parallel")

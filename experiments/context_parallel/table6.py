@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from experiments.context_parallel.figure import main
 from experiments.context_parallel.paper import TABLE6, LatencyRow
 from experiments.context_parallel.system import MILLI, calibrated
 from experiments.figures import Claim, Figure, Panel, Row, cell
+from experiments.papers import main
 
 
 def sweep(settings: None) -> Iterator[Row]:
@@ -78,4 +78,4 @@ FIGURE = Figure(
 )
 
 if __name__ == "__main__":
-    main(FIGURE)
+    main(FIGURE, "context_parallel")

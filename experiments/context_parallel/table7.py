@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from experiments.context_parallel.figure import main
 from experiments.context_parallel.paper import GPUS, TABLE7, LatencyRow
 from experiments.context_parallel.system import MILLI, PaperHost, calibrated
 from experiments.figures import Claim, Figure, Panel, Row, Rows, cell
+from experiments.papers import main
 from jaxserve.costs.profiles import devices
 
 HOSTS = (1, 2, 4, 8)
@@ -89,7 +89,7 @@ def falls(what: str, low: int, remark: str = "", **load) -> Claim:
 
 
 def _name(row: LatencyRow) -> str:
-    """As the paper has it."""
+    """Names a row as the paper does."""
     return f"CP{row.hosts}" if row.kind == "cp" else f"TP{GPUS * row.hosts}"
 
 
@@ -201,4 +201,4 @@ FIGURE = Figure(
 )
 
 if __name__ == "__main__":
-    main(FIGURE)
+    main(FIGURE, "context_parallel")

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from experiments.context_parallel.figure import main
 from experiments.context_parallel.paper import HEADS, TABLE8, Decode
 from experiments.context_parallel.system import MICRO, calibrated
 from experiments.figures import Claim, Figure, Panel, Row, Rows, cell, matching
+from experiments.papers import main
 from jaxserve.lanes.choice import ExchangeChooser
 from jaxserve.lanes.exchange import pass_q_traffic
 from jaxserve.lanes.work import work_of
@@ -126,4 +126,4 @@ FIGURE = Figure(
 )
 
 if __name__ == "__main__":
-    main(FIGURE)
+    main(FIGURE, "context_parallel")

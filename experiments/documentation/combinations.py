@@ -1,4 +1,5 @@
-"""Which settings of a replica go together: every pair is tried on the settings' own checks."""
+"""Tables of the settings of a replica that go together: every pair is tried on the settings' own
+checks."""
 
 from __future__ import annotations
 
@@ -89,8 +90,8 @@ def _together(meshes: list[str]) -> MeshConfig:
 
 
 def refusal(*features: Feature) -> str | None:
-    """Why these features do not go together, '' where they do, None where there is no such
-    question."""
+    """Returns why these features do not go together, '' if they do, None if the question has no
+    sense."""
     settings = settings_of(*features)
     if settings is None:
         return None

@@ -1,4 +1,4 @@
-"""What mkdocs calls while it builds the site (.mkdocs.yml)."""
+"""Functions that mkdocs calls while it builds the site (.mkdocs.yml)."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def rewritten(
     source: its path in the repository. pages: of all files that are pages, or parts of the site,
     from path in the repository to path in the site. exists: whether the repository has a file or
     folder of that path; links to what is not there are left, for mkdocs to tell of. repository:
-    address of its files, such as https://example.org/jaxserve/blob/main; '' where there is none.
+    address of its files, such as https://example.org/jaxserve/blob/main; '' without one.
     """
     here = posixpath.dirname(pages[source])
 

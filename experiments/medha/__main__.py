@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from experiments.medha.figure import OPTIONS, settings_of
+from experiments.medha.figure import OPTIONS, MedhaSettings
 from experiments.papers import Paper
 
 NUMBERS = (
@@ -44,12 +44,12 @@ PAPER = Paper(
     "Medha",
     NUMBERS,
     HEAD,
-    OPTIONS,
-    settings_of,
     runs={
         "simulated": "real scheduler and cache, virtual clock",
         "computed": "closed form of the step predictor",
     },
+    given=OPTIONS,
+    settings_of=MedhaSettings.of,
     together=(("1", "15", "16", "21", "22", "23"), ("17", "18")),
     others={
         "2": "bounds by the data sheet of one DGX-H100; not made",
@@ -63,8 +63,7 @@ PAPER = Paper(
         "table2": "kinds of parallelism compared in words",
     },
 )
-main = PAPER.main
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(PAPER.main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""What the predictor says about one long request alone, in closed form: meshes of H100 nodes of 8,
+"""Predictions of one long request alone, in closed form: meshes of H100 nodes of 8,
 no scheduler, no queue."""
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Node:
         return Predictor(self.system.costs, self.mesh)
 
     def holds(self, tokens: int) -> bool:
-        """Whether the KV of so many tokens fits beside the weights."""
+        """Returns true if the KV of `tokens` tokens fits beside the weights."""
         return tokens <= self.system.kv_tokens() * self.mesh.kvp
 
     def _decodes(self, contexts: Sequence[int], spread: bool) -> list[LaneLoad]:

@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from experiments.figures import Claim, Figure, Panel, Row, ratio
-from experiments.medha.figure import MedhaSettings, main
+from experiments.medha.figure import MedhaSettings
 from experiments.medha.systems import LOADS, LoadCase, rows_of
+from experiments.papers import main
 
 SYSTEMS = {0: ("loongserve",), 5: ("medha", "loongserve")}  # by percent of long requests
 
@@ -71,4 +72,4 @@ FIGURE = Figure(
 )
 
 if __name__ == "__main__":
-    main(FIGURE)
+    main(FIGURE, "medha")

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from experiments.figures import Claim, Figure, Panel, Row, ratio
 from experiments.medha.closed import Node
-from experiments.medha.figure import MedhaSettings, main
+from experiments.medha.figure import MedhaSettings
+from experiments.papers import main
 from jaxserve.settings.schema import MeshConfig
 
 DEPTHS = (1, 2, 4, 8, 16)
@@ -63,4 +64,4 @@ FIGURE = Figure(
 )
 
 if __name__ == "__main__":
-    main(FIGURE)
+    main(FIGURE, "medha")

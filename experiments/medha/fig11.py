@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from experiments.figures import Claim, Figure, Panel, Row, Rows, cell, ratio
 from experiments.medha.closed import Node
-from experiments.medha.figure import MedhaSettings, main
+from experiments.medha.figure import MedhaSettings
+from experiments.papers import main
 from jaxserve.settings.schema import MeshConfig
 
 MILLION = 1_000_000
@@ -84,4 +85,4 @@ FIGURE = Figure(
 )
 
 if __name__ == "__main__":
-    main(FIGURE)
+    main(FIGURE, "medha")

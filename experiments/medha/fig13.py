@@ -9,7 +9,8 @@ import numpy as np
 
 from experiments.figures import Claim, Figure, Panel, Row, cell, ratio
 from experiments.medha.closed import Node
-from experiments.medha.figure import MedhaSettings, main
+from experiments.medha.figure import MedhaSettings
+from experiments.papers import main
 from jaxserve.settings.schema import MeshConfig
 
 PROMPT = 4_000_000
@@ -81,4 +82,4 @@ FIGURE = Figure(
 )
 
 if __name__ == "__main__":
-    main(FIGURE)
+    main(FIGURE, "medha")

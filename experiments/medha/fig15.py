@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from experiments.figures import Claim, Figure, Panel, Row, Rows, capacity, cell, ratio
-from experiments.medha.figure import MedhaSettings, main
+from experiments.medha.figure import MedhaSettings
 from experiments.medha.systems import LOADS, LoadCase, rows_of
+from experiments.papers import main
 
 SYSTEMS = {
     "medha": (*LOADS, 2.5, 3.5),
@@ -146,4 +147,4 @@ FIGURE = Figure(
 )
 
 if __name__ == "__main__":
-    main(FIGURE)
+    main(FIGURE, "medha")

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from experiments.figures import Claim, Figure, Panel, Row, cell, ratio
 from experiments.medha import fig15
 from experiments.medha.fig15 import row
-from experiments.medha.figure import MedhaSettings, main
+from experiments.medha.figure import MedhaSettings
 from experiments.medha.systems import LOADS, rows_of
+from experiments.papers import main
 
 
 def sweep(settings: MedhaSettings) -> Iterator[Row]:
@@ -109,4 +110,4 @@ FIGURE = Figure(
 )
 
 if __name__ == "__main__":
-    main(FIGURE)
+    main(FIGURE, "medha")

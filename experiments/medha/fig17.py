@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from experiments.figures import Claim, Figure, Panel, Row, ratio
-from experiments.medha.figure import MedhaSettings, main
+from experiments.medha.figure import MedhaSettings
 from experiments.medha.systems import LARGE_2D, LARGE_3D, LoadCase, rows_of
+from experiments.papers import main
 
 SYSTEMS = {"2D: SPP8 TP8": LARGE_2D, "3D: SPP4 KVP2 TP8": LARGE_3D}
 FLAT, DEEP = SYSTEMS
@@ -57,4 +58,4 @@ FIGURE = Figure(
 )
 
 if __name__ == "__main__":
-    main(FIGURE)
+    main(FIGURE, "medha")

@@ -8,8 +8,9 @@ from experiments.figures import Claim, Figure, Panel, Row, ratio
 from experiments.medha import fig17
 from experiments.medha.closed import Node
 from experiments.medha.fig17 import DEEP, FLAT, LOADS, SECONDS, STRETCH, SYSTEMS, row
-from experiments.medha.figure import MedhaSettings, main
+from experiments.medha.figure import MedhaSettings
 from experiments.medha.systems import LoadCase, rows_of
+from experiments.papers import main
 
 # the longest prompt, and the least chunk of it
 PROMPT = 2_000_000
@@ -86,4 +87,4 @@ FIGURE = Figure(
 )
 
 if __name__ == "__main__":
-    main(FIGURE)
+    main(FIGURE, "medha")

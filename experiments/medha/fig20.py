@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from experiments.figures import Claim, Figure, Panel, Row
 from experiments.medha.closed import Node
-from experiments.medha.figure import MedhaSettings, main
+from experiments.medha.figure import MedhaSettings
+from experiments.papers import main
 from jaxserve.settings.schema import MeshConfig
 
 LANES = (1, 2, 4, 8, 16)
@@ -51,4 +52,4 @@ FIGURE = Figure(
 )
 
 if __name__ == "__main__":
-    main(FIGURE)
+    main(FIGURE, "medha")

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from experiments.figures import Claim, Figure, Panel, Row, Rows, matching
-from experiments.medha.figure import MedhaSettings, main
+from experiments.medha.figure import MedhaSettings
 from experiments.medha.systems import CaseRun, LoadCase, run
+from experiments.papers import main
 
 QPS = 0.75
 EVERY = 15.0  # seconds
@@ -72,4 +73,4 @@ FIGURE = Figure(
 )
 
 if __name__ == "__main__":
-    main(FIGURE)
+    main(FIGURE, "medha")

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from experiments.figures import Claim, Figure, Panel, Row, ratio
-from experiments.medha.figure import MedhaSettings, main
+from experiments.medha.figure import MedhaSettings
 from experiments.medha.systems import PERCENTS, LoadCase, distribution, run
+from experiments.papers import main
 
 SYSTEMS = {
     0.25: ("fcfs", "edf", "lrs", "medha"),
@@ -98,4 +99,4 @@ FIGURE = Figure(
 )
 
 if __name__ == "__main__":
-    main(FIGURE)
+    main(FIGURE, "medha")

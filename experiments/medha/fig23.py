@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from experiments.figures import Claim, Figure, Panel, Row, ratio
-from experiments.medha.figure import MedhaSettings, main
+from experiments.medha.figure import MedhaSettings
 from experiments.medha.systems import LoadCase, rows_of, run
+from experiments.papers import main
 
 SYSTEMS = ("medha", "loongserve", "loongserve-reserved")
 LOADS = (0.25, 0.75, 1.25)
@@ -78,4 +79,4 @@ FIGURE = Figure(
 )
 
 if __name__ == "__main__":
-    main(FIGURE)
+    main(FIGURE, "medha")

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from experiments.figures import Claim, Figure, Panel, Row, cell
 from experiments.medha.closed import Node
-from experiments.medha.figure import MedhaSettings, main
+from experiments.medha.figure import MedhaSettings
+from experiments.papers import main
 from jaxserve.settings.schema import MeshConfig
 
 CHUNKS = (32, 64, 128, 256, 512, 1024, 2048)
@@ -63,4 +64,4 @@ FIGURE = Figure(
 )
 
 if __name__ == "__main__":
-    main(FIGURE)
+    main(FIGURE, "medha")

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from experiments.figures import Claim, Figure, Panel, Row, Rows, cell, matching
-from experiments.medha.figure import MedhaSettings, main
+from experiments.medha.figure import MedhaSettings
+from experiments.papers import main
 from jaxserve.lab.cli.simulate import configs, scheduling_options
 from jaxserve.lab.simulate.arrival import Arrival
 from jaxserve.lab.simulate.run import System, execute, shape_of
@@ -122,4 +123,4 @@ FIGURE = Figure(
 )
 
 if __name__ == "__main__":
-    main(FIGURE)
+    main(FIGURE, "medha")

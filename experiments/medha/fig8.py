@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from experiments.figures import Claim, Figure, Panel, Row, cell
 from experiments.medha.closed import Node
-from experiments.medha.figure import MedhaSettings, main
+from experiments.medha.figure import MedhaSettings
+from experiments.papers import main
 from jaxserve.costs.profiles import devices
 from jaxserve.lab.simulate.loongserve import LoongPool
 from jaxserve.lanes.work import ITEM
@@ -72,4 +73,4 @@ FIGURE = Figure(
 )
 
 if __name__ == "__main__":
-    main(FIGURE)
+    main(FIGURE, "medha")

@@ -59,7 +59,7 @@ class LoadCase:
 
 @dataclass(frozen=True)
 class CaseRun:
-    """What came of a case: a record per request that arrived, percentiles of the gaps between
+    """Results of a case: a record per request that arrived, percentiles of the gaps between
     tokens, when it ended."""
 
     records: list[RequestRecord]

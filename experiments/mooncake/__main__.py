@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from experiments.mooncake.figure import OPTIONS, settings_of
+from experiments.mooncake.figure import OPTIONS, MooncakeSettings
 from experiments.papers import Paper
 
 NUMBERS = (
@@ -43,12 +43,12 @@ PAPER = Paper(
     "Mooncake",
     NUMBERS,
     HEAD,
-    OPTIONS,
-    settings_of,
     runs={
         "simulated": "real routing, scheduler and cache, virtual clock",
         "computed": "closed form",
     },
+    given=OPTIONS,
+    settings_of=MooncakeSettings.of,
     together=(("table4", "6"), ("17", "18")),
     others={
         "2": "a drawing",
@@ -66,8 +66,7 @@ PAPER = Paper(
         "table5": "SGLang on H20, measured; not made",
     },
 )
-main = PAPER.main
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(PAPER.main(sys.argv[1:]))

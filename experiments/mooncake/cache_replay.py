@@ -25,14 +25,14 @@ PromptBlocks = tuple[BlockHashes, int]  # keys of a prompt's blocks, and how man
 
 
 class BlockCache:
-    """A cache of so many blocks, by the pages of one lane: the longest known prefix of a prompt is
-    hit, all its blocks are kept, and the least recently used block is evicted."""
+    """Cache of a number of blocks, by the pages of one lane: the longest known prefix of a prompt
+    is hit, all its blocks are kept, and the least recently used block is evicted."""
 
     def __init__(self, blocks: int):
         self.pages = PageAllocator(1, blocks)
 
     def match(self, prompt: PromptBlocks) -> int:
-        """How many of the prompt's blocks, from the first on, are cached."""
+        """Counts the prompt's blocks, from the first on, that are cached."""
         return len(find_prefix(self.pages, *prompt, NO_MATCH).pages)
 
     def serve(self, prompt: PromptBlocks) -> int:

@@ -67,7 +67,7 @@ def simulated(
     speed: float = 1.0,
     most: int | None = None,
 ) -> ClusterReport:
-    """What a cluster makes of the first `most` requests of a workload, replayed at `speed` times
+    """Simulates a cluster with the first `most` requests of a workload, replayed at `speed` times
     its recorded rate."""
     return _simulated(spec, workload, settings, speed, most)
 

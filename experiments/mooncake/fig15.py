@@ -16,7 +16,8 @@ from experiments.mooncake.clusters import (
     prefill_only,
     simulated,
 )
-from experiments.mooncake.figure import WORKLOADS, MooncakeSettings, main
+from experiments.mooncake.figure import WORKLOADS, MooncakeSettings
+from experiments.papers import main
 
 VLLM = prefill_only(NODES, routing="load_balanced", cache_tokens=None, prefix_caching=False)
 CACHING = prefill_only(NODES, routing="load_balanced", cache_tokens=None)
@@ -89,4 +90,4 @@ FIGURE = Figure(
 )
 
 if __name__ == "__main__":
-    main(FIGURE)
+    main(FIGURE, "mooncake")

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from experiments.figures import Claim, Figure, Panel, Row, cell
 from experiments.mooncake.cache_replay import ALL, NODE_TOKENS, hit_ratio, prompts_of, unbounded
-from experiments.mooncake.figure import WORKLOADS, MooncakeSettings, main
+from experiments.mooncake.figure import WORKLOADS, MooncakeSettings
+from experiments.papers import main
 
 MILLION = 1_000_000
 SIZES = (1, 3, 5, 10, 20, 30, 50, 100)  # millions of tokens
@@ -67,4 +68,4 @@ FIGURE = Figure(
 )
 
 if __name__ == "__main__":
-    main(FIGURE)
+    main(FIGURE, "mooncake")

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 from experiments.figures import Claim, Figure, Panel, Row, ratio
 from experiments.mooncake.clusters import gpu_seconds, prefill_only, simulated
-from experiments.mooncake.figure import WORKLOADS, MooncakeSettings, main
+from experiments.mooncake.figure import WORKLOADS, MooncakeSettings
+from experiments.papers import main
 
 PREFILL = 10  # nodes
 BY_LOAD = "local, routed by load"
@@ -72,4 +73,4 @@ FIGURE = Figure(
 )
 
 if __name__ == "__main__":
-    main(FIGURE)
+    main(FIGURE, "mooncake")

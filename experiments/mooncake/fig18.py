@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from experiments.figures import Claim, Figure, Panel, Row, Rows, cell
 from experiments.mooncake.clusters import prefill_only, simulated
 from experiments.mooncake.fig17 import PREFILL
-from experiments.mooncake.figure import WORKLOADS, MooncakeSettings, main
+from experiments.mooncake.figure import WORKLOADS, MooncakeSettings
+from experiments.papers import main
 
 RANKS = (10, 100, 1000, 10_000)
 
@@ -62,4 +63,4 @@ FIGURE = Figure(
 )
 
 if __name__ == "__main__":
-    main(FIGURE)
+    main(FIGURE, "mooncake")

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from experiments.figures import Claim, Figure, Panel, Row, Rows, cell
 from experiments.mooncake.cache_replay import BlockCache, PromptBlocks, block_hashes
-from experiments.mooncake.figure import MooncakeSettings, main
+from experiments.mooncake.figure import MooncakeSettings
+from experiments.papers import main
 from jaxserve.lab.simulate.arrival import BLOCK
 from jaxserve.lab.simulate.workload import parse
 
@@ -131,4 +132,4 @@ FIGURE = Figure(
 )
 
 if __name__ == "__main__":
-    main(FIGURE)
+    main(FIGURE, "mooncake")

@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from experiments.figures import Claim, Figure, Panel, Row, cell
-from experiments.mooncake.figure import MooncakeSettings, main
+from experiments.mooncake.figure import MooncakeSettings
 from experiments.mooncake.node import KV_BYTES, TRANSFER_BYTES_PER_S
+from experiments.papers import main
 from jaxserve.lab.simulate.network import Network
 
 SIZES = (1, 2, 5, 10, 20, 40)  # GB
@@ -69,4 +70,4 @@ FIGURE = Figure(
 )
 
 if __name__ == "__main__":
-    main(FIGURE)
+    main(FIGURE, "mooncake")

@@ -9,8 +9,9 @@ import numpy as np
 from experiments.figures import Claim, Figure, Panel, Row, Rows, cell, ratio
 from experiments.mooncake.clusters import prefill_only, simulated
 from experiments.mooncake.fig17 import PREFILL
-from experiments.mooncake.figure import MooncakeSettings, main
+from experiments.mooncake.figure import MooncakeSettings
 from experiments.mooncake.node import GBPS, KV_BYTES
+from experiments.papers import main
 
 BANDWIDTHS = (24, 50, 100, 200, 400)  # Gbps
 RECOMPUTED = "computed anew"
@@ -91,4 +92,4 @@ FIGURE = Figure(
 )
 
 if __name__ == "__main__":
-    main(FIGURE)
+    main(FIGURE, "mooncake")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from experiments.figures import Claim, Figure, Panel, Row, cell
-from experiments.mooncake.figure import MooncakeSettings, main
+from experiments.mooncake.figure import MooncakeSettings
 from experiments.mooncake.node import (
     KV_BYTES,
     LOAD_BYTES_PER_S,
@@ -13,6 +13,7 @@ from experiments.mooncake.node import (
     TRANSFER_BYTES_PER_S,
     prefill_seconds,
 )
+from experiments.papers import main
 from jaxserve.costs.predictor import Predictor
 from jaxserve.lanes.load import LaneLoad
 
@@ -90,4 +91,4 @@ FIGURE = Figure(
 )
 
 if __name__ == "__main__":
-    main(FIGURE)
+    main(FIGURE, "mooncake")

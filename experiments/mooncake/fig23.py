@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from experiments.figures import Claim, Figure, Panel, Row, Rows, cell, ratio
 from experiments.mooncake.clusters import DECODED_REQUESTS, NODES, disaggregated, simulated
-from experiments.mooncake.figure import MooncakeSettings, main
+from experiments.mooncake.figure import MooncakeSettings
+from experiments.papers import main
 
 PREFILL = (5, 6, 8, 10, 11)  # nodes
 TTFT = 10.0  # seconds, the objectives of 7.5
@@ -88,4 +89,4 @@ FIGURE = Figure(
 )
 
 if __name__ == "__main__":
-    main(FIGURE)
+    main(FIGURE, "mooncake")

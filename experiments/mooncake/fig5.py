@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from experiments.figures import Claim, Figure, Panel, Row, Rows, cell, ratio
 from experiments.mooncake.clusters import gpu_seconds, prefill_only, simulated
-from experiments.mooncake.figure import MooncakeSettings, main
+from experiments.mooncake.figure import MooncakeSettings
+from experiments.papers import main
 
 PREFILL = (8, 7)  # nodes
 # seconds, read from the figure in the FAST '25 version of the paper
@@ -78,4 +79,4 @@ FIGURE = Figure(
 )
 
 if __name__ == "__main__":
-    main(FIGURE)
+    main(FIGURE, "mooncake")

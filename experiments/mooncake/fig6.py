@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from experiments.figures import Claim, Figure, Panel, Row, Rows, matching
-from experiments.mooncake.figure import MooncakeSettings, main
+from experiments.mooncake.figure import MooncakeSettings
 from experiments.mooncake.overload import SHORT, WORKLOAD, overloaded
+from experiments.papers import main
 
 POLICIES = ("early", "predicted")
 
@@ -31,8 +32,8 @@ def _loads(rows: Rows, policy: str, column: str) -> np.ndarray:
 
 
 def _together(rows: Rows, policy: str) -> float:
-    """How the loads of the two pools go together: 1 plus their correlation, which is below 1 where
-    one falls as the other rises."""
+    """Measures how the loads of the two pools go together: 1 plus their correlation, which is below
+    1 where one falls as the other rises."""
     loads = [_loads(rows, policy, column) for column in ("prefill_load", "decode_load")]
     if min(load.std() for load in loads) == 0:
         return 1.0
@@ -77,4 +78,4 @@ FIGURE = Figure(
 )
 
 if __name__ == "__main__":
-    main(FIGURE)
+    main(FIGURE, "mooncake")

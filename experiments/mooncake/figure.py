@@ -1,36 +1,24 @@
-"""What a sweep of Mooncake's figures is given, the command line that says it, and the paper's three
-workloads."""
+"""Settings of the sweeps of Mooncake's figures, and the paper's three workloads."""
 
 from __future__ import annotations
 
 import functools
-import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from experiments import figures
+from experiments.papers import SweepSettings, missing, sweep_options
 from jaxserve.lab.simulate.arrival import Arrival
 from jaxserve.lab.simulate.workload import parse
 from jaxserve.settings.options import Option
-from jaxserve.settings.schema import ConfigError
 
-RESULTS = Path(__file__).parent / "results"
-SIBLING = Path(__file__).parents[3] / "shared" / "data"
 FOLDER = "mooncake"  # of the traces, in the folder of the data
 ENDINGS = ("_trace.jsonl.gz", "_trace.jsonl")
-OPTIONS = [
-    Option("out", str, str(RESULTS), "folder of the CSV and PNG"),
-    Option(
-        "data",
-        str,
-        None,
-        "folder with mooncake; default: JAXSERVE_DATA, else ../shared/data, else generated traces",
-    ),
+OPTIONS = sweep_options(
+    "mooncake",
+    "generated traces",
     Option("requests", int, None, "most requests of a trace; default: all, as in the paper", 1),
-    Option("seed", int, 0, "of generated traces", 0),
-]
+    "of generated traces",
+)
 
 
 @dataclass(frozen=True)
@@ -53,12 +41,12 @@ WORKLOADS = {
 
 
 @dataclass(frozen=True)
-class MooncakeSettings:
-    """What a sweep is given. data: None for generated traces; requests: None for all."""
+class MooncakeSettings(SweepSettings):
+    """Settings of a sweep of Mooncake's figures."""
 
-    data: Path | None = None
-    requests: int | None = None
-    seed: int = 0
+    def check(self, data: Path) -> None:
+        if not any(self.file(workload) for workload in WORKLOADS):
+            raise missing(data, f"{FOLDER}/conversation{ENDINGS[0]}")
 
     def file(self, workload: str) -> Path | None:
         """The recorded trace of a workload; None where the data have none."""
@@ -73,7 +61,7 @@ class MooncakeSettings:
         return _arrivals(self, workload, speed)
 
     def source(self, workload: str) -> str:
-        """Where the requests of a workload are from, for the column `lengths`."""
+        """Names the origin of the requests of a workload, for the column `lengths`."""
         origin = "generated" if self.file(workload) is None else "recorded"
         part = f", at most {self.requests} requests" if self.requests else ""
         return f"{workload} {origin}{part}"
@@ -95,26 +83,3 @@ def _arrivals(settings: MooncakeSettings, workload: str, speed: float) -> list[A
     return parse(
         str(file), qps=(len(found) - 1) / span * speed if span else None, requests=len(found)
     )
-
-
-def settings_of(values: dict[str, Any]) -> MooncakeSettings:
-    """Errors: ConfigError for a data folder that was named and has no trace of Mooncake's."""
-    named = os.environ.get("JAXSERVE_DATA") if values["data"] is None else values["data"]
-    data = (
-        (Path(named).expanduser() if named else None)
-        if named is not None
-        else (SIBLING if SIBLING.is_dir() else None)
-    )
-    settings = MooncakeSettings(data, values["requests"], values["seed"])
-    if data is not None and not any(settings.file(workload) for workload in WORKLOADS):
-        raise ConfigError(
-            "data",
-            f"{data} has no {FOLDER}/conversation{ENDINGS[0]}; give the folder that has it, or "
-            "--data= to generate",
-        )
-    return settings
-
-
-def main(figure: figures.Figure, arguments: Sequence[str] | None = None) -> None:
-    """The command line of one figure's file."""
-    figures.main(figure, OPTIONS, settings_of, arguments)

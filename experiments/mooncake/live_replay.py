@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.clients.served import ServerError, serving
-from experiments.mooncake.figure import OPTIONS, WORKLOADS, settings_of
+from experiments.mooncake.figure import OPTIONS, WORKLOADS, MooncakeSettings
 from experiments.script import command_line, keep
 from jaxserve.cli.display import table
 from jaxserve.settings.flags import Command
@@ -68,7 +68,7 @@ def lines(file: Path, requests: int, page: int) -> Iterator[Line]:
 
 
 def lru_hit_rate(requests: Sequence[Line], page: int, pages: int) -> float:
-    """The share of all prompts' tokens that a cache of so many pages has when each comes.
+    """The share of all prompts' tokens that a cache of `pages` pages has when each comes.
 
     A prompt hits its leading blocks that are there, but never its last token, whose KV must be
     computed. Its full pages are kept, and those of its output; the least recently used goes, of one
@@ -96,7 +96,7 @@ def lru_hit_rate(requests: Sequence[Line], page: int, pages: int) -> float:
 
 
 def replayed(file: Path, pages: int, values: dict[str, Any], scratch: Path) -> dict[str, Any]:
-    """The line of `jaxserve bench serve` that replays a trace on a server with so many pages.
+    """The line of `jaxserve bench serve` that replays a trace on a server with `pages` pages.
     Errors: ServerError."""
     page = values["page"]
     out = scratch / "replay.jsonl"
@@ -118,7 +118,7 @@ def replayed(file: Path, pages: int, values: dict[str, Any], scratch: Path) -> d
 
 
 def run(values: dict[str, Any]) -> int:
-    settings = settings_of({**values, "seed": 0})
+    settings = MooncakeSettings.of({**values, "seed": 0})
     rows = []
     figures = []
     with tempfile.TemporaryDirectory() as folder:

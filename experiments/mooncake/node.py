@@ -31,12 +31,12 @@ class Equations:
     element: int = 2  # s, bytes
 
     def flops(self, tokens: float) -> float:
-        """Operations of prefilling so many tokens (Eq. 1)."""
+        """Operations of prefilling `tokens` tokens (Eq. 1)."""
         d = self.width
         return self.layers * (self.attention * tokens**2 * d + self.products * tokens * d**2)
 
     def bandwidth(self, prefix: int) -> float:
-        """Bytes per second from which loading a prefix of so many tokens takes less time than
+        """Bytes per second from which loading a prefix of `prefix` tokens takes less time than
         computing it (Eq. 2)."""
         d = self.width
         loaded = 2 * d * self.element
@@ -49,5 +49,5 @@ H800 = Equations(8 * 989e12)
 
 
 def prefill_seconds(tokens: int, cached: int = 0) -> float:
-    """Predicted seconds of prefilling a prompt of so many tokens, of which some are cached."""
+    """Predicted seconds of prefilling a prompt of `tokens` tokens, of which some are cached."""
     return Predictor(SYSTEM.costs, SYSTEM.mesh).prefill(cached, tokens, CHUNK)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from experiments.figures import Claim, Figure, Panel, Row, cell
-from experiments.mooncake.figure import MooncakeSettings, main
+from experiments.mooncake.figure import MooncakeSettings
 from experiments.mooncake.node import A800, H800, KV_BYTES, Equations, prefill_seconds
+from experiments.papers import main
 
 PREFIXES = (1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)  # tokens
 NODES: dict[str, Equations] = {"8xA800": A800, "8xH800": H800}
@@ -83,4 +84,4 @@ FIGURE = Figure(
 )
 
 if __name__ == "__main__":
-    main(FIGURE)
+    main(FIGURE, "mooncake")

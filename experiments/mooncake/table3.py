@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from experiments.figures import Claim, Figure, Panel, Row, cell
 from experiments.mooncake.cache_replay import hit_ratio, prompts_of, unbounded
-from experiments.mooncake.figure import WORKLOADS, MooncakeSettings, main
+from experiments.mooncake.figure import WORKLOADS, MooncakeSettings
+from experiments.papers import main
 from jaxserve.lab.simulate.arrival import workload_summary
 
 REMARKS = {
@@ -65,4 +66,4 @@ FIGURE = Figure(
 )
 
 if __name__ == "__main__":
-    main(FIGURE)
+    main(FIGURE, "mooncake")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from experiments.figures import Claim, Figure, Panel, Row, Rows, cell, ratio
 from experiments.mooncake.clusters import TTFT
-from experiments.mooncake.figure import MooncakeSettings, main
+from experiments.mooncake.figure import MooncakeSettings
 from experiments.mooncake.overload import (
     OVERLOADS,
     POLICIES,
@@ -15,6 +15,7 @@ from experiments.mooncake.overload import (
     WORKLOAD,
     overloaded,
 )
+from experiments.papers import main
 
 REFUSED = {"baseline": 4183, "early": 3771, "predicted": 3589}  # of 23,608
 
@@ -68,7 +69,7 @@ def _refused(policy: str) -> Claim:
 
 
 def _refusals(rows: Rows, policy: str) -> float:
-    """A policy's refusals over the baseline's; 1 where the baseline refuses nobody."""
+    """A policy's refusals over the baseline's; 1 where the baseline refuses none."""
     base = cell(rows, "refused", setting=SHORT, policy="baseline")
     return cell(rows, "refused", setting=SHORT, policy=policy) / base if base else 1.0
 
@@ -90,4 +91,4 @@ FIGURE = Figure(
 )
 
 if __name__ == "__main__":
-    main(FIGURE)
+    main(FIGURE, "mooncake")

@@ -1,4 +1,4 @@
-"""Which collectives of a step cross hosts, and how many bytes they send, without a GPU.
+"""Finds which collectives of a step cross hosts and how many bytes they send, without a GPU.
 
     python -m experiments.multihost.collectives --mesh=spp=2,tp=8 --hosts=2 --model=llama3.1-8b
 
@@ -77,7 +77,7 @@ TOKENS = "sampled tokens"
 
 @dataclasses.dataclass(frozen=True)
 class Replica:
-    """What is asked about."""
+    """Replica that is asked about."""
 
     mesh: MeshConfig
     hosts: int
@@ -90,12 +90,12 @@ class Replica:
     only: str = ""
 
     def wants(self, step: str) -> bool:
-        """Whether a step is asked about."""
+        """Returns true if a step is asked about."""
         return not self.only or step in self.only.split(",")
 
     @property
     def config(self) -> ModelConfig:
-        """Errors: ConfigError for a name that is not known."""
+        """Returns the model. Errors: ConfigError for a name that is not known."""
         if self.model not in MODELS:
             raise ConfigError("model", f"{self.model!r} is none of {', '.join(MODELS)}")
         return MODELS[self.model].with_tp(self.mesh.tp)
@@ -107,7 +107,7 @@ class Replica:
         return layout(self.mesh, self.hosts) // each
 
     def plan(self, layers: int | None = None) -> StagePlan:
-        """As the engine makes it; layers: of each stage, where not the model's."""
+        """Returns the plan as the engine makes it; layers: of each stage, where not the model's."""
         several = self.mesh.kvp > 1
         config = EngineConfig(
             source=ModelSource(
@@ -242,8 +242,8 @@ def _hopper_attention(plan: StagePlan) -> Any:
 
 
 def _whole(found: Sequence[list[Collective]], layers: int) -> list[Collective]:
-    """The collectives of a stage of so many layers, from those of all of them, or from those of one
-    layer and of two: each further layer adds what the second did."""
+    """Returns the collectives of a stage of `layers` layers, from those of all of them, or from
+    those of one layer and of two: each further layer adds what the second did."""
     if len(found) == 1:
         return found[0]
     one, two = ({dataclasses.replace(c, times=1): c.times for c in part} for part in found)
@@ -281,7 +281,7 @@ def _programs(
 
 
 def hand_overs(replica: Replica) -> list[Program]:
-    """What `stages.hand_over` sends: each device of a stage to the same one of the next."""
+    """Lists what `stages.hand_over` sends: each device of a stage to the same one of the next."""
     plan = replica.plan()
     itemsize = np.dtype(plan.dtype).itemsize
     out = []
@@ -311,7 +311,7 @@ def _hand_over(
 
 
 def measured(replica: Replica, lowered: bool) -> tuple[str, list[Program]]:
-    """Where the figures are from, and all programs. Errors: ConfigError, CompilerError."""
+    """Returns the origin of the figures, and all programs. Errors: ConfigError, CompilerError."""
     _ = replica.owners
     if lowered or cuda.lacking() is not None:
         ensure_devices(replica.mesh.devices)

@@ -68,7 +68,7 @@ class Collective:
             yield source, ring[(at + 1) % count], rounds * (count - 1) / count
 
     def crosses(self, hosts: Sequence[int]) -> bool:
-        """Whether it is between devices of several hosts."""
+        """Returns true if it is between devices of several hosts."""
         return any(len({hosts[device] for device in group}) > 1 for group in self.groups)
 
 

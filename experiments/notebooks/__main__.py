@@ -68,7 +68,7 @@ def run(values: dict[str, Any]) -> int:
 
 
 def _cpu_seconds() -> float:
-    """Of the processes that have ended: what a busy machine does not lengthen."""
+    """Sums processor time of ended processes, which a busy machine does not lengthen."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 

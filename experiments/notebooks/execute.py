@@ -53,7 +53,7 @@ def names() -> list[str]:
 
 
 def read(name: str) -> NotebookNode:
-    """Reads a notebook. Errors: ConfigError where there is none of that name."""
+    """Reads a notebook. Errors: ConfigError without one of that name."""
     if name not in names():
         raise ConfigError("only", f"{name!r} is not one of {', '.join(names())}")
     return nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
@@ -99,7 +99,8 @@ def execute(notebook: NotebookNode) -> NotebookNode:
 
 
 def _environment() -> dict[str, str]:
-    """That of this process, with several devices on a CPU where it says nothing of them."""
+    """Returns the environment of this process, with several devices on a CPU unless it sets
+    them."""
     said = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     devices = {} if said else {"JAX_NUM_CPU_DEVICES": str(DEVICES)}
     return {"JAX_PLATFORMS": "cpu", **devices, **os.environ}

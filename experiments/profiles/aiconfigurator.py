@@ -26,7 +26,7 @@ def file(device: str, engine: str, table: str) -> str:
 
 
 def _read(data: Path, device: str, name: str) -> pd.DataFrame:
-    """Errors: FileNotFoundError that names the file."""
+    """Reads a table. Errors: FileNotFoundError that names the file."""
     path = data / "aiconfigurator" / f"{device}_sxm" / f"{name}.parquet"
     if not path.exists():
         raise FileNotFoundError(f"{path} is missing")

@@ -59,7 +59,7 @@ NODE = {
 
 
 def fit_device(data: Path, device: str, mix: float) -> Device:
-    """What a device does, over all profiled models and degrees."""
+    """Fits a device over all profiled models and degrees."""
     linear, (prefill, decode), node = (
         parts.device_linear(data, device),
         parts.device_attention(data, device),
@@ -256,7 +256,7 @@ def written(device: dict[str, Device], rows: list[tuple]) -> str:
 
 
 def _counting(costs: Costs) -> dict[str, Any]:
-    """What says more than `Costs` does of itself."""
+    """Returns the fields of `Costs` that are not their defaults."""
     usual = dataclasses.asdict(Costs(layers=0))
     return {
         key: value

@@ -78,7 +78,7 @@ def held_out(fit: Fit, form: Form, x: np.ndarray, seconds: np.ndarray) -> float:
 
 
 def mape(predicted: np.ndarray, seconds: np.ndarray, above: float = 0.0) -> float:
-    """Mean relative error of the points that last longer than `above`; nan where there is none."""
+    """Mean relative error of the points that last longer than `above`; nan without any."""
     kept = seconds > above
     return float(np.abs(predicted[kept] / seconds[kept] - 1).mean()) if kept.any() else float("nan")
 

@@ -60,7 +60,7 @@ def chunks(data: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _read(path: Path) -> pd.DataFrame:
-    """Errors: FileNotFoundError that names the file."""
+    """Reads a table. Errors: FileNotFoundError that names the file."""
     if not path.exists():
         raise FileNotFoundError(f"{path} is missing")
     return pd.read_csv(path)

@@ -1,4 +1,4 @@
-"""What was measured of a layer on one rank, part by part, as matrices for the fits; which table
+"""Measurements of a layer on one rank, part by part, as matrices for the fits; which table
 each part of each device comes from."""
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ def linear(data: Path, device: str, model: str, tp: int) -> Part:
 
 
 def device_linear(data: Path, device: str) -> Part:
-    """Of all models and degrees. Coefficients: floor, seconds per byte of weights, two that are 0;
-    base, seconds per byte of weights, per FLOP, per byte moved."""
+    """Returns products of all models and degrees. Coefficients: floor, seconds per byte of weights,
+    two that are 0; base, seconds per byte of weights, per FLOP, per byte moved."""
     inputs = []
     times = []
     for model, shape in LLAMA.items():
@@ -165,8 +165,8 @@ def decode(data: Path, device: str, model: str, tp: int, engine: str | None = No
 
 
 def device_attention(data: Path, device: str) -> tuple[Part, Part]:
-    """Of all models and degrees. Prefill: once, per FLOP of a tile of one token, per FLOP. Decode:
-    once, per kv head, per byte of KV."""
+    """Returns attention of all models and degrees. Prefill: once, per FLOP of a tile of one token,
+    per FLOP. Decode: once, per kv head, per byte of KV."""
     found = []
     for part, scales in (
         (prefill, lambda heads, kv_heads: (1, 4 * heads * 128, 4 * heads * 128)),

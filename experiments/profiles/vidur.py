@@ -13,7 +13,7 @@ ELEMENTWISE = ("input_layernorm", "attn_rope", "post_attention_layernorm", "mlp_
 
 
 def _read(data: Path, name: str) -> pd.DataFrame:
-    """Errors: FileNotFoundError that names the file."""
+    """Reads a table. Errors: FileNotFoundError that names the file."""
     path = data / "vidur" / f"{name}.csv.gz"
     if not path.exists():
         raise FileNotFoundError(f"{path} is missing")
@@ -52,7 +52,7 @@ def sends(data: Path, device: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def sends_hdr(data: Path) -> tuple[np.ndarray, np.ndarray]:
-    """As `sends`, from A100 to A100 through one 200 Gbit/s adapter each; begins at about 90 us,
+    """Returns `sends` from A100 to A100 through one 200 Gbit/s adapter each; begins at about 90 us,
     that of an eager launch."""
     table = _read(data, "a100__old_p2p_inter_node")
     return (

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 from experiments.papers import Paper
-from experiments.tetris.figure import OPTIONS, settings_of
+from experiments.tetris.figure import OPTIONS, TetrisSettings
 
 NUMBERS = ("table1", "table2", "3", "8", "8_served", "9", "10", "11", "12", "13", "14")
 HEAD = """\
@@ -26,13 +26,13 @@ PAPER = Paper(
     "Tetris",
     NUMBERS,
     HEAD,
-    OPTIONS,
-    settings_of,
     runs={
         "simulated": "real planner; instances by Eq. 1, no engine's scheduler",
         "computed": "closed form",
         "measured": "real planner, timed on a CPU",
     },
+    given=OPTIONS,
+    settings_of=TetrisSettings.of,
     together=(("8", "9", "10", "13"),),
     others={
         "1": "a drawing",
@@ -44,8 +44,7 @@ PAPER = Paper(
         "14e": "transfers and halved backends, with 14f; not made",
     },
 )
-main = PAPER.main
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(PAPER.main(sys.argv[1:]))

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from experiments.figures import Claim, Figure, Panel, Row, Rows, cell
-from experiments.tetris.figure import TRACES, TetrisSettings, main
+from experiments.papers import main
+from experiments.tetris.figure import TRACES, TetrisSettings
 from experiments.tetris.systems import BASELINES, MODELS, SYSTEMS, critical, possible, row_of
 
 SMALL, LARGE = MODELS
@@ -86,4 +87,4 @@ FIGURE = Figure(
 )
 
 if __name__ == "__main__":
-    main(FIGURE)
+    main(FIGURE, "tetris")

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from experiments.figures import Claim, Figure, Panel, Row, Rows, matching
-from experiments.tetris.figure import TRACES, TetrisSettings, main
+from experiments.papers import main
+from experiments.tetris.figure import TRACES, TetrisSettings
 from experiments.tetris.systems import MODELS, PATIENCE, loads, row_of
 
 FIXED = (0.1, 0.3, 0.5, 0.7)  # as in the paper's figures
@@ -116,4 +117,4 @@ FIGURE = Figure(
 )
 
 if __name__ == "__main__":
-    main(FIGURE)
+    main(FIGURE, "tetris")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from experiments.figures import Figure
+from experiments.papers import main
 from experiments.tetris.fig11 import CLAIMS, PANELS, sweep
-from experiments.tetris.figure import main
 from experiments.tetris.systems import MODELS
 
 FIGURE = Figure(
@@ -17,4 +17,4 @@ FIGURE = Figure(
 )
 
 if __name__ == "__main__":
-    main(FIGURE)
+    main(FIGURE, "tetris")

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from experiments.figures import Claim, Figure, Panel, Row, Rows, cell, matching
-from experiments.tetris.figure import TetrisSettings, main
+from experiments.papers import main
+from experiments.tetris.figure import TetrisSettings
 from experiments.tetris.model import TP, K, composed
 from experiments.tetris.systems import MODELS
 from jaxserve.costs.profiles import costs, devices
@@ -99,4 +100,4 @@ FIGURE = Figure(
 )
 
 if __name__ == "__main__":
-    main(FIGURE)
+    main(FIGURE, "tetris")

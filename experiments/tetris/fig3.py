@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from experiments.figures import Claim, Figure, Panel, Row, cell
-from experiments.tetris.figure import TetrisSettings, main
+from experiments.papers import main
+from experiments.tetris.figure import TetrisSettings
 from experiments.tetris.model import LENGTHS, NODE, TABLE, K
 from jaxserve.lanes.cdsp import PLANNERS, CdspPlan, Instances, Latency, occupied
 
@@ -30,7 +31,7 @@ RULES = {"SP16": ("single", 0.0), "SP8": ("fixed-8", 0.0), "CDSP": ("cdsp", RATE
 
 
 def plans(rule: str, queues: np.ndarray, *prompts: int) -> Iterator[CdspPlan]:
-    """Of prompts that come at one moment."""
+    """Yields plans of prompts that come at one moment."""
     policy, rate = RULES[rule]
     for prompt in prompts:
         plan = PLANNERS[policy](INSTANCES, queues, prompt, rate)
@@ -138,4 +139,4 @@ FIGURE = Figure(
 )
 
 if __name__ == "__main__":
-    main(FIGURE)
+    main(FIGURE, "tetris")

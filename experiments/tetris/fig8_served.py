@@ -16,7 +16,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from experiments.figures import Claim, Figure, Panel, Row, Rows, cell
-from experiments.tetris.figure import TetrisSettings, main
+from experiments.papers import main
+from experiments.tetris.figure import TetrisSettings
 from experiments.tetris.model import hop
 from jaxserve.lab.simulate.replica import VirtualReplica
 from jaxserve.lab.simulate.run import System, execute, shape_of
@@ -115,4 +116,4 @@ FIGURE = Figure(
 )
 
 if __name__ == "__main__":
-    main(FIGURE)
+    main(FIGURE, "tetris")

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from experiments.figures import Claim, Figure, Panel, Row, Rows, cell, matching
-from experiments.tetris.figure import TRACES, TetrisSettings, main
+from experiments.papers import main
+from experiments.tetris.figure import TRACES, TetrisSettings
 from experiments.tetris.systems import (
     BASELINES,
     LOW,
@@ -137,4 +138,4 @@ FIGURE = Figure(
 )
 
 if __name__ == "__main__":
-    main(FIGURE)
+    main(FIGURE, "tetris")

@@ -41,7 +41,7 @@ def table_points() -> Iterator[LatencyPoint]:
 
 
 def hop(size: int) -> float:
-    """Seconds that a hop in a ring of so many costs whatever it carries: Table 1's constant parts,
+    """Seconds that a hop in a ring of `size` costs whatever it carries: Table 1's constant parts,
     by hop and layer."""
     fitted = fit(table_points())
     return (

@@ -63,7 +63,7 @@ SYSTEMS = ("tetris", *BASELINES, "loongserve", "fixed-4", "fixed-1")
 
 
 def possible(names: Iterable[str], model: str) -> tuple[str, ...]:
-    """Those of the systems that the model's cluster can form: 70B has eight prefill instances."""
+    """Returns the systems that the model's cluster can form: 70B has eight prefill instances."""
     return tuple(
         name for name in names if not (name == "fixed-16" and prefill_instances(model) < 16)
     )
@@ -151,7 +151,7 @@ def rates(name: str, model: str, trace: str, settings: TetrisSettings) -> dict[f
 
 
 def decode_seconds(model: str, arrival: Arrival) -> float:
-    """How long a request decodes alone on the instance that it prefilled on."""
+    """Seconds that a request decodes alone on the instance that it prefilled on."""
     one = costs("a100", shape_of(model), TP[model])
     step = (
         one.launch

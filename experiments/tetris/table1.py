@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from experiments.figures import Claim, Figure, Panel, Row, Rows, cell
-from experiments.tetris.figure import TetrisSettings, main
+from experiments.papers import main
+from experiments.tetris.figure import TetrisSettings
 from experiments.tetris.model import K, composed, latencies, table_points
 
 
@@ -87,4 +88,4 @@ FIGURE = Figure(
 )
 
 if __name__ == "__main__":
-    main(FIGURE)
+    main(FIGURE, "tetris")

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from experiments.figures import Claim, Figure, Panel, Row, cell
-from experiments.tetris.figure import TetrisSettings, main
+from experiments.papers import main
+from experiments.tetris.figure import TetrisSettings
 from experiments.tetris.model import BLOCK, NODE, K, latencies
 from jaxserve.lanes.cdsp import Instances, Latency, cdsp
 
@@ -20,8 +21,8 @@ RATE = 0.3
 
 
 def largest(size: int) -> Instances:
-    """As many instances as the largest group has. Beyond Table 1 twice the instances halve the work
-    and double what is paid once."""
+    """Returns as many instances as the largest group has. Beyond Table 1 twice the instances halve
+    the work and double what is paid once."""
     found = {known: latency for known, latency in latencies("llama3-8b").items() if known <= size}
     while max(found) < size:
         last = found[max(found)]
@@ -106,4 +107,4 @@ FIGURE = Figure(
 )
 
 if __name__ == "__main__":
-    main(FIGURE)
+    main(FIGURE, "tetris")

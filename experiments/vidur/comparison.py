@@ -52,7 +52,7 @@ class Peer:
 
     @property
     def difference(self) -> str:
-        """What was replaced in vidur's scheduler."""
+        """Names what was replaced in vidur's scheduler."""
         replaced = {
             "one queue": self.one_queue,
             "full chunks": self.full_chunks,
@@ -76,7 +76,7 @@ PEERS = (
 
 @dataclass(frozen=True)
 class Load:
-    """A mix of lengths that comes as a Poisson process of so many requests per second."""
+    """A mix of lengths that comes as a Poisson process of a number of requests per second."""
 
     mix: str
     qps: float
@@ -110,7 +110,7 @@ def settings_of(baseline: str) -> SchedulerConfig:
 
 
 def simulated(baseline: str, arrivals: Sequence[Arrival]) -> list[RequestRecord]:
-    """What becomes of the requests in jaxserve's simulator, in the order of their arrival."""
+    """Simulates the requests in jaxserve, in the order of their arrival."""
     _, cache = configs({option.name: option.default for option in scheduling_options()})
     replica = SYSTEM.replica(settings_of(baseline), cache, LOOKAHEAD)
     records = execute(replica, arrivals).records
@@ -120,7 +120,7 @@ def simulated(baseline: str, arrivals: Sequence[Arrival]) -> list[RequestRecord]
 def job_of(
     peer: Peer, arrivals: Sequence[Arrival], records: Sequence[RequestRecord]
 ) -> dict[str, Any]:
-    """What the driver is told: the costs, pages and settings of `simulated`, the requests with
+    """Returns the driver's input: the costs, pages and settings of `simulated`, the requests with
     their deadlines there."""
     _, cache = configs({option.name: option.default for option in scheduling_options()})
     scheduler = settings_of(peer.baseline)

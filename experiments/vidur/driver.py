@@ -43,7 +43,7 @@ TILE = fcfs.EXECUTION_TIME_PREDICTION_CHUNK_SIZE_GRANULARITY
 
 @dataclass(frozen=True)
 class Seconds:
-    """What vidur's stages ask of an execution time."""
+    """Execution time as vidur's stages ask for it."""
 
     total_time: float
 

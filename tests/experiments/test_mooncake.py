@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from experiments.mooncake import __main__ as every
-from experiments.mooncake import clusters, fig19, fig22, fig23, figure
+from experiments.mooncake import clusters, fig19, fig22, fig23
 from experiments.mooncake.cache_replay import (
     NODE_TOKENS,
     BlockCache,
@@ -23,7 +23,7 @@ from experiments.mooncake.cache_replay import (
 from experiments.mooncake.figure import WORKLOADS, MooncakeSettings
 from experiments.mooncake.node import A800, H800, KV_BYTES
 from jaxserve.lab.simulate.arrival import BLOCK, Arrival
-from tests.experiments.figure_checks import assert_one_line, check_all, made_small
+from tests.experiments.figure_checks import made_small
 
 FIGURES = {made.name: made for made in every.PAPER.figures()}
 SMALL = MooncakeSettings(requests=120)  # generated traces only
@@ -41,10 +41,6 @@ CLUSTERS = (
     "fig23",
 )
 HALF = MooncakeSettings(requests=2500)
-
-
-def test_there_is_a_file_for_every_figure_and_it_has_the_papers_numbers():
-    check_all(FIGURES, every.NUMBERS, ("simulated", "computed"))
 
 
 @pytest.fixture(autouse=True)
@@ -109,7 +105,7 @@ def test_the_engines_cache_hits_as_an_independent_lru_does(workload, capacity):
 )
 def test_recorded_traces_are_hit_as_an_independent_simulator_says(workload, highest, share):
     """The figures of data/README 1.2."""
-    settings = figure.settings_of(dict(data=None, requests=None, seed=0))
+    settings = MooncakeSettings.of(dict(data=None, requests=None, seed=0))
     if settings.file(workload) is None:
         pytest.skip(f"no {workload} trace; name its folder with JAXSERVE_DATA")
     prompts = prompts_of(workload, settings)
@@ -201,37 +197,6 @@ def test_generated_traces_come_at_the_recorded_rate():
     arrivals = MooncakeSettings().arrivals("synthetic", speed=2.0)
     assert len(arrivals) == 3993
     assert arrivals[-1].time == pytest.approx(1022 / 2, rel=0.1)
-
-
-def test_the_command_makes_figures_and_summary(tmp_path, capsys):
-    assert every.main([f"--out={tmp_path}", "--data=", "--figures=table1,22"]) == 0
-    assert {file.name for file in tmp_path.iterdir()} == {
-        "table1.csv",
-        "table1.png",
-        "fig22.csv",
-        "fig22.png",
-        "summary.md",
-    }
-    assert "table1, computed" in capsys.readouterr().out
-    assert (
-        "| table1 | computed | 8xA800: least bandwidth for a prefix of 8192 tokens | 6 GB/s |"
-        in (tmp_path / "summary.md").read_text()
-    )
-
-
-@pytest.mark.parametrize(
-    "arguments, said",
-    [
-        (["--data={folder}"], "data: {folder} has no mooncake/conversation"),
-        (["--figures=2"], "figures: 2: known are table1"),
-        (["--requests=0"], "requests"),
-        (["--dta=x"], "unknown flag --dta; did you mean --data?"),
-    ],
-)
-def test_what_is_wrong_is_one_line(arguments, said, tmp_path, capsys):
-    arguments = [argument.format(folder=tmp_path) for argument in arguments]
-    assert every.main([f"--out={tmp_path}", *arguments]) == 2
-    assert_one_line(capsys.readouterr().err, "mooncake", said.format(folder=tmp_path))
 
 
 # --- the clusters

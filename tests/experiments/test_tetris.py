@@ -12,7 +12,7 @@ import pytest
 from experiments.tetris import __main__ as every
 from experiments.tetris import figure, model, systems, table2
 from experiments.tetris.figure import TetrisSettings
-from tests.experiments.figure_checks import assert_one_line, check_all, made_small
+from tests.experiments.figure_checks import made_small
 
 FIGURES = {made.name: made for made in every.PAPER.figures()}
 SMALL = TetrisSettings(requests=12)  # generated lengths only
@@ -25,10 +25,6 @@ def few_loads(monkeypatch):
     monkeypatch.setattr(systems, "LOADS", 4)
     monkeypatch.setattr(systems, "IMPROVEMENT_RATES", (0.1, 0.5))
     monkeypatch.setattr(systems, "STEP", dict.fromkeys(MODELS, 1.0))
-
-
-def test_there_is_a_file_for_every_figure_and_it_has_the_papers_numbers():
-    check_all(FIGURES, every.NUMBERS, ("simulated", "computed", "measured"))
 
 
 @pytest.mark.parametrize("made", FIGURES.values(), ids=FIGURES)
@@ -117,34 +113,3 @@ def test_recorded_requests_keep_to_the_short_traces_limits_and_are_stretched(tmp
         (0.5, 50_000),
         (1.0, 90_000),
     ]
-
-
-def test_the_command_makes_figures_and_summary(tmp_path, capsys):
-    assert every.main([f"--out={tmp_path}", "--data=", "--figures=table1,3"]) == 0
-    assert {file.name for file in tmp_path.iterdir()} == {
-        "table1.csv",
-        "table1.png",
-        "fig3.csv",
-        "fig3.png",
-        "summary.md",
-    }
-    assert "table1, computed" in capsys.readouterr().out
-    assert (
-        "| 3 | computed | 32k, then 16k: SP16 for the first, TTFT of 32k | 1.53 s |"
-        in (tmp_path / "summary.md").read_text()
-    )
-
-
-@pytest.mark.parametrize(
-    "arguments, said",
-    [
-        (["--data={folder}"], "data: {folder} has no mooncake/synthetic"),
-        (["--figures=2"], "figures: 2: known are table1"),
-        (["--requests=0"], "requests"),
-        (["--dta=x"], "unknown flag --dta; did you mean --data?"),
-    ],
-)
-def test_what_is_wrong_is_one_line(arguments, said, tmp_path, capsys):
-    arguments = [argument.format(folder=tmp_path) for argument in arguments]
-    assert every.main([f"--out={tmp_path}", *arguments]) == 2
-    assert_one_line(capsys.readouterr().err, "tetris", said.format(folder=tmp_path))

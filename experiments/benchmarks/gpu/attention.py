@@ -51,7 +51,7 @@ class Heads:
         return 4.0 * self.N * self.H * pairs
 
     def paged(self, flat: KVPages, size: int) -> KVPages:
-        """Flat arrays as pages of so many tokens."""
+        """Cuts flat arrays into pages of `size` tokens."""
         vectors = -1, self.K, 2, size
         return KVPages(
             flat.kv.reshape(*vectors, self.H),
@@ -121,7 +121,7 @@ class Peers:
     def entries(
         self, heads: Heads, B: int, T: int, S: int, causal: bool, faults: dict[str, str]
     ) -> dict[str, Launches]:
-        """B rows of T queries over S keys. faults: hears why some are absent."""
+        """B rows of T queries over S keys. faults: is given why some are absent."""
         found = {"cudnn by jax": cudnn(heads, B, T, S, causal)}
         self.torch.forget()
         for backend in BACKENDS:
@@ -414,8 +414,8 @@ def tiles(run: Run) -> Iterator[Case]:
 
 
 def shapes_to_try(rows: int, head_dim: int, dtype: Any, rehearse: bool) -> dict[str, Any]:
-    """Block shapes by name, for so many query rows of a kv head and pages of a type; the first is
-    the default."""
+    """Block shapes by name, for a number of query rows of a kv head and pages of a type; the first
+    is the default."""
     from jaxserve.kernels import mosaic
     from jaxserve.kernels.mosaic.tiles import SHARED_BYTES
 

@@ -308,7 +308,7 @@ def _checked(shape: Shape, rng: np.random.Generator, run: Run) -> Row:
 def errors(
     out: np.ndarray, lse: np.ndarray, right_out: np.ndarray, right_lse: np.ndarray
 ) -> tuple[float, float]:
-    """Largest differences; NaN where there is any, or where one has -inf and the other has not."""
+    """Largest differences; NaN if there is any, or where one has -inf and the other has not."""
     if not np.array_equal(np.isneginf(lse), np.isneginf(right_lse)):
         return float(np.abs(out - right_out).max()), float("nan")
     some = ~np.isneginf(right_lse)

@@ -34,8 +34,8 @@ DECODES = {1: (1024, 8192, 32768), 8: (1024, 8192, 32768), 64: (1024, 8192, 3276
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """Of a replica: tokens of the longest sequence and of a step, sequences, GiB of KV and its
-    type, and layers where not all."""
+    """Sizes of a replica: tokens of the longest sequence and of a step, sequences, GiB of KV and
+    its type, and layers where not all."""
 
     longest: int
     chunk: int
@@ -131,8 +131,8 @@ class Replica:
         return Steps(self.engine.worker)
 
     def flops(self, tokens: int, pairs: float, samples: int) -> float:
-        """Of the products with weights, and of attention; the head is applied where a token is
-        sampled."""
+        """Counts operations of the products with weights, and of attention; the head is applied
+        where a token is sampled."""
         config = self.engine.worker.plan.model
         table = config.vocab * config.d_model
         inner = config.parameters - table * (1 if config.tied else 2)
@@ -142,7 +142,7 @@ class Replica:
         )
 
     def bytes(self, tokens: float) -> float:
-        """That a step must read: weights once, and KV of so many tokens."""
+        """Bytes that a step must read: weights once, and KV of `tokens` tokens."""
         config = self.engine.worker.plan.model
         weights = config.parameters - (0 if config.tied else config.vocab * config.d_model)
         vector = config.head_dim + 2 if self.size.kv == "fp8" else 2 * config.head_dim
@@ -227,8 +227,8 @@ def engine(run: Run) -> Iterator[Case]:
 def long(
     run: Run, size: Size, contexts: tuple[int, ...], batches: tuple[int, ...]
 ) -> Iterator[Case]:
-    """Steps of sequences that are as long as `size` allows: chunks of a prompt after so many cached
-    tokens, and decodes."""
+    """Steps of sequences that are as long as `size` allows: chunks of a prompt after a number of
+    cached tokens, and decodes."""
     replica = Replica(run, size)
     news = (32, 512, 2048)
     if run.rehearse:
@@ -287,8 +287,8 @@ def _compile(replica: Replica, chunks: Iterable[int], batches: Iterable[int]) ->
 
 
 def _pace(run: Run, once: float) -> Pace:
-    """Of what takes so many seconds: as many rounds as a third of the time left allows; a launch
-    that is long is a round."""
+    """Returns the pace of what takes `once` seconds: as many rounds as a third of the time left
+    allows; a launch that is long is a round."""
     least = 1 if run.rehearse or once > 0.3 else 2
     rounds = int(
         np.clip(
@@ -454,8 +454,8 @@ def _peak() -> int:
 
 
 def _analysed(name: str, compiled: Any, pool: int, shapes: tuple[str, ...]) -> Row:
-    """What a compiled program takes; a hidden copy of a pool would be in temp, or be a copy of such
-    a shape in its text."""
+    """Analyses what a compiled program takes; a hidden copy of a pool would be in temp, or be a
+    copy of such a shape in its text."""
     found = compiled.memory_analysis()
     text = compiled.as_text()
     copies = [line for line in text.splitlines() if re.search(r"= .*\bcopy(-start)?\(", line)]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-# so many launches, one after the other -> seconds until all are done
+# number of launches, one after the other -> seconds until all are done
 Launches = Callable[[int], float]
 # launches of a round
 FEWEST = 2
@@ -19,7 +19,7 @@ MOST = 1000
 
 @dataclass(frozen=True)
 class Pace:
-    """How long to measure: rounds, and about so many seconds for each round of each of those
+    """Length of a measurement: rounds, and about these seconds for each round of each of those
     compared."""
 
     rounds: int = 5
@@ -47,7 +47,7 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def faster(one: Timed, other: Timed, work: float = 1.0) -> dict[str, float]:
-    """How many times as fast as the other one `one` is, which does `work` times its work, from
+    """Ratios by which `one` is faster than the other, which does `work` times its work, from
     round to round."""
     return spread([work * b / a for a, b in zip(one.rounds, other.rounds)])
 

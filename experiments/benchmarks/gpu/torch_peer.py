@@ -2,7 +2,7 @@
 Nothing of the project is imported here.
 
 The process reads lines of JSON: {"name", "backend", shapes} prepares a case, {"name", "count"}
-launches it so many times. It answers each with a line: {} or {"seconds"}, or {"error"}.
+launches it a number of times. It answers each with a line: {} or {"seconds"}, or {"error"}.
 """
 
 from __future__ import annotations

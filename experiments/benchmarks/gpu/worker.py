@@ -2,7 +2,7 @@
 becomes rows.
 
 Rows are appended to a file as they come, and so is the name of each case that begins, so that
-whoever started the process knows what it was at when it hung or broke. What a section needs is
+the process that started it knows what it was at when it hung or broke. What a section needs is
 imported when it runs; third-party modules that are absent where nothing is served are replaced by
 stand-ins.
 """
@@ -60,7 +60,7 @@ OPTIONAL = (
 
 @dataclass(frozen=True)
 class Run:
-    """What a section knows. until: time.time() after which no case should begin; found: rows of the
+    """Context of a section. until: time.time() after which no case should begin; found: rows of the
     sections before it."""
 
     section: str

@@ -1,11 +1,11 @@
-"""What every engine's worker speaks: one JSON object a line, questions on standard input, answers
+"""Protocol of every engine's worker: one JSON object a line, questions on standard input, answers
 on standard output.
 
     settings  first argument: model (folder or file), dtype, threads, vocab, context, steps,
     chunk_tokens,
               most_sequences, longest
     first     {"versions": {...}} when the model is loaded measure   {"kind": "prefill" | "decode",
-    "size": N, "seconds": S}: {"rates": [...]} tokens/s, repeated for so many seconds generate
+    "size": N, "seconds": S}: {"rates": [...]} tokens/s, repeated for this many seconds generate
     {"kind": "generate", "prompt": [...], "tokens": N}: {"ids": [...]}, greedy, or null where the
     engine cannot tell errors    {"error": "..."}
 

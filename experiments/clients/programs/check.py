@@ -44,7 +44,7 @@ def call(function: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def main(*packages: str) -> None:
-    """Runs all calls in order. packages: whose versions are told."""
+    """Runs all calls in order. packages: whose versions are given."""
     write(versions={name: metadata.version(name) for name in packages})
     signal.signal(signal.SIGALRM, _late)
     for function in _calls:

@@ -33,7 +33,7 @@ def get_weather(city: Literal["Paris", "Rome"]) -> str:
 
 
 def agent(kind: type, most: int = 16, choice: str | None = None, **more: Any) -> Agent:
-    """An agent whose model is made anew, for its connections belong to one event loop."""
+    """An agent whose model is made for each call, for its connections belong to one event loop."""
     client = AsyncOpenAI(base_url=BASE, api_key=KEY, timeout=150)
     settings = ModelSettings(temperature=0, max_tokens=most, tool_choice=choice)
     model = kind(model=MODEL, openai_client=client)

