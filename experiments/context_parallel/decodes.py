@@ -18,7 +18,7 @@ from experiments.script import command_line
 from jaxserve.lab.simulate.run import System, shape_of
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option
-from jaxserve.settings.schema import ConfigError, MeshConfig
+from jaxserve.settings.schema import CacheConfig, ConfigError, MeshConfig, SchedulerConfig
 
 OPTIONS = {
     "decodes": [
@@ -43,7 +43,8 @@ def rows(
     pass-Q take besides it, and which one is chosen; only of steps whose KV fits the GPUs. Errors:
     ConfigError for a mesh that cannot be."""
     system.check()
-    chooser = system.chooser("auto", BLOCK, "auto")
+    settings = SchedulerConfig(exchange="auto", decode_exchange="auto")
+    chooser = system.sizes(settings, CacheConfig(block_size=BLOCK)).chooser(system.profile)
     if chooser is None:
         raise ConfigError("lanes", "one lane exchanges nothing")
     for context in contexts:

@@ -20,6 +20,7 @@ from jaxserve.cli.display import Streams, Waiting, table
 from jaxserve.cli.engine_flags import engine_config, engine_groups
 from jaxserve.cli.own_server import OwnServer, StartingServer, starting_server
 from jaxserve.lab.cli import demo_cluster
+from jaxserve.lab.quotients import per_later_token
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option
 from jaxserve.text.output import Delta
@@ -84,7 +85,7 @@ class Talk:
         if self.finished is None:
             return [self.name, *["-"] * 6, "failed"]
         usage = self.finished.usage
-        tpot = (self.last - self.first) / (usage.completion - 1) if usage.completion > 1 else 0.0
+        tpot = per_later_token(self.last - self.first, usage.completion)
         return [
             self.name,
             str(usage.prompt),

@@ -251,7 +251,9 @@ def summary(asks: Sequence[Ask], members: Sequence[Mapping[str, Any]]) -> str:
     the live page shows them."""
     first = asks[0].first
     later = [ask.first for ask in asks[1:] if ask.finished is not None]
-    mean = f"{sum(later) / len(later):.2f} s" if later else "-"
+    mean = "-"
+    if later:
+        mean = f"{sum(later) / len(later):.2f} s"
     parts = [
         table(["request", "prompt", "cached", "TTFT", "ended by"], [ask.row() for ask in asks]),
         f"first token: {first:.2f} s for who asked first, {mean} (mean) for the others",

@@ -10,8 +10,9 @@ from typing import Any
 
 from jaxserve.cli.display import table
 from jaxserve.cli.files import check_picture, check_writable, figure_class
-from jaxserve.costs.profiles import devices
+from jaxserve.lab.cli import simulate
 from jaxserve.lab.cli.simulate import configs, scheduling_options
+from jaxserve.lab.quotients import cell
 from jaxserve.lab.simulate.arrival import workload_summary
 from jaxserve.lab.simulate.mixes import MIXES
 from jaxserve.lab.simulate.plan import (
@@ -49,29 +50,18 @@ with {", ".join(MIXES)}, and others.
   jaxserve plan --gpus=8,16 --qps=1 --ttft=1 --tpot=0.05 --json=plans.json
 """
 PLANNED = ("chunking", "chunk_tokens", "pages", "kv_memory_gib")  # by the plan itself
+_SIMULATED = {option.name: option for option in (*simulate.SYSTEM, *simulate.WORKLOAD)}
 SYSTEM = [
-    Option("model", str, "llama3-8b", "model: a name in the table of models"),
-    Option("gpu", str, "a100", "kind of GPU", choices=tuple(devices())),
+    _SIMULATED["model"],
+    _SIMULATED["gpu"],
     Option("gpus", str, "8", "how many GPUs a replica has; several counts, as N,N, are compared"),
-    Option(
-        "lookahead",
-        int,
-        1,
-        "steps that are issued before the tokens of the last one are read",
-        0,
-        8,
-    ),
+    _SIMULATED["lookahead"],
 ]
 WORKLOAD = [
-    Option("workload", str, "poisson:mix=medha-5", "file or generator, see above"),
-    Option(
-        "qps",
-        float,
-        None,
-        "requests per second; traces with times of their own are stretched to it",
-    ),
+    _SIMULATED["workload"],
+    _SIMULATED["qps"],
     Option("requests", int, 100, "how many requests", 1),
-    Option("seed", int, 0, "of arrivals and lengths", 0),
+    _SIMULATED["seed"],
 ]
 SEARCH = [
     Option("best", int, 4, "plans that are simulated at length and pushed to their capacity", 0),
@@ -246,17 +236,16 @@ def shown(report: Mapping[str, Any]) -> str:
 def _cells(row: Mapping[str, Any]) -> list[str]:
     ttft = row["figures"]["ttft"]
     tpot = row["figures"]["tpot"]
-    alone = row["longest_alone"]
     return [
         row["plan"],
         str(row["requests"]),
         f"{row['met']:.0%}",
-        *(f"{ttft[p]:.2f}" if ttft else "-" for p in ("p50", "p90")),
-        *(f"{1e3 * tpot[p]:.1f}" if tpot else "-" for p in ("p50", "p90")),
-        "" if row["capacity"] is None else f"{row['capacity']:.3g}",
+        *(cell(ttft.get(p), ".2f") for p in ("p50", "p90")),
+        *(cell(tpot.get(p), ".1f", 1e3) for p in ("p50", "p90")),
+        cell(row["capacity"], ".3g", empty=""),
         f"{row['kv_tokens']:,}",
         f"{row['weight_bytes_per_gpu'] / GIB:.1f}",
-        "-" if alone is None else f"{alone:.1f}",
+        cell(row["longest_alone"], ".1f"),
     ]
 
 

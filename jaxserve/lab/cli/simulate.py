@@ -12,6 +12,7 @@ from typing import Any
 from jaxserve.cli.display import table
 from jaxserve.cli.files import check_picture, check_writable, figure_class
 from jaxserve.costs.profiles import devices
+from jaxserve.lab.quotients import cell
 from jaxserve.lab.simulate.arrival import Arrival, workload_summary
 from jaxserve.lab.simulate.baselines import BASELINES, POOLS, check_baseline, compare
 from jaxserve.lab.simulate.mixes import MIXES
@@ -274,9 +275,7 @@ def shown(report: Mapping[str, Any]) -> str:
 
 
 def _cells(spread: Mapping[str, float], factor: float, digits: int) -> list[str]:
-    return [
-        f"{spread[name] * factor:.{digits}f}" if spread else "-" for name in ("p50", "p90", "p99")
-    ]
+    return [cell(spread.get(name), f".{digits}f", factor) for name in ("p50", "p90", "p99")]
 
 
 def write_csv(name: str, outcomes: Mapping[str, Outcome]) -> None:

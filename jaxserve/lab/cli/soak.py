@@ -164,7 +164,9 @@ def growth_of(samples: list[SoakSample]) -> float:
 
 def slope(x: list[float], y: list[float]) -> float:
     """Returns the slope of the least-squares line; 0 for fewer than three points."""
-    return float(np.polyfit(x, y, 1)[0]) if len(x) > 2 else 0.0
+    if len(x) < 3:
+        return 0.0
+    return float(np.polyfit(x, y, 1)[0])
 
 
 def report(samples: list[SoakSample], outcomes: dict[str, int], faults: list[str]) -> str:
@@ -177,7 +179,9 @@ def report(samples: list[SoakSample], outcomes: dict[str, int], faults: list[str
         ]
         for s in samples
     ]
-    shown = rows if len(rows) <= 12 else [*rows[:: max(1, len(rows) // 10)], rows[-1]]
+    shown = rows
+    if len(rows) > 12:
+        shown = [*rows[:: max(1, len(rows) // 10)], rows[-1]]
     return "\n".join(
         [
             described(machine()),
@@ -264,7 +268,9 @@ class Soak:
 
     async def _http_stream(self) -> str:
         status, body = await self._post(self._body(stream=True))
-        return status if status != "200" or b"[DONE]" in body else "200 with an error event"
+        if status == "200" and b"[DONE]" not in body:
+            return "200 with an error event"
+        return status
 
     async def _schema(self) -> str:
         status, body = await self._post(

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.api.errors import RequestError
+from jaxserve.lab.quotients import per_later_token
 from jaxserve.lab.research.transports import Transport
 from jaxserve.lab.simulate.arrival import Arrival
 
@@ -52,7 +53,7 @@ class Sent:
     @property
     def tpot(self) -> float:
         """Mean seconds per output token after the first; 0 without one."""
-        return (self.last - self.first) / (self.tokens - 1) if self.tokens > 1 else 0.0
+        return per_later_token(self.last - self.first, self.tokens)
 
     @property
     def e2e(self) -> float:
@@ -134,7 +135,9 @@ class _Run:
             sent.error = f"no end within {self._timeout:g} s"
             return
         sent.cached = ended.cached
-        sent.tokens = (len(sent.gaps) + 1) if ended.tokens is None else ended.tokens
+        sent.tokens = len(sent.gaps) + 1
+        if ended.tokens is not None:
+            sent.tokens = ended.tokens
         if ended.reason not in COMPLETE or not sent.first:
             sent.status = "UNKNOWN"
             sent.error = f"ended by {ended.reason or 'the server'} after {sent.tokens} tokens"

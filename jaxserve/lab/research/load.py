@@ -47,13 +47,17 @@ class Load(Settings):
     def schedule(self) -> list[Arrival]:
         """The requests by time. Errors: ConfigError."""
         self.check()
-        qps = 1.0 if self.qps is None and not self.recorded else self.qps
+        qps = self.qps
+        if qps is None and not self.recorded:
+            qps = 1.0
         found = workload.parse(self._spec(), qps=qps, requests=self.requests, seed=self.seed)
         return self.timed([scaled(each, self.time_scale, self.length_scale) for each in found])
 
     def timed(self, arrivals: Sequence[Arrival]) -> list[Arrival]:
         """Arrivals at the times of the process that is asked for, if one is."""
-        process = self.arrivals or ("poisson" if self.conversations else TRACE)
+        process = self.arrivals or TRACE
+        if self.arrivals is None and self.conversations:
+            process = "poisson"
         if process == TRACE or self.qps is None:
             return list(arrivals)
         options = {"burstiness": str(self.burstiness)}
@@ -98,7 +102,9 @@ class Load(Settings):
     def _spec(self) -> str:
         if self.workload:
             return self.workload
-        shared = f",prefix={self.prefix},groups={self.groups}" if self.prefix else ""
+        shared = ""
+        if self.prefix:
+            shared = f",prefix={self.prefix},groups={self.groups}"
         return f"poisson:prompt={self.prompt},output={self.output}{shared}"
 
 

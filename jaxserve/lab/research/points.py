@@ -71,8 +71,13 @@ def _checked(option: Option, value: Any) -> Any:
     """The value, of one type however it was written. Errors: ValueError."""
     if option.kind is str and isinstance(value, (int, float)):
         value = str(value)  # YAML's number, for a text such as that of a length
-    checked = option.parse(value) if isinstance(value, str) else option.check(value)
-    return float(checked) if option.kind is float and checked is not None else checked
+    if isinstance(value, str):
+        value = option.parse(value)
+    else:
+        value = option.check(value)
+    if option.kind is float and value is not None:
+        return float(value)
+    return value
 
 
 def grid(base: Values, axes: Mapping[str, Sequence[Any]]) -> list[Point]:

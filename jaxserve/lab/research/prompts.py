@@ -29,7 +29,7 @@ def prompt_ids(arrival: Arrival, number: int, vocab: int, seed: Seed = (0,)) -> 
         for block in (() if arrival.blocks is None else arrival.blocks)
     ]
     own = _random((*seed, OWN, number), vocab, arrival.prompt)
-    shared = np.concatenate(parts)[: arrival.prompt] if parts else own[:0]
+    shared = np.concatenate([own[:0], *parts])[: arrival.prompt]
     return np.concatenate([shared, own[len(shared) :]])
 
 
@@ -100,7 +100,9 @@ def _read(file: str) -> list[Conversation]:
         raise ConfigError("workload", f"{file}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError("workload", f"{file}: is not JSON: {error}") from None
-    found = [pair for row in rows if (pair := _first_turns(row))] if isinstance(rows, list) else []
+    found = []
+    if isinstance(rows, list):
+        found = [pair for row in rows if (pair := _first_turns(row))]
     if not found:
         raise ConfigError(
             "workload",
@@ -112,7 +114,7 @@ def _read(file: str) -> list[Conversation]:
 
 def _first_turns(row: Any) -> Conversation | None:
     """Returns the first question and its answer; None without such a pair."""
-    turns = row.get("conversations", row.get("conversation")) if isinstance(row, dict) else None
+    turns = isinstance(row, dict) and row.get("conversations", row.get("conversation"))
     if not isinstance(turns, list) or len(turns) < 2:
         return None
     texts = []

@@ -105,7 +105,7 @@ def _lines(axes: Any, found: pd.DataFrame, but: Sequence[str], x: str, y: str) -
     for name, source, points in series(found, but):
         color = colors.setdefault(name, f"C{len(colors)}")
         label = f"{name} {source}".strip()
-        style = "-o" if source == "live" else "--x"
+        style = {"live": "-o"}.get(source, "--x")
         ordered = points.sort_values(x)
         axes.plot(ordered[x], ordered[y], style, color=color, label=label)
 
@@ -144,9 +144,11 @@ def scaling(figure: Any, found: pd.DataFrame) -> bool:
         return False
     weak = is_weak(found)
     left, right = figure.subplots(1, 2)
-    but = ["mesh", "prompt"] if weak else ["mesh"]
+    but, perfect = ["mesh"], -1  # TTFT of perfect scaling falls with the devices, or is constant
+    if weak:
+        but, perfect = ["mesh", "prompt"], 0
     for axes, name, power in (
-        (left, "ttft_p50", 0 if weak else -1),
+        (left, "ttft_p50", perfect),
         (right, "tokens_per_s", 1),
     ):
         _lines(axes, found, but, "devices", name)

@@ -90,7 +90,9 @@ def sweep(
 ) -> list[Row]:
     """The lines of all points, in their order; those that `out` lacks are run and added to it.
     step: called after each, with what it was. Errors: ConfigError for a file that is no sweep's."""
-    known = {row["key"]: row for row in read(out)} if out.exists() else {}
+    known = {}
+    if out.exists():
+        known = {row["key"]: row for row in read(out)}
     _cut_to_whole_lines(out)
     rows = []
     for point in points:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from scipy.special import stdtrit
 
+from jaxserve.lab.quotients import quotient
 from jaxserve.lab.research.generator import OK, REFUSED, Sent
 from jaxserve.lab.simulate.run import spread
 from jaxserve.settings.schema import ConfigError
@@ -53,19 +54,24 @@ def figures(sent: Sequence[Sent], objectives: Mapping[str, float]) -> dict[str, 
     the server had, by its own usage, of all tokens of prompts; None where it does not say.
     """
     done = [each for each in sent if each.status == OK]
-    span = max((each.last for each in done), default=0.0) - min(each.planned for each in sent)
+    span = 0.0
+    if done:
+        span = max(each.last for each in done) - min(each.planned for each in sent)
     good = sum(
         all(getattr(each, name) <= limit for name, limit in objectives.items()) for each in done
     )
     tokens = sum(each.tokens for each in done)
     prompts = sum(each.prompt for each in done)
-    per_s = lambda count: count / span if done and span > 0 else 0.0
+    per_s = lambda count: quotient(count, span)
+    goodput: dict[str, float | None] = dict(goodput_per_s=None, goodput_share=None)
+    if objectives:
+        goodput = dict(goodput_per_s=per_s(good), goodput_share=good / len(sent))
     return {
         "requests": len(sent),
         "done": len(done),
         "refused": _reasons(each for each in sent if each.status == REFUSED),
         "failed": _reasons(each for each in sent if each.status not in (OK, REFUSED)),
-        "span": span if done else 0.0,
+        "span": span,
         "ttft": _spread([each.ttft for each in done]),
         "tpot": _spread([each.tpot for each in done if each.tokens > 1]),
         "itl": _spread([gap for each in done for gap in each.gaps]),
@@ -76,8 +82,7 @@ def figures(sent: Sequence[Sent], objectives: Mapping[str, float]) -> dict[str, 
         "output_tokens_per_s": per_s(tokens),
         "total_tokens_per_s": per_s(tokens + prompts),
         "requests_per_s": per_s(len(done)),
-        "goodput_per_s": per_s(good) if objectives else None,
-        "goodput_share": good / len(sent) if objectives else None,
+        **goodput,
         "prefix_hit_rate": _hit_rate(done),
     }
 

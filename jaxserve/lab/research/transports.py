@@ -172,8 +172,10 @@ async def over_grpc(
 ) -> AsyncIterator[Transport]:
     """Connects to a target, HOST:PORT. vocab: token ids are below it; default: the model's.
     Errors: ConfigError."""
+    roots = None
     try:
-        roots = None if tls_ca is None else Path(tls_ca).read_bytes()
+        if tls_ca is not None:
+            roots = Path(tls_ca).read_bytes()
     except OSError as error:
         raise ConfigError("tls_ca", f"{tls_ca}: {error.strerror}") from None
     async with AsyncClient(target, api_key=api_key, root_certificates=roots) as client:
@@ -181,7 +183,8 @@ async def over_grpc(
             info = await client.model_info()
         except RequestError as error:
             denied = error.status in ("UNAUTHENTICATED", "PERMISSION_DENIED")
-            raise ConfigError("api_key" if denied else "target", str(error)) from None
+            field = {True: "api_key", False: "target"}[denied]
+            raise ConfigError(field, str(error)) from None
         served = Served(target, info.model, vocab or info.vocab, info.max_len)
         yield Grpc(client, served, ignore_eos)
 
@@ -193,12 +196,17 @@ async def over_http(
     """Connects to a server, http://HOST:PORT. vocab: as for `over_grpc`; default: GENERIC_VOCAB.
     Errors: ConfigError."""
     address = url.rstrip("/").removesuffix("/v1")
+    trusted: bool | ssl.SSLContext = True
     try:
-        trusted = True if tls_ca is None else ssl.create_default_context(cafile=tls_ca)
+        if tls_ca is not None:
+            trusted = ssl.create_default_context(cafile=tls_ca)
     except OSError as error:
         raise ConfigError("tls_ca", f"{tls_ca}: {error.strerror or error}") from None
+    headers = {}
+    if api_key:
+        headers["authorization"] = f"Bearer {api_key}"
     async with httpx.AsyncClient(
-        headers={"authorization": f"Bearer {api_key}"} if api_key else {},
+        headers=headers,
         verify=trusted,
         timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),

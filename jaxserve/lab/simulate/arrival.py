@@ -12,6 +12,7 @@ import numpy as np
 from jaxserve.api.errors import RequestError
 from jaxserve.api.request import Request, Slo
 from jaxserve.api.sampling import SamplingParams
+from jaxserve.lab.quotients import quotient
 
 BLOCK = 512  # tokens per hash id in the public Mooncake traces
 LONG = 100_000  # tokens; the shortest long prompt of medha_mixed has 100,628
@@ -101,7 +102,7 @@ def workload_summary(arrivals: Sequence[Arrival]) -> dict[str, Any]:
         np.array([getattr(arrival, name) for arrival in arrivals]) for name in ("prompt", "output")
     )
     span = arrivals[-1].time - arrivals[0].time
-    rate = (len(arrivals) - 1) / span if span > 0 else 0.0
+    rate = quotient(len(arrivals) - 1, span)
     return dict(
         count=len(arrivals),
         span=span,

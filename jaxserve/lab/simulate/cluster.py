@@ -34,6 +34,7 @@ from jaxserve.cluster.routing import (
     choose_decode,
     freeness,
 )
+from jaxserve.lab.quotients import quotient
 from jaxserve.lab.simulate.arrival import Arrival, to_request
 from jaxserve.lab.simulate.cluster_node import ClusterSpec, Node
 from jaxserve.lab.simulate.cluster_report import (
@@ -116,7 +117,7 @@ class VirtualCluster:
     def _advance(self, to: float) -> None:
         """Runs what is due by clock second `to`."""
         while True:
-            timer = self._timers[0][0] if self._timers else NEVER
+            timer = next((due for due, *_ in self._timers), NEVER)
             step = min((node.replica.next_event() for node in self._stepped), default=NEVER)
             at = min(timer, step)
             if at > to or at == NEVER:
@@ -342,7 +343,7 @@ class VirtualCluster:
         queues = [node.work.queue(self._now) / spec.ttft for node in self.prefilling]
         pool = self.decoding or [node for node in self.nodes if node.role is Role.MIXED]
         rates = [node.decode_view(0).tbt / spec.tbt for node in pool]
-        decode = sum(rates) / len(rates) if rates else 0.0
+        decode = quotient(sum(rates), len(rates))
         self.samples.append(LoadSample(self._now, sum(queues) / len(queues), decode))
         if spec.sample_every is not None and (self._coming or self._live):
             self._at(self._now + spec.sample_every, self._sample)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxserve.lab.quotients import quotient
+
 SLOWEST_SHARE = (
     0.1  # of the gaps between a request's tokens, of which TBT is the mean (Mooncake 7.1)
 )
@@ -105,7 +107,7 @@ class ClusterReport:
         """Share of the tokens of prompts that were prefilled which were not computed."""
         begun = [record for record in self.records if record.first]
         total = sum(record.prompt for record in begun)
-        return sum(record.cached for record in begun) / total if total else 0.0
+        return quotient(sum(record.cached for record in begun), total)
 
     def effective(self, ttft: float, tbt: float) -> float:
         """Share of all requests that were served within both objectives, in seconds."""

@@ -54,7 +54,9 @@ class LoongPool:
             + costs.chunk_token * tokens / degree
             + smooth_max(pairs, costs.read * tokens)
         )
-        ring = (degree - 1) * self.link(self.kv_bytes * tokens / degree) if degree > 1 else 0.0
+        ring = 0.0
+        if degree > 1:
+            ring = (degree - 1) * self.link(self.kv_bytes * tokens / degree)
         layer = costs.linear(-(-tokens // degree)) + max(attention, ring)
         return costs.launch + costs.layers * layer + costs.head + costs.head_token * len(prompts)
 
@@ -64,9 +66,9 @@ class LoongPool:
         costs = self.costs
         own = -(-count // degree)
         layer = costs.linear(own) + costs.attend_decodes(own, context / degree)
-        exchange = (
-            2 * self.link(costs.kvp_token * self.link.bytes_per_s * own) if degree > 1 else 0.0
-        )
+        exchange = 0.0
+        if degree > 1:
+            exchange = 2 * self.link(costs.kvp_token * self.link.bytes_per_s * own)
         return (
             costs.launch + costs.layers * (layer + exchange) + costs.head + costs.head_token * own
         )
@@ -112,8 +114,8 @@ class LoongServe:
         coming = deque(enumerate(arrivals))
         while True:
             times = [
-                coming[0][1].time if coming else np.inf,
-                self._prefills[0][0] if self._prefills else np.inf,
+                next((arrival.time for _, arrival in coming), np.inf),
+                next((end for end, *_ in self._prefills), np.inf),
                 np.inf if self._step is None else self._step,
             ]
             now = min(times)

@@ -206,11 +206,9 @@ def drawn(options: dict[str, str], count: int, seed: int) -> list[Arrival]:
     if "prefix" in options:
         return _prefixed(options, lengths, rng)
     prompts, outputs = lengths.tolist()
-    blocks = (
-        _blocks(parts, which.tolist(), prompts, rng)
-        if any(part.system or part.follows for part in parts)
-        else [None] * count
-    )
+    blocks: Sequence[np.ndarray | None] = [None] * count
+    if any(part.system or part.follows for part in parts):
+        blocks = _blocks(parts, which.tolist(), prompts, rng)
     return [
         Arrival(0.0, *rest)
         for rest in zip(prompts, outputs, (parts[index].kind for index in which), blocks)

@@ -17,6 +17,7 @@ from typing import Any
 from jaxserve.api.request import Request, Slo
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.costs.predictor import Predictor
+from jaxserve.lab.quotients import quotient
 from jaxserve.lab.simulate.arrival import Arrival
 from jaxserve.lab.simulate.recorder import Outcome, RequestRecord
 from jaxserve.lab.simulate.run import (
@@ -217,7 +218,7 @@ class PlanRunner:
     def rate(self) -> float:
         """Requests per second, as given or as they come."""
         span = self.arrivals[-1].time - self.arrivals[0].time
-        return self.question.qps or (len(self.arrivals) / span if span > 0 else 1.0)
+        return self.question.qps or quotient(len(self.arrivals), span, 1.0)
 
     def objective(self, prompt: int, class_name: str | None = None) -> float:
         """Seconds to the first token that every plan is measured by, for a prompt of this

@@ -11,6 +11,7 @@ from jaxserve.api.batch import Batch
 from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Event, Finished
 from jaxserve.api.request import Request
+from jaxserve.lab.quotients import per_later_token, quotient
 from jaxserve.replica.protocol import Sink
 
 
@@ -41,7 +42,7 @@ class RequestRecord:
     @property
     def tpot(self) -> float:
         """Mean seconds per output token after the first; 0 without one."""
-        return (self.end - self.first) / (self.output - 1) if self.output > 1 else 0.0
+        return per_later_token(self.end - self.first, self.output)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +140,9 @@ class Recorder:
 
     def outcome(self) -> Outcome:
         span = span_of(self.records)
-        gaps = np.concatenate(self.gaps) if self.gaps else np.empty(0)
-        refusals = {said[0]: len(said) for said in self.refusals.values()}
-        busy = self.busy / span if span else 0.0
+        gaps = np.concatenate([np.empty(0), *self.gaps])
+        refusals = {errors[0]: len(errors) for errors in self.refusals.values()}
+        busy = quotient(self.busy, span)
         return Outcome(self.records, gaps, self.steps, busy, refusals)
 
 

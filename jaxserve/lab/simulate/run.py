@@ -22,6 +22,7 @@ from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.costs.coefficients import Costs
 from jaxserve.costs.profiles import costs, devices
+from jaxserve.lab.quotients import quotient
 from jaxserve.lab.simulate.arrival import Arrival, kind_of, to_request
 from jaxserve.lab.simulate.recorder import Outcome, Recorder, RequestRecord, span_of
 from jaxserve.lab.simulate.replica import VirtualReplica
@@ -271,7 +272,7 @@ def outcome_summary(
     return {
         "span": span,
         "busy": outcome.busy,
-        "tokens_per_s": tokens / span if span else 0.0,
+        "tokens_per_s": quotient(tokens, span),
         "token_gap": spread(outcome.gaps),
         "refused": dict(outcome.refusals),
         "all": _figures(records, tpot, by_kind),

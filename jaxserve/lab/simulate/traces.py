@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import gzip
 import io
@@ -24,6 +25,7 @@ from jaxserve.settings.schema.objectives import CLASS_NAME
 CLASS = "class"  # optional column and field: the kind of a request, see `--classes`
 ARRIVED_AT = "arrived_at"  # column of seconds in a file of lengths
 TIME_COLUMN = re.compile(r"arriv|time", re.IGNORECASE)
+SECONDS = {"ms": 1e-3, "s": 1.0}  # by unit of a trace's times
 WORD_TOKENS = 1.35  # tokens per English word (data/README 1.1)
 
 
@@ -40,7 +42,9 @@ def _text(path: Path) -> str:
         fault(f"there is no file {path}{did_you_mean(path.name, there)}")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         fault(f"{path} cannot be read: {error}")
-    return text if text.strip() else fault(f"{path} is empty")
+    if not text.strip():
+        fault(f"{path} is empty")
+    return text
 
 
 def _length(where: str, field: str, value: Any) -> int:
@@ -69,10 +73,10 @@ def mooncake(path: Path, options: dict[str, str]) -> list[Arrival]:
     """Reads a trace in Mooncake's form."""
     unit = options.get("unit", "ms")
     block = _length("options", "block", options.get("block", BLOCK))
-    if unit not in ("ms", "s"):
+    if unit not in SECONDS:
         fault(f"unit must be ms or s, not {unit!r}")
     dense: dict[int, int] = {}
-    second = 1e-3 if unit == "ms" else 1.0
+    second = SECONDS[unit]
     loose = "block" in options
     lines = enumerate(_text(path).split("\n"), 1)
     return [
@@ -160,10 +164,10 @@ MOMENT = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d(?:\.\d{1,9})?)(?:Z|\+
 
 def _azure(where: str, row: dict[str, str]) -> list[Arrival]:
     moment = MOMENT.fullmatch(row["TIMESTAMP"] or "")
-    try:
-        time = np.datetime64(f"{moment[1]}T{moment[2]}", "ns") if moment else None
-    except ValueError:
-        time = None
+    time = None
+    if moment:
+        with contextlib.suppress(ValueError):
+            time = np.datetime64(f"{moment[1]}T{moment[2]}", "ns")
     if time is None:
         fault(
             f"{where}: TIMESTAMP must be like 2023-11-16 18:15:46.6805900, not {row['TIMESTAMP']!r}"

@@ -78,9 +78,7 @@ SERVER = [
     ),
 ]
 RATES = "requests per second, as X,X,X: one run each; default: 1, or as a trace says"
-GENERATED = [
-    Option("qps", str, None, RATES) if name == "qps" else option for name, option in LOAD.items()
-]
+GENERATED = list({**LOAD, "qps": Option("qps", str, None, RATES)}.values())
 RUNS = [
     Option("repeats", int, 1, "runs of each load, each with the next seed", 1),
     Option("warmup", int, 2, "requests before a run that do not count", 0),
@@ -108,7 +106,7 @@ def run(values: dict[str, Any]) -> int:
     print(report(runs))
     if values["plot"]:
         plot(runs, values["plot"])
-    return 0 if any(run.figures["done"] for run in runs) else 1
+    return int(not any(run.figures["done"] for run in runs))
 
 
 def loads_of(values: Mapping[str, Any]) -> list[Load]:
@@ -119,7 +117,9 @@ def loads_of(values: Mapping[str, Any]) -> list[Load]:
     ]
     if not rates:
         free = given["concurrency"] is None and not Load(**{**given, "qps": None}).own_times
-        rates = [1.0 if free else None]
+        rates = [None]
+        if free:
+            rates = [1.0]
     loads = [Load(**{**given, "qps": rate}) for rate in rates]
     for load in loads:
         load.check()
@@ -139,7 +139,9 @@ async def _measure(
 ) -> list[Run]:
     runs = []
     with contextlib.ExitStack() as stack:
-        out = stack.enter_context(open(values["json"], "w")) if values["json"] else None
+        out = None
+        if values["json"]:
+            out = stack.enter_context(open(values["json"], "w"))
         async with connect as transport:
             print(f"{transport.served.model} at {transport.served.address}", file=sys.stderr)
             async for run in _runs(transport, loads, objectives, values):
@@ -210,8 +212,10 @@ def _server(values: Mapping[str, Any]) -> Iterator[Connect]:
         yield over_grpc(values["target"], **how)
     else:
         with own_server(values) as server:
-            http = values["transport"] == "http"
-            yield over_http(server.url, **how) if http else over_grpc(server.grpc, **how)
+            if values["transport"] == "http":
+                yield over_http(server.url, **how)
+            else:
+                yield over_grpc(server.grpc, **how)
 
 
 def _rate(text: str) -> float:

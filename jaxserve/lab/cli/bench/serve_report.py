@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxserve.cli.display import table
 from jaxserve.cli.files import figure_class
+from jaxserve.lab.quotients import cell
 from jaxserve.lab.research.generator import OK, Sent
 from jaxserve.lab.research.load import Load
 from jaxserve.lab.research.served_figures import CONFIDENCE, OBJECTIVES, intervals
@@ -33,7 +34,9 @@ class Run:
     def name(self) -> str:
         if self.load.concurrency is not None:
             return f"{self.load.concurrency} at once"
-        return "trace" if self.load.qps is None else f"{self.load.qps:g}/s"
+        if self.load.qps is None:
+            return "trace"
+        return f"{self.load.qps:g}/s"
 
 
 def report(runs: Sequence[Run]) -> str:
@@ -43,9 +46,7 @@ def report(runs: Sequence[Run]) -> str:
     if told[0]["goodput_per_s"] is not None:
         extra["goodput/s"] = lambda found: f"{found['goodput_per_s']:.2f}"
     if any(found["prefix_hit_rate"] is not None for found in told):
-        extra["hits %"] = lambda found: (
-            "-" if found["prefix_hit_rate"] is None else f"{found['prefix_hit_rate']:.1%}"[:-1]
-        )
+        extra["hits %"] = lambda found: cell(found["prefix_hit_rate"], ".1%").removesuffix("%")
     headers = ["load", "run", "done", "refused", "failed"]
     headers += ["TTFT ms", "TPOT ms (of)", "ITL ms (of)", "E2E ms", "late ms p99"]
     headers += ["out tok/s", "all tok/s", "req/s", *extra]
@@ -110,7 +111,7 @@ def _label(path: str) -> str:
     if "." in path:
         name, point = path.split(".")
         return f"{name.upper()} {point} ms"
-    return "prefix hits %" if path == "prefix_hit_rate" else path.replace("_per_s", "/s")
+    return {"prefix_hit_rate": "prefix hits %"}.get(path, path.replace("_per_s", "/s"))
 
 
 def _interval(found: tuple[float, float] | None, factor: float) -> str:

@@ -33,12 +33,16 @@ class SpeedPoint:
     size: int
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.size}" if self.kind == "prefill" else f"decode x{self.size}"
+        if self.kind == "prefill":
+            return f"prefill {self.size}"
+        return f"decode x{self.size}"
 
     @property
     def length(self) -> int:
         """Tokens of the longest sequence."""
-        return self.size + 1 if self.kind == "prefill" else CONTEXT + STEPS + 1
+        if self.kind == "prefill":
+            return self.size + 1
+        return CONTEXT + STEPS + 1
 
 
 class Runner:

@@ -10,6 +10,7 @@ from typing import Any
 from jaxserve.cli.display import table
 from jaxserve.cli.files import check_writable, figure_class
 from jaxserve.costs.profiles import devices
+from jaxserve.lab.quotients import cell
 from jaxserve.lab.research.points import LOAD, Point, grid, parsed_axes, parsed_base, read_grid
 from jaxserve.lab.research.runner import RUNS, Row, Runner, key_of, read, sweep, unfinished
 from jaxserve.progress import progress_bar
@@ -92,14 +93,18 @@ def shown(rows: Sequence[Row], axes: Sequence[str]) -> str:
             if row[source]:
                 lines.append([name, source, *_cells(row[source])])
                 name = ""
-    parts = [table(HEADERS, lines)] if lines else []
-    return "\n\n".join([*parts, *(["without figures:\n" + "\n".join(reasons)] if reasons else [])])
+    parts = []
+    if lines:
+        parts.append(table(HEADERS, lines))
+    if reasons:
+        parts.append("without figures:\n" + "\n".join(reasons))
+    return "\n\n".join(parts)
 
 
 def _cells(figures: Mapping[str, Any]) -> list[str]:
     all_ = figures["all"]
     times = [
-        f"{all_[name][part] * 1e3:.1f}" if all_[name] else "-"
+        cell(all_[name].get(part), ".1f", 1e3)
         for name in ("ttft", "tpot")
         for part in ("p50", "p90")
     ]
