@@ -7,13 +7,11 @@ import contextlib
 import dataclasses
 import json
 import os
-import subprocess
 import sys
 from typing import Any
 
+from jaxserve.cli.answers import NoAnswer, answer_of
 from jaxserve.group.own_code import own_command
-
-QUOTED = 300  # characters of what a process that failed said last
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,29 +41,17 @@ def look(count: int, limit: float) -> Devices:
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "TF_CPP_MIN_LOG_LEVEL": "2",
     }
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        start_new_session=True,
-    )
     try:
-        out, error = process.communicate(timeout=limit)
-    except subprocess.TimeoutExpired:
-        process.kill()  # not waited for: a process that hangs in a driver cannot even be ended
+        return Devices(**answer_of(command, limit, environment=environment))
+    except TimeoutError:
         raise NoDevices(
             f"JAX did not answer for {limit:g} s: the driver, or another process on the devices, "
             "may hang"
         ) from None
-    if process.returncode:
-        reason = " ".join(error.strip().splitlines()[-1:])[:QUOTED]
+    except NoAnswer as error:
         raise NoDevices(
-            f"JAX cannot use the devices here (exit code {process.returncode}): {reason}"
-        )
-    return Devices(**json.loads(out.splitlines()[-1]))
+            f"JAX cannot use the devices here (exit code {error.code}): {error}"
+        ) from None
 
 
 def main(count: int) -> None:

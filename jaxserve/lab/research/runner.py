@@ -11,13 +11,12 @@ import dataclasses
 import datetime
 import json
 import os
-import signal
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxserve.cli.answers import NoAnswer, answer_of
 from jaxserve.group.own_code import own_command
 from jaxserve.lab.research.drive import figures, virtual
 from jaxserve.lab.research.points import Point
@@ -26,7 +25,6 @@ from jaxserve.observe.machine import machine
 from jaxserve.settings.schema import ConfigError
 
 RUNS = ("live", "simulated", "both")
-QUOTED = 300  # characters of what a process that failed said last
 Row = dict[str, Any]
 
 
@@ -74,7 +72,12 @@ class Runner:
 
     def _live(self, point: Point) -> dict[str, Any]:
         asked = json.dumps({"point": point.given, "simulated": self.run == "both"})
-        return _answer(own_command("jaxserve.lab.research.measure"), asked, self.limit)
+        try:
+            return answer_of(own_command("jaxserve.lab.research.measure"), self.limit, asked)
+        except TimeoutError as error:
+            return {"reason": str(error)}
+        except NoAnswer as error:
+            return {"reason": f"the process ended with code {error.code}: {error}"}
 
 
 def key_of(point: Point, runner: Runner) -> str:
@@ -134,31 +137,6 @@ def _append(file: Path, row: Row) -> None:
         out.write(json.dumps(row).encode() + b"\n")
         out.flush()
         os.fsync(out.fileno())
-
-
-def _answer(command: Sequence[str], asked: str, limit: float) -> dict[str, Any]:
-    """Runs a process and returns the JSON of its last line; it and all that it started end with
-    this call."""
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        out, error = process.communicate(asked, timeout=limit)
-    except subprocess.TimeoutExpired:
-        return {"reason": f"took longer than {limit:g} s"}
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    if process.returncode:
-        said = " ".join(error.strip().splitlines()[-1:])[:QUOTED]
-        return {"reason": f"the process ended with code {process.returncode}: {said}"}
-    return json.loads(out.splitlines()[-1])
 
 
 def _simulated(point: Point, gpu: str) -> dict[str, Any]:
