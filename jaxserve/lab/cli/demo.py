@@ -123,7 +123,7 @@ def run(values: dict[str, Any]) -> int:
         shown = [("one device, as fast as this machine is", first)]
         shown += [(f"{mesh.devices} devices of the same machine: {degrees}", second)]
         print("\n" + "\n\n".join(f"{title}\n\n{summary(talks)}" for title, talks in shown))
-        print(f"\n{_compared(first, second)}")
+        print(f"\n{compared(first, second)}")
         if values["stay"]:
             print(f"live page: {server.url}/ (Ctrl-C ends it)", flush=True)
             with contextlib.suppress(KeyboardInterrupt):
@@ -154,7 +154,7 @@ def _differs(one: Talk, other: Talk) -> bool:
     return one.ids[:length] != other.ids[:length]
 
 
-def _compared(first: Sequence[Talk], second: Sequence[Talk]) -> str:
+def compared(first: Sequence[Talk], second: Sequence[Talk]) -> str:
     """Describes how far both servers gave the same tokens."""
     if not _differ(first, second):
         tokens = sum(min(len(one.ids), len(other.ids)) for one, other in zip(first, second))

@@ -115,7 +115,7 @@ def cluster(values: Mapping[str, Any], folder: Path) -> Iterator[Addresses]:
     engine_config(values)  # mistakes are reported under this command's name
     ports, log = folder / "ports.json", folder / "log"
     with SignalsExit() as signals, log.open("wb") as out:
-        process = Child(_command(values, ports), os.environ, stdout=out, stderr=out)
+        process = Child(cluster_command(values, ports), os.environ, stdout=out, stderr=out)
         try:
             signals.arm()
             yield _started(process, ports, log)
@@ -123,7 +123,7 @@ def cluster(values: Mapping[str, Any], folder: Path) -> Iterator[Addresses]:
             _end(process)
 
 
-def _command(values: Mapping[str, Any], ports: Path) -> list[str]:
+def cluster_command(values: Mapping[str, Any], ports: Path) -> list[str]:
     roles = [f"--{role}={number}" for role, number in ROLES.items()]
     own = ["--grpc_port=0", "--port=0", f"--port_file={ports}", "--drain_timeout=1"]
     names = [name for name in ALL if name != "role" and values[name] is not None]

@@ -107,7 +107,7 @@ class LoongServe:
         self._step: float | None = None  # when the decode step in progress ends
         self._joining: list[DecodingRequest] = []
         self._serial = 0
-        self._in_use = {True: 0, False: 0}  # instances that prefill: reserved ones and others
+        self.in_use = {True: 0, False: 0}  # instances that prefill: reserved ones and others
 
     def run(self, arrivals: Iterable[Arrival], until: float = float("inf")) -> None:
         """Runs arrivals to the end, or to clock second `until`."""
@@ -149,7 +149,7 @@ class LoongServe:
         self._dispatch_on(now, False, self.pool.count - self.pool.reserved - self._decoders())
 
     def _dispatch_on(self, now: float, reserved: bool, instances: int) -> None:
-        free = instances - self._in_use[reserved]
+        free = instances - self.in_use[reserved]
         wanted = [
             entry for entry in self._queue if not reserved or entry[1].prompt < self.pool.short
         ]
@@ -170,7 +170,7 @@ class LoongServe:
                 self._queue.remove(entry)
             seconds = self.pool.prefill([arrival.prompt for _, arrival in chosen], degree)
             self._serial += 1
-            self._in_use[reserved] += degree
+            self.in_use[reserved] += degree
             self.recorder.busy += seconds * degree / self.pool.count
             heapq.heappush(
                 self._prefills,
@@ -197,7 +197,7 @@ class LoongServe:
 
     def _prefilled(self, now: float) -> None:
         _, _, degree, chosen = heapq.heappop(self._prefills)
-        self._in_use[degree < 0] -= abs(degree)
+        self.in_use[degree < 0] -= abs(degree)
         for number, arrival in chosen:
             running = DecodingRequest(number, arrival, now, now)
             self._joining.append(running) if arrival.output > 1 else self._end(running)
@@ -222,7 +222,7 @@ class LoongServe:
                 len(self._running), sum(r.context for r in self._running), degree
             )
             # those borrowed are busy with a prefill
-            own = min(degree, self.pool.count - sum(self._in_use.values()))
+            own = min(degree, self.pool.count - sum(self.in_use.values()))
             self.recorder.busy += seconds * max(own, 0) / self.pool.count
             self._step = now + seconds
 

@@ -234,8 +234,8 @@ class PlanRunner:
         """Simulates a plan at the question's rate, with the first `requests` of its requests."""
         system = self.question.system(plan.mesh)
         scheduler = self.question.scheduler
-        outcome = self._run(plan, self.arrivals[:requests])
-        alone = self._run(plan, [Arrival(0.0, self.longest, 1)]).records[0]
+        outcome = self.run(plan, self.arrivals[:requests])
+        alone = self.run(plan, [Arrival(0.0, self.longest, 1)]).records[0]
         block = self.question.cache.block_size
         return PlanAnswer(
             plan,
@@ -259,13 +259,13 @@ class PlanRunner:
                 MAX_REQUESTS_FACTOR * count,
             ),
         )
-        records = self._run(plan, arrivals).records
+        records = self.run(plan, arrivals).records
         kinds = {record.kind for record in records}
         return min(
             self._met([record for record in records if record.kind == kind]) for kind in kinds
         )
 
-    def _run(self, plan: MeshPlan, arrivals: Sequence[Arrival]) -> Outcome:
+    def run(self, plan: MeshPlan, arrivals: Sequence[Arrival]) -> Outcome:
         question = self.question
         scheduler, cache = question.settings(plan.mesh)
         config = dataclasses.replace(

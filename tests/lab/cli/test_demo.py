@@ -1,7 +1,7 @@
 import asyncio
 import re
 
-from jaxserve.lab.cli.demo import Talk, _compared, summary, talk
+from jaxserve.lab.cli.demo import Talk, compared, summary, talk
 from tests.server.fakes import FakeReplica
 
 
@@ -32,8 +32,8 @@ def test_a_request_that_fails_is_shown_and_the_others_go_on(serve, capsys):
 
 def test_answers_are_the_same_where_one_is_how_the_other_begins():
     first = [Talk("a", "", ids=[1, 2, 3]), Talk("b", "", ids=[4])]
-    assert "the same: all 3 that both gave" in _compared(
+    assert "the same: all 3 that both gave" in compared(
         first, [Talk("a", "", ids=[1, 2]), first[1]]
     )
     other = [Talk("a", "", ids=[1, 3]), first[1]]
-    assert _compared(first, other) == "THE TOKENS DIFFER: a"
+    assert compared(first, other) == "THE TOKENS DIFFER: a"

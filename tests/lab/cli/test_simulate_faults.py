@@ -1,5 +1,5 @@
-"""What may be typed wrongly for `jaxserve simulate` and `plan`: each is told in one line that names
-the flag and the limit, before anything is simulated."""
+"""Mistakes on the command lines of `jaxserve simulate` and `plan`: each is reported in one line
+that names the flag and the limit, before anything is simulated."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def test_a_flag_of_plan(capsys, monkeypatch, flags, said):
     assert len(err.splitlines()) == 1 and said in err, err
 
 
-# --- what is taken, and told
+# --- what is taken, and reported
 
 
 def test_times_of_a_file_of_lengths_are_used(capsys, tmp_path):

@@ -1,4 +1,4 @@
-"""What a soak calls left behind, and a short one from end to end."""
+"""Leaks that a soak finds, and a short one from end to end."""
 
 from pathlib import Path
 

@@ -76,7 +76,7 @@ def replica(
 
 
 def run(made: VirtualReplica, arrivals: list[Arrival] = ARRIVALS) -> tuple[Outcome, list[Batch]]:
-    """What comes of arrivals, with the scheduler's invariants checked after every step."""
+    """Runs arrivals, with the scheduler's invariants checked after every step."""
     batches = []
 
     class Checked:
@@ -180,8 +180,8 @@ def test_what_lanes_cost_changes_what_the_scheduler_does(exchange):
 
 
 class Live(System):
-    """As a profile of lanes that share two cores says, with numbers fitted to measured steps. What
-    steps run in is compiled: 2 or 8 rows of 64 spread tokens on a lane."""
+    """System by a profile of lanes that share two cores, with numbers fitted to measured steps.
+    What steps run in is compiled: 2 or 8 rows of 64 spread tokens on a lane."""
 
     @property
     def costs(self) -> Costs:
@@ -214,7 +214,7 @@ class Live(System):
 
 
 class LiveSilent(Live, Silent):
-    """The same where lanes exchange in no time."""
+    """Live system whose lanes exchange in no time."""
 
     @property
     def profile(self) -> ReplicaProfile:
@@ -248,7 +248,7 @@ def test_the_exchange_of_a_step_is_decided_once_and_said_in_its_batch(exchange, 
 
 
 def test_the_exchange_is_the_one_that_is_predicted_to_be_fastest():
-    """With `auto` no prompt waits longer than with the best fixed choice."""
+    """No prompt waits longer with `auto` than with the best fixed choice."""
     alone = [Arrival(0.0, PROMPT, 1)]
     seconds = {
         name: run(replica(name, chunking="static"), alone)[0].records[0].ttft
@@ -282,7 +282,7 @@ def test_a_step_takes_what_the_exchange_says(strategy):
 
 
 def test_pages_that_change_lanes_take_time():
-    """As long however few they are, beside the layers."""
+    """Moves take as long however few they are, beside the layers."""
     predictor = replica("pass_q", "cdsp").scheduler.predictor
     assert predictor.lane_costs.chooser.moves == moves_per_pair(8192, 64, 4) == 64
     launch = predictor.layers * predictor.lane_costs.chooser.move_seconds()

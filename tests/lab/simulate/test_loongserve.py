@@ -51,7 +51,7 @@ class Watched(LoongServe):
 
     def _decode(self, now: float) -> None:
         super()._decode(now)
-        self.used = [*getattr(self, "used", []), (sum(self._in_use.values()), self._decoders())]
+        self.used = [*getattr(self, "used", []), (sum(self.in_use.values()), self._decoders())]
         assert self._held() <= self.pool.count * self.pool.capacity
         assert len(self._running) + len(self._joining) <= self.max_seqs
 
@@ -82,7 +82,7 @@ def partitions(items: Sequence[int]) -> Iterator[list[list[int]]]:
 
 
 def neighbours(prompts: Sequence[int], groups: Sequence[Sequence[int]]) -> bool:
-    """Whether no prompt's length lies within another group's."""
+    """Returns true if no prompt's length lies within another group's."""
     spans = sorted(
         (min(prompts[i] for i in group), max(prompts[i] for i in group)) for group in groups
     )
@@ -120,8 +120,8 @@ def latency(
     pool=st.sampled_from([REAL, simple(4), dataclasses.replace(REAL, link=Link(1e-3, 1e9))]),
 )
 def test_the_plan_is_the_best_of_all_partitions(prompts, instances, pool):
-    """Of all into groups of neighbours by length, as LoongServe's program is defined; of others few
-    are better, and those by little."""
+    """The best of all partitions into groups of neighbours by length, as LoongServe's program is
+    defined; of others few are better, and those by little."""
     found = group_prompts(prompts, instances, pool)
     groups = [group for group, _ in found]
     degrees = [degree for _, degree in found]
@@ -271,7 +271,7 @@ def test_every_arrival_ends_once(arrivals, count, capacity, reserved, until):
 
 
 def test_nothing_is_left_behind():
-    """Where outputs have more than one token, whatever was not refused ends by itself."""
+    """Requests that were not refused end by themselves if outputs have more than one token."""
     dice = np.random.default_rng(0)
     for count in (1, 2, 4):
         arrivals = [
@@ -302,7 +302,7 @@ def test_a_request_of_one_token_leaves_room_for_the_next():
 def test_prefills_never_have_more_instances_than_there_are(arrivals, count):
     server = run(arrivals, simple(count, 5000))
     assert max(prefilling for prefilling, _ in server.used) <= count
-    assert server._in_use == {True: 0, False: 0}
+    assert server.in_use == {True: 0, False: 0}
 
 
 # --- on a system's devices

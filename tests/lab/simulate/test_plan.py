@@ -178,8 +178,8 @@ def test_a_request_meets_both_objectives_or_it_does_not_count():
 
 
 class Formula(PlanRunner):
-    """Each plan meets a share of the objectives and has a TTFT p90 that are told by mesh, and bears
-    a rate; notes what is asked."""
+    """Each plan meets a share of the objectives and has a TTFT p90 that depend on its mesh, and
+    bears a rate; notes what is asked."""
 
     def __init__(
         self,
@@ -291,7 +291,7 @@ def test_at_a_rate_the_kind_that_fares_worst_counts(monkeypatch):
     records = [short] * 18 + [long, dataclasses.replace(late, kind="long")]
     trial = PlanRunner(question(), FOUR[:1])
     plan = FOUR[0]
-    monkeypatch.setattr(PlanRunner, "_run", lambda *_: Outcome(records, np.empty(0), [], 0.0))
+    monkeypatch.setattr(PlanRunner, "run", lambda *_: Outcome(records, np.empty(0), [], 0.0))
     assert trial.met_at(plan, 1.0) == 0.5 and trial.answer(plan).met == 0.95
 
 
@@ -300,7 +300,7 @@ def test_at_a_higher_rate_there_are_more_requests_so_that_they_come_for_as_long(
     trial = PlanRunner(question(qps=2.0, requests=100), FOUR[:1])
     none = Outcome([record(1.0, 2.0)], np.empty(0), [], 0.0)
     monkeypatch.setattr(
-        PlanRunner, "_run", lambda self, plan, arrivals: asked.append(len(arrivals)) or none
+        PlanRunner, "run", lambda self, plan, arrivals: asked.append(len(arrivals)) or none
     )
     for qps in (0.1, 1.0, 2.0, 3.0, 100.0):
         trial.met_at(FOUR[0], qps)

@@ -1,5 +1,5 @@
-"""What a request hears of its first token when it is accepted, beside when that token comes on a
-virtual replica."""
+"""Predicted first tokens of accepted requests, beside the times at which they come on a virtual
+replica."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def heard_and_true(
 
 
 def predicted(replica: VirtualReplica, *prompts: int, ttft: float | None = None) -> list[float]:
-    """Of prompts that are accepted one after the other, before anything runs."""
+    """Predicts prompts that are accepted one after the other, before anything runs."""
     first = len(replica.scheduler.sequences)
     added = (
         replica.scheduler.add(to_request(Arrival(0.0, prompt, 1), number, MAX_LEN, Slo(ttft=ttft)))

@@ -71,7 +71,7 @@ def made(
 
 
 def record(replica: VirtualReplica, *arrivals: tuple[float, int, int] | Arrival) -> Recorder:
-    """What comes of arrivals, (time, prompt, output); records by number."""
+    """Runs arrivals, (time, prompt, output); records by number."""
     coming = [
         arrival if isinstance(arrival, Arrival) else Arrival(*arrival) for arrival in arrivals
     ]
@@ -236,7 +236,7 @@ def test_a_prompt_does_not_wait_for_steps_that_a_lone_decode_was_issued_ahead(st
 
 
 def compared(arrivals: list, costs: Costs, mesh: MeshConfig, **settings) -> list[Recorder]:
-    """The same arrivals without a step ahead, and with one that is decided late."""
+    """Runs arrivals without a step ahead, and with one that is decided late."""
     return [
         record(
             made(costs, mesh, lookahead, max_seqs=32, step_time=0.65, **settings),
@@ -257,7 +257,7 @@ LATE = given(
 @settings(max_examples=examples(40), deadline=None)
 @LATE
 def test_a_step_decided_late_makes_no_stage_wait(seed, gap, policy, chunking):
-    """Where steps take what their tokens take, and nothing else, work is never longer for being
+    """If steps take what their tokens take, and nothing else, work is never longer for being
     split otherwise: what is done with a step ahead ends when it does without."""
     arrivals = mixed(np.random.default_rng(seed), 25, gap, 600)
     at_once, late = compared(arrivals, TOKEN, ONE, policy=policy, chunking=chunking)
@@ -278,7 +278,7 @@ def test_a_step_decided_late_makes_no_stage_wait(seed, gap, policy, chunking):
 def test_the_first_stage_rests_only_where_nobody_can_be_prefilled(
     seed, gap, policy, chunking, launch, stages
 ):
-    """With a step ahead: a step begins when the one before has left the first stage, unless all
+    """A step ahead of the stages begins when the one before has left the first stage, unless all
     that came has ended. With several stages, unless all that came has been prefilled, or the step
     waits for tokens to feed, or as many are on their way as may be."""
     arrivals = mixed(np.random.default_rng(seed), 25, gap, 600)

@@ -1,4 +1,4 @@
-"""How fast the simulator is. Run: python -m tests.lab.simulate.time_simulation
+"""Times the simulator. Run: python -m tests.lab.simulate.time_simulation
 
 Prints how many requests of the 5 % mix it simulates per minute on one core, and microseconds of
 `Scheduler.start` (p50 and p99) with a thousand prompts waiting beside 256 that decode, for contexts
@@ -31,7 +31,8 @@ RUNNING = 256
 
 
 def requests_per_minute(mesh: MeshConfig, qps: float, count: int = 300) -> float:
-    """Of poisson:mix=medha-5 on A100s with the default settings of `jaxserve simulate`."""
+    """Requests of poisson:mix=medha-5 per minute, on A100s with the default settings of `jaxserve
+    simulate`."""
     config = SchedulerConfig(
         policy="slack",
         chunking="adaptive",
@@ -80,7 +81,7 @@ def asked(number: int, context: int, output: int) -> Request:
 
 
 def starts(scheduler: Scheduler, context: int, output: int, steps: int = 200) -> np.ndarray:
-    """Microseconds of `start`, one batch ahead of the tokens read. Who waits puts out so many
+    """Microseconds of `start`, one batch ahead of the tokens read. Waiting prompts put out `output`
     tokens; others come."""
     flight = [scheduler.start(1.0)]
     taken = []
