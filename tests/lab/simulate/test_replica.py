@@ -257,8 +257,9 @@ LATE = given(
 @settings(max_examples=examples(40), deadline=None)
 @LATE
 def test_a_step_decided_late_makes_no_stage_wait(seed, gap, policy, chunking):
-    """If steps take what their tokens take, and nothing else, work is never longer for being
-    split otherwise: what is done with a step ahead ends when it does without."""
+    """Work is not delayed by a late decision: if steps take what their tokens take, and nothing
+    else, work is never longer for being split otherwise: what is done with a step ahead ends when
+    it does without."""
     arrivals = mixed(np.random.default_rng(seed), 25, gap, 600)
     at_once, late = compared(arrivals, TOKEN, ONE, policy=policy, chunking=chunking)
     assert late.steps[-1].end == pytest.approx(
