@@ -115,8 +115,8 @@ def run(values: dict[str, Any]) -> int:
         with starting_server(values | ONE_DEVICE, _on_cpus(1)) as one:
             server = _ready(one, "one device")
             with many.paused():
-                most = ONE_DEVICE_TOKENS * values["max_tokens"]
-                first = asyncio.run(talk(server.grpc, {**values, "max_tokens": most}))
+                output_tokens = ONE_DEVICE_TOKENS * values["max_tokens"]
+                first = asyncio.run(talk(server.grpc, {**values, "max_tokens": output_tokens}))
         server = _ready(many, f"{mesh.devices} devices")
         print(f"live page: {server.url}/", flush=True)
         second = asyncio.run(talk(server.grpc, values))

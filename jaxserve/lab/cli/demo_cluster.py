@@ -99,8 +99,8 @@ def run(values: Mapping[str, Any], document: Document) -> int:
 
 
 def _defaults(values: Mapping[str, Any]) -> dict[str, Any]:
-    given = getattr(values, "origins", {})
-    return {name: value for name, value in DEFAULTS.items() if name not in given}
+    origins = getattr(values, "origins", {})
+    return {name: value for name, value in DEFAULTS.items() if name not in origins}
 
 
 # --- the cluster
@@ -125,10 +125,10 @@ def cluster(values: Mapping[str, Any], folder: Path) -> Iterator[Addresses]:
 
 def cluster_command(values: Mapping[str, Any], ports: Path) -> list[str]:
     roles = [f"--{role}={number}" for role, number in ROLES.items()]
-    own = ["--grpc_port=0", "--port=0", f"--port_file={ports}", "--drain_timeout=1"]
+    ours = ["--grpc_port=0", "--port=0", f"--port_file={ports}", "--drain_timeout=1"]
     names = [name for name in ALL if name != "role" and values[name] is not None]
     flags = [flag(name, values[name]) for name in names]
-    return own_command("jaxserve", "cluster", *roles, *own, *flags)
+    return own_command("jaxserve", "cluster", *roles, *ours, *flags)
 
 
 def _started(process: Child, ports: Path, log: Path) -> Addresses:
@@ -158,8 +158,8 @@ def _check(process: Child, log: Path, deadline: float) -> None:
     time.sleep(POLL_SECONDS)
     if process.code is None and time.monotonic() < deadline:
         return
-    said = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
-    print("\n".join(said), file=sys.stderr)
+    lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+    print("\n".join(lines), file=sys.stderr)
     why = "did not start" if process.code is not None else f"not ready in {START_SECONDS:g} s"
     raise ConfigError("cluster", f"the cluster {why}; its last lines are above")
 

@@ -104,10 +104,10 @@ def run(values: dict[str, Any]) -> int:
     question = question_of(values)
     fit, out = _meshes(values["gpus"], question)
     _check_files(values)
-    found = plans(fit)
-    trial = PlanRunner(question, found)
-    with terminal_bar("plans", simulations(len(found), values["best"])) as bar:
-        answers = search(trial, found, values["best"], bar)
+    candidates = plans(fit)
+    trial = PlanRunner(question, candidates)
+    with terminal_bar("plans", simulations(len(candidates), values["best"])) as bar:
+        answers = search(trial, candidates, values["best"], bar)
     report = report_of(values, trial, answers, out)
     print(shown(report))
     if values["json"]:
@@ -160,9 +160,9 @@ def _meshes(
     fit: list[MeshConfig] = []
     out: list[tuple[MeshConfig, str]] = []
     for count in counts_of(gpus):
-        here, not_here = meshes(count, question)
-        fit = fit + here
-        out = out + not_here
+        fitting, refused = meshes(count, question)
+        fit = fit + fitting
+        out = out + refused
     if not fit:
         reasons = "; ".join(f"{mesh}: {why}" for mesh, why in out)
         raise ConfigError("gpus", f"no mesh of {gpus} {question.device} runs the model ({reasons})")

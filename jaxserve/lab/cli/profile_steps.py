@@ -52,14 +52,14 @@ def run(values: dict[str, Any]) -> int:
     config = for_this_machine(engine_config(values, profile="auto"))
     progress = sys.stderr.isatty()
     worker, _ = open_worker(config, progress)
-    most = max_length(config, worker.plan.model)
-    longest = min(values["longest"], most)
-    found = profile_file.measure_costs(worker, longest, values["repeats"], progress)
-    identity = profile_file.identity_of(worker, most)
+    max_len = max_length(config, worker.plan.model)
+    longest = min(values["longest"], max_len)
+    measured = profile_file.measure_costs(worker, longest, values["repeats"], progress)
+    identity = profile_file.identity_of(worker, max_len)
     file = Path(values["out"]) if values["out"] else profile_file.safe_file(identity)
     searched = worker.plan.moves and config.scheduler.planner in ("single", "cdsp")
-    search = improvement(values, config, worker.plan, most) if searched else None
-    profile_file.write(file, identity, found, search)
+    search = improvement(values, config, worker.plan, max_len) if searched else None
+    profile_file.write(file, identity, measured, search)
     rows = [
         [
             str(one.shape),
@@ -69,19 +69,19 @@ def run(values: dict[str, Any]) -> int:
             "yes" if one.point.sample else "no",
             f"{one.seconds * 1e3:.2f}",
         ]
-        for one in found.points
+        for one in measured.points
     ]
     print(described(machine()))
     print()
     print(table(["shape", "decodes", "chunks", "tokens before", "sampled", "ms per step"], rows))
     print(
-        f"\nmean error of the fit {found.fitted:.1%}, of points left out of it "
-        f"{found.held_out:.1%}; written to {file}"
+        f"\nmean error of the fit {measured.fitted:.1%}, of points left out of it "
+        f"{measured.held_out:.1%}; written to {file}"
     )
-    if found.spread_held_out:
+    if measured.spread_held_out:
         errors = [
             [exchange, str(size), f"{error:.1%}"]
-            for (exchange, size), error in found.spread_held_out.items()
+            for (exchange, size), error in measured.spread_held_out.items()
         ]
         print("\nsteps with chunks on several lanes, of points left out of the fit:")
         print(table(["exchange", "lanes", "mean error"], errors))

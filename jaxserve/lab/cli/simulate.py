@@ -113,10 +113,10 @@ def scheduling_options() -> list[Option]:
         "adaptive",
         "adaptive (to the objectives of the decodes), or static:N tokens",
     )
-    found = {**options_of(SchedulerConfig), **options_of(CacheConfig), "chunking": chunking}
+    options = {**options_of(SchedulerConfig), **options_of(CacheConfig), "chunking": chunking}
     return [
         dataclasses.replace(option, default=DEFAULTS.get(name, option.default))
-        for name, option in found.items()
+        for name, option in options.items()
     ]
 
 

@@ -133,21 +133,21 @@ def faults_of(samples: list[SoakSample]) -> list[str]:
     """Returns what was left behind. The last sample was taken without requests."""
     last = samples[-1]
     warm = _warm(samples)
-    found = []
+    faults = []
     if last.running or last.waiting:
-        found.append(f"{last.running} requests run and {last.waiting} wait, without clients")
+        faults.append(f"{last.running} requests run and {last.waiting} wait, without clients")
     if last.pages_held:
-        found.append(f"{last.pages_held:.2%} of the pages are held, without clients")
+        faults.append(f"{last.pages_held:.2%} of the pages are held, without clients")
     growth = growth_of(samples)
     hours = (warm[-1].minute - warm[0].minute) / 60
     if growth > RSS_MIB_PER_HOUR and hours >= LONG_ENOUGH:
-        found.append(f"memory grows by {growth:.0f} MiB an hour")
+        faults.append(f"memory grows by {growth:.0f} MiB an hour")
     for name in ("threads", "descriptors"):
-        before = getattr(warm[0], name)
+        first = getattr(warm[0], name)
         after = getattr(last, name)
-        if after > before + 10:
-            found.append(f"{name}: {before} before, {after} after")
-    return found
+        if after > first + 10:
+            faults.append(f"{name}: {first} before, {after} after")
+    return faults
 
 
 def _warm(samples: list[SoakSample]) -> list[SoakSample]:
@@ -231,12 +231,12 @@ class Soak:
                 asyncio.create_task(self._caller(until)) for _ in range(self._values["callers"])
             ]
             period = min(60.0, (until - began) / 20)
-            while (left := until - time.monotonic()) > 0:
-                await asyncio.sleep(min(left, period))
+            while (seconds := until - time.monotonic()) > 0:
+                await asyncio.sleep(min(seconds, period))
                 samples.append(await self._sample((time.monotonic() - began) / 60))
-                done = sum(self._outcomes.values())
+                ended = sum(self._outcomes.values())
                 print(
-                    f"minute {samples[-1].minute:.1f}: {samples[-1].rss_mib:.0f} MiB, {done} "
+                    f"minute {samples[-1].minute:.1f}: {samples[-1].rss_mib:.0f} MiB, {ended} "
                     "requests",
                     file=sys.stderr,
                 )

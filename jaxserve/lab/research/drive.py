@@ -46,9 +46,9 @@ class LiveRun:
     def at_their_times(self, arrivals: Sequence[Arrival]) -> Outcome:
         """Sends each request when it is due. Errors: TimeoutError."""
         for number, arrival in enumerate(arrivals):
-            at = self._began + arrival.time
-            time.sleep(max(0.0, at - self._engine.now()))
-            self._send(arrival, number, at)
+            due = self._began + arrival.time
+            time.sleep(max(0.0, due - self._engine.now()))
+            self._send(arrival, number, due)
         return self._outcome()
 
     def at_once(self, arrivals: Sequence[Arrival], concurrency: int) -> Outcome:
@@ -62,9 +62,9 @@ class LiveRun:
     def _outcome(self) -> Outcome:
         while self._running:
             self._wait()
-        found = self._recorder.outcome()
-        records = [_since(record, self._began) for record in found.records]
-        return dataclasses.replace(found, records=records, gaps=np.array(self._gaps))
+        summary = self._recorder.outcome()
+        records = [_since(record, self._began) for record in summary.records]
+        return dataclasses.replace(summary, records=records, gaps=np.array(self._gaps))
 
     def _wait(self) -> None:
         try:
@@ -98,17 +98,17 @@ class LiveRun:
 
     def _sink(self, record: Sink) -> Sink:
         """Wraps a sink that also notes the seconds between tokens, and the end."""
-        before: float | None = None
+        last: float | None = None
 
         def hear(events: Sequence[Event]) -> None:
-            nonlocal before
+            nonlocal last
             record(events)
             for event in events:
                 if isinstance(event, Token):
                     now = time.perf_counter()
-                    if before is not None:
-                        self._gaps.append(now - before)
-                    before = now
+                    if last is not None:
+                        self._gaps.append(now - last)
+                    last = now
                 elif isinstance(event, Finished):
                     self._ended.put(None)
 
@@ -142,5 +142,5 @@ def virtual(
 
 def figures(outcome: Outcome, scheduler: SchedulerConfig) -> dict[str, Any]:
     """Sums up a run as `outcome_summary` does, without the kinds of requests."""
-    found = outcome_summary(outcome, scheduler.tpot, tpot_by_kind(scheduler))
-    return {name: found[name] for name in ("span", "tokens_per_s", "token_gap", "refused", "all")}
+    summary = outcome_summary(outcome, scheduler.tpot, tpot_by_kind(scheduler))
+    return {name: summary[name] for name in ("span", "tokens_per_s", "token_gap", "refused", "all")}

@@ -58,11 +58,11 @@ def _flat(row: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
         "gpu": row["gpu"],
         "reason": row["reason"],
     }
-    found = [source for source in SOURCES if row[source]]
-    for source in found:
+    table = [source for source in SOURCES if row[source]]
+    for source in table:
         figures = {name: _at(row[source], path) for name, path in FIGURES.items()}
         yield {**said, "source": source, **figures}
-    if not found:
+    if not table:
         yield {**said, "source": ""}
 
 
@@ -74,9 +74,9 @@ def _at(figures: Any, path: Sequence[str]) -> float | None:
     return figures
 
 
-def with_speed(found: pd.DataFrame) -> pd.DataFrame:
+def with_speed(table: pd.DataFrame) -> pd.DataFrame:
     """Adds `speed`: tokens per second and device."""
-    return found.assign(speed=found["tokens_per_s"] / found["devices"])
+    return table.assign(speed=table["tokens_per_s"] / table["devices"])
 
 
 def short(mesh: str) -> str:
@@ -85,32 +85,32 @@ def short(mesh: str) -> str:
     return ",".join(axes) or "one device"
 
 
-def pareto(found: pd.DataFrame, lower: str, higher: str) -> pd.DataFrame:
+def pareto(table: pd.DataFrame, lower: str, higher: str) -> pd.DataFrame:
     """The rows that no other beats in both columns, by the one of which less is better."""
-    known = found.dropna(subset=[lower, higher])
-    ordered = known.sort_values([lower, higher], ascending=[True, False])
+    finite = table.dropna(subset=[lower, higher])
+    ordered = finite.sort_values([lower, higher], ascending=[True, False])
     best = ordered[higher].cummax().shift(fill_value=float("-inf"))
     return ordered[ordered[higher] > best]
 
 
-def compared(found: pd.DataFrame) -> pd.DataFrame:
+def compared(table: pd.DataFrame) -> pd.DataFrame:
     """Points that have figures of both sources, a row each: their settings, NAME_live,
     NAME_simulated and NAME_ratio (simulated / live) for each of TIMED."""
-    live, simulated = (found[found["source"] == each].set_index("key") for each in SOURCES)
-    given = [name for name in found.columns if name not in (*FIGURES, "key", "source", "reason")]
-    made = live[[*given, *TIMED]].join(
+    live, simulated = (table[table["source"] == each].set_index("key") for each in SOURCES)
+    columns = [name for name in table.columns if name not in (*FIGURES, "key", "source", "reason")]
+    table = live[[*columns, *TIMED]].join(
         simulated[[*TIMED]], lsuffix="_live", rsuffix="_simulated", how="inner"
     )
     for name in TIMED:
-        made[f"{name}_ratio"] = made[f"{name}_simulated"] / made[f"{name}_live"]
-    return made.reset_index(drop=True)
+        table[f"{name}_ratio"] = table[f"{name}_simulated"] / table[f"{name}_live"]
+    return table.reset_index(drop=True)
 
 
-def varied(found: pd.DataFrame) -> list[str]:
+def varied(table: pd.DataFrame) -> list[str]:
     """The columns of settings and load in which points differ."""
     fixed = (*FIGURES, "key", "source", "reason")
-    texts = found.astype(str)
-    return [name for name in found.columns if name not in fixed and texts[name].nunique() > 1]
+    texts = table.astype(str)
+    return [name for name in table.columns if name not in fixed and texts[name].nunique() > 1]
 
 
 def records(outcome: Outcome) -> pd.DataFrame:
@@ -140,11 +140,11 @@ def timeline(replica: Replica, requests: Collection[str] | None = None) -> pd.Da
         for step in view["steps"]:
             rows.extend(_chunks(step, view["names"]))
         since, more = view["next"], view["more"]
-    made = pd.DataFrame(rows, columns=TIMELINE)
+    table = pd.DataFrame(rows, columns=TIMELINE)
     if requests is not None:
-        made = made[made["request"].isin(requests)]
-    first = made["begin"].min()
-    return made.assign(begin=made["begin"] - first, end=made["end"] - first)
+        table = table[table["request"].isin(requests)]
+    first = table["begin"].min()
+    return table.assign(begin=table["begin"] - first, end=table["end"] - first)
 
 
 def _chunks(step: Mapping[str, Any], names: Mapping[int, Any]) -> Iterable[tuple[Any, ...]]:

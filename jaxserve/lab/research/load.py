@@ -50,8 +50,8 @@ class Load(Settings):
         qps = self.qps
         if qps is None and not self.recorded:
             qps = 1.0
-        found = workload.parse(self._spec(), qps=qps, requests=self.requests, seed=self.seed)
-        return self.timed([scaled(each, self.time_scale, self.length_scale) for each in found])
+        arrivals = workload.parse(self._spec(), qps=qps, requests=self.requests, seed=self.seed)
+        return self.timed([scaled(each, self.time_scale, self.length_scale) for each in arrivals])
 
     def timed(self, arrivals: Sequence[Arrival]) -> list[Arrival]:
         """Arrivals at the times of the process that is asked for, if one is."""

@@ -49,7 +49,7 @@ def measure(point: Point, simulated: bool) -> dict[str, Any]:
         compiled = worker.compiles - compiled
     finally:
         engine.close()
-    found = {
+    answer = {
         "live": figures(outcome, config.scheduler),
         "compiled": compiled,
         "platform": worker.platform,
@@ -58,8 +58,8 @@ def measure(point: Point, simulated: bool) -> dict[str, Any]:
     if simulated:
         scheduler = build.make_scheduler(config, worker.plan, model, profile)
         replica = VirtualReplica(scheduler, config.cache, config.mesh, config.lookahead)
-        found["simulated"] = figures(virtual(replica, arrivals, concurrency), config.scheduler)
-    return found
+        answer["simulated"] = figures(virtual(replica, arrivals, concurrency), config.scheduler)
+    return answer
 
 
 def _profile(config: EngineConfig, worker: Any) -> Any:
@@ -84,10 +84,10 @@ def main() -> None:
     """Answers the point on standard input."""
     asked = json.load(sys.stdin)
     try:
-        found = measure(Point.of(asked["point"]), asked["simulated"])
+        answer = measure(Point.of(asked["point"]), asked["simulated"])
     except (ConfigError, RequestError, TimeoutError) as error:
-        found = {"reason": str(error)}
-    print(json.dumps(found))
+        answer = {"reason": str(error)}
+    print(json.dumps(answer))
 
 
 if __name__ == "__main__":

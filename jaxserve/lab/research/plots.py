@@ -17,24 +17,24 @@ NAME_SIZE = (60, 9)  # points, width and height of a mesh's name
 
 
 def front(
-    axes: Any, found: pd.DataFrame, lower: str, higher: str, label: str, color: str
+    axes: Any, table: pd.DataFrame, lower: str, higher: str, label: str, color: str
 ) -> pd.DataFrame:
     """Draws points by two columns, and those of them that none beats as a line on which meshes are
     named where they begin, as far as there is room; returns these. lower: the column of which less
     is better. Scales of the axes must be set before: places of names depend on them."""
-    best = pareto(found, lower, higher)
-    axes.plot(found[lower], found[higher], ".", color=color, alpha=0.5, label=label)
+    best = pareto(table, lower, higher)
+    axes.plot(table[lower], table[higher], ".", color=color, alpha=0.5, label=label)
     axes.plot(best[lower], best[higher], "-", color=color, drawstyle="steps-post")
     name_meshes(axes, best[best["mesh"] != best["mesh"].shift()], lower, higher, color)
     return best
 
 
-def name_meshes(axes: Any, found: pd.DataFrame, x: str, y: str, color: str) -> None:
+def name_meshes(axes: Any, table: pd.DataFrame, x: str, y: str, color: str) -> None:
     """Writes the mesh of each point to the upper left of it, where a front has no points; not where
     another one's name would be hidden."""
     axes.autoscale_view()
     named: list[np.ndarray] = []
-    for _, row in found.iterrows():
+    for _, row in table.iterrows():
         point = axes.transData.transform((row[x], row[y])) * 72 / axes.figure.dpi
         if all((abs(point - other) >= NAME_SIZE).any() for other in named):
             named.append(point)
@@ -62,13 +62,13 @@ def plain(axes: Any, *names: str) -> None:
 
 
 def timeline(
-    axes: Any, found: pd.DataFrame, by: str, colors: Mapping[str, str]
+    axes: Any, table: pd.DataFrame, by: str, colors: Mapping[str, str]
 ) -> list[tuple[int, int]]:
     """Draws a frame like that of `frames.timeline`: a row per stage and lane, a bar per step, which
     the chunks of the step share by their tokens there. by: the column that colours go by. Returns
     the (stage, lane) of each row, from the top."""
-    bars = found.assign(
-        lane=found["lanes"].map(list), tokens=found["tokens"] / found["lanes"].map(len)
+    bars = table.assign(
+        lane=table["lanes"].map(list), tokens=table["tokens"] / table["lanes"].map(len)
     )
     bars = bars.explode("lane").sort_values(by, kind="stable")
     step = bars.groupby(["stage", "lane", "begin", "end"])["tokens"]
@@ -97,8 +97,8 @@ def _rectangles(
     from matplotlib.collections import PolyCollection
 
     top = bottom + bars["height"]
-    left, right = bars["begin"], bars["end"]
-    corners = ((left, bottom), (left, top), (right, top), (right, bottom))
+    begin, right = bars["begin"], bars["end"]
+    corners = ((begin, bottom), (begin, top), (right, top), (right, bottom))
     shapes = np.stack([np.column_stack(corner) for corner in corners], axis=1).astype(float)
     axes.add_collection(
         PolyCollection(

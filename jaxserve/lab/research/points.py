@@ -38,13 +38,13 @@ class Point:
     def of(cls, given: Values) -> Point:
         """Makes a point of settings and load. Errors: ConfigError for a name that is no setting, or
         an impossible load."""
-        known = {**ALL, **LOAD}
+        options = {**ALL, **LOAD}
         values = {}
         for name, value in given.items():
-            if name not in known:
-                raise ConfigError(name, f"unknown setting{near(name, known)}")
+            if name not in options:
+                raise ConfigError(name, f"unknown setting{near(name, options)}")
             try:
-                values[name] = _checked(known[name], value)
+                values[name] = _checked(options[name], value)
             except ValueError as error:
                 raise ConfigError(name, str(error)) from None
         load = {name: value for name, value in values.items() if name in LOAD}
@@ -58,8 +58,8 @@ class Point:
     @property
     def key(self) -> str:
         """A name that equal points share, whichever sweep they are of."""
-        said = json.dumps(self.given, sort_keys=True, default=str)
-        return hashlib.sha256(said.encode()).hexdigest()[:16]
+        text = json.dumps(self.given, sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def config(self) -> EngineConfig:
         """The replica's settings, with the defaults of servers; all requests queue. Errors:

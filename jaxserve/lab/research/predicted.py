@@ -70,7 +70,7 @@ def planned(
     lanes have to do first, `queues` in seconds, as chunks of kind QUEUED. rate: share of the time
     that more lanes must save. Errors: ConfigError."""
     plan = PLANNERS[policy](instances, queues, tokens, rate)
-    before = [
+    queued = [
         (0.0, seconds, 0, (lane,), "others", QUEUED, 0, 1)
         for lane, seconds in enumerate(queues)
         if seconds > 0
@@ -79,8 +79,8 @@ def planned(
         (chunk.start, chunk.end, 0, chunk.group, "prompt", "prefill", chunk.history, chunk.tokens)
         for chunk in plan.chunks
     ]
-    made = pd.DataFrame([*before, *chunks], columns=TIMELINE)
-    return made.assign(degree=made["lanes"].map(len))
+    table = pd.DataFrame([*queued, *chunks], columns=TIMELINE)
+    return table.assign(degree=table["lanes"].map(len))
 
 
 def degrees(
@@ -146,9 +146,9 @@ def deployments(
     by_count = [plans(meshes(count, question)[0], chunks) for count in counts]
     runner = PlanRunner(question, [plan for found in by_count for plan in found])
     answers = [answer for found in by_count for answer in search(runner, found, best)]
-    made = pd.DataFrame([_flat(answer.row) for answer in answers])
-    replicas = np.ceil(runner.rate / made["capacity"].astype(float).replace(0, np.nan))
-    return made.assign(replicas=replicas, total_gpus=replicas * made["gpus"])
+    table = pd.DataFrame([_flat(answer.row) for answer in answers])
+    replicas = np.ceil(runner.rate / table["capacity"].astype(float).replace(0, np.nan))
+    return table.assign(replicas=replicas, total_gpus=replicas * table["gpus"])
 
 
 def _flat(row: dict[str, Any]) -> dict[str, Any]:

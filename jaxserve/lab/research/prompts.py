@@ -28,9 +28,9 @@ def prompt_ids(arrival: Arrival, number: int, vocab: int, seed: Seed = (0,)) -> 
         _random((*seed, BLOCKS, int(block)), vocab, arrival.block)
         for block in (() if arrival.blocks is None else arrival.blocks)
     ]
-    own = _random((*seed, OWN, number), vocab, arrival.prompt)
-    shared = np.concatenate([own[:0], *parts])[: arrival.prompt]
-    return np.concatenate([shared, own[len(shared) :]])
+    unshared = _random((*seed, OWN, number), vocab, arrival.prompt)
+    shared = np.concatenate([unshared[:0], *parts])[: arrival.prompt]
+    return np.concatenate([shared, unshared[len(shared) :]])
 
 
 def _random(seed: Seed, vocab: int, count: int) -> np.ndarray:
@@ -44,8 +44,8 @@ async def requests_of(
     tokens of a sequence; None where it is not known. Errors: ConfigError."""
     load.check()
     if load.conversations:
-        found = await conversations(load.workload, encode, load.requests, longest, load.seed)
-        return load.timed([arrival for arrival, _ in found]), [prompt for _, prompt in found]
+        pairs = await conversations(load.workload, encode, load.requests, longest, load.seed)
+        return load.timed([arrival for arrival, _ in pairs]), [prompt for _, prompt in pairs]
     arrivals = load.schedule()
     for number, each in enumerate(arrivals):
         if longest is not None and each.prompt + each.output > longest:
@@ -61,9 +61,10 @@ def warm_up_of(
     arrivals: Sequence[Arrival], count: int, vocab: int, seed: Seed
 ) -> tuple[list[Arrival], list[np.ndarray]]:
     """Requests as long as the first ones, which share no tokens with any of them."""
-    own = [Arrival(0.0, each.prompt, each.output) for each in arrivals[:count]]
-    return own, [
-        prompt_ids(each, len(arrivals) + number, vocab, seed) for number, each in enumerate(own)
+    unshared = [Arrival(0.0, each.prompt, each.output) for each in arrivals[:count]]
+    return unshared, [
+        prompt_ids(each, len(arrivals) + number, vocab, seed)
+        for number, each in enumerate(unshared)
     ]
 
 
@@ -78,17 +79,17 @@ async def conversations(
     """
     read = _read(file)
     order = np.random.default_rng((seed, 0)).permutation(len(read))
-    found = []
+    pairs = []
     for place in order:
         prompt, answer = [await encode(text) for text in read[place]]
         fits = longest is None or len(prompt) + len(answer) <= longest
         if fits and min(len(prompt), len(answer)) >= SHORTEST:
-            found.append((Arrival(0.0, len(prompt), len(answer)), np.array(prompt, np.int32)))
-        if len(found) == count:
-            return found
+            pairs.append((Arrival(0.0, len(prompt), len(answer)), np.array(prompt, np.int32)))
+        if len(pairs) == count:
+            return pairs
     raise ConfigError(
         "requests",
-        f"{count}: {file} has {len(found)} conversations of at least {SHORTEST} tokens a side that "
+        f"{count}: {file} has {len(pairs)} conversations of at least {SHORTEST} tokens a side that "
         f"fit the model",
     )
 
@@ -100,16 +101,16 @@ def _read(file: str) -> list[Conversation]:
         raise ConfigError("workload", f"{file}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError("workload", f"{file}: is not JSON: {error}") from None
-    found = []
+    pairs = []
     if isinstance(rows, list):
-        found = [pair for row in rows if (pair := _first_turns(row))]
-    if not found:
+        pairs = [pair for row in rows if (pair := _first_turns(row))]
+    if not pairs:
         raise ConfigError(
             "workload",
             f"{file}: must be a list of objects with conversations, each a list of from and value, "
             "some of which begin with human and gpt",
         )
-    return found
+    return pairs
 
 
 def _first_turns(row: Any) -> Conversation | None:

@@ -30,17 +30,17 @@ Series = Iterator[tuple[str, str, pd.DataFrame]]  # name, source, points
 
 def page(rows: Sequence[Mapping[str, Any]], title: str) -> str:
     """The page of a sweep's lines."""
-    found = frame(rows)
+    table = frame(rows)
     parts = [f"<h1>{html.escape(title)}</h1>", _head(rows)]
-    if "ttft_p50" in found:
+    if "ttft_p50" in table:
         for name, draw in PICTURES.items():
-            drawn = _svg(draw, found)
+            drawn = _svg(draw, table)
             if drawn:
                 parts.append(f"<h2>{html.escape(name)}</h2>{drawn}")
-        both = compared(found)
+        both = compared(table)
         if len(both):
             parts.append(f"<h2>Predicted beside measured</h2>{_errors(both)}")
-    parts.append(f"<h2>All points</h2>{_table(found)}")
+    parts.append(f"<h2>All points</h2>{_table(table)}")
     return (
         f"<!doctype html><meta charset='utf-8'><title>{html.escape(title)}</title>"
         f"<style>{STYLE}</style>{''.join(parts)}\n"
@@ -53,8 +53,8 @@ def _head(rows: Sequence[Mapping[str, Any]]) -> str:
         "; ".join(f"{name} {value}" for name, value in each.items()) for each in machines.values()
     ]
     count = sum(bool(row["reason"]) for row in rows)
-    said = f"{len(rows)} points, {count} of them without figures. Run on:"
-    return f"<p>{said}</p>" + "".join(f"<p><code>{html.escape(line)}</code></p>" for line in lines)
+    head = f"{len(rows)} points, {count} of them without figures. Run on:"
+    return f"<p>{head}</p>" + "".join(f"<p><code>{html.escape(line)}</code></p>" for line in lines)
 
 
 def _errors(both: pd.DataFrame) -> str:
@@ -66,18 +66,18 @@ def _errors(both: pd.DataFrame) -> str:
     return "<p>simulated / live:</p>" + shown[columns].round(3).to_html(border=0)
 
 
-def _table(found: pd.DataFrame) -> str:
-    fixed = set(NOT_SHOWN).difference(varied(found))
-    shown = found.drop(columns=["key", *fixed])
+def _table(table: pd.DataFrame) -> str:
+    fixed = set(NOT_SHOWN).difference(varied(table))
+    shown = table.drop(columns=["key", *fixed])
     return shown.to_html(border=0, index=False, na_rep="", float_format=lambda x: f"{x:.4g}")
 
 
 # --- pictures
 
 
-def _svg(draw: Callable[[Any, pd.DataFrame], bool], found: pd.DataFrame) -> str:
+def _svg(draw: Callable[[Any, pd.DataFrame], bool], table: pd.DataFrame) -> str:
     figure = Figure(figsize=(10, 4.2), layout="constrained")
-    if not draw(figure, found):
+    if not draw(figure, table):
         return ""
     out = io.StringIO()
     figure.savefig(out, format="svg")
@@ -85,14 +85,14 @@ def _svg(draw: Callable[[Any, pd.DataFrame], bool], found: pd.DataFrame) -> str:
     return drawn[drawn.index("<svg") :]
 
 
-def series(found: pd.DataFrame, but: Sequence[str]) -> Series:
+def series(table: pd.DataFrame, but: Sequence[str]) -> Series:
     """Points that differ in nothing but these columns, for each source of figures."""
-    by = [name for name in varied(found) if name not in (*but, "devices")]
+    by = [name for name in varied(table) if name not in (*but, "devices")]
     names = [
         " ".join(short(row[name]) if name == "mesh" else f"{name}={row[name]}" for name in by)
-        for _, row in found.iterrows()
+        for _, row in table.iterrows()
     ]
-    named = found.assign(series=names)
+    named = table.assign(series=names)
     for name in named["series"].unique()[:MAX_SERIES]:
         for source in SOURCES:
             points = named[(named["series"] == name) & (named["source"] == source)]
@@ -100,9 +100,9 @@ def series(found: pd.DataFrame, but: Sequence[str]) -> Series:
                 yield name, source, points
 
 
-def _lines(axes: Any, found: pd.DataFrame, but: Sequence[str], x: str, y: str) -> None:
+def _lines(axes: Any, table: pd.DataFrame, but: Sequence[str], x: str, y: str) -> None:
     colors: dict[str, str] = {}
-    for name, source, points in series(found, but):
+    for name, source, points in series(table, but):
         color = colors.setdefault(name, f"C{len(colors)}")
         label = f"{name} {source}".strip()
         style = {"live": "-o"}.get(source, "--x")
@@ -110,39 +110,39 @@ def _lines(axes: Any, found: pd.DataFrame, but: Sequence[str], x: str, y: str) -
         axes.plot(ordered[x], ordered[y], style, color=color, label=label)
 
 
-def load(figure: Any, found: pd.DataFrame) -> bool:
+def load(figure: Any, table: pd.DataFrame) -> bool:
     """TTFT and TPOT against load."""
-    found = found[found["source"] != ""]
-    x = next((name for name in ("qps", "concurrency") if found[name].nunique() > 1), "")
+    table = table[table["source"] != ""]
+    x = next((name for name in ("qps", "concurrency") if table[name].nunique() > 1), "")
     if not x:
         return False
     left, right = figure.subplots(1, 2)
     for axes, name in ((left, "ttft_p50"), (right, "tpot_p50")):
-        _lines(axes, found, [x], x, name)
+        _lines(axes, table, [x], x, name)
         axes.set(xlabel=x, ylabel=f"{name[:4].upper()} p50, s", yscale="log")
     _legend(figure, left)
     return True
 
 
-def front(figure: Any, found: pd.DataFrame) -> bool:
+def front(figure: Any, table: pd.DataFrame) -> bool:
     """Tokens per second and device against TTFT and TPOT, with the points that none beats."""
     panels = figure.subplots(1, 2)
     for axes, name in zip(panels, ("ttft_p90", "tpot_p90")):
         axes.set(xlabel=f"{name[:4].upper()} p90, s", ylabel="tokens/s and device", xscale="log")
         for number, source in enumerate(SOURCES):
-            points = found[(found["source"] == source) & (found["finished"] > 0)]
+            points = table[(table["source"] == source) & (table["finished"] > 0)]
             plots.front(axes, with_speed(points), name, "speed", source, f"C{number}")
     panels[0].legend(fontsize=7)
-    return len(found[found["source"] != ""]) > 1
+    return len(table[table["source"] != ""]) > 1
 
 
-def scaling(figure: Any, found: pd.DataFrame) -> bool:
+def scaling(figure: Any, table: pd.DataFrame) -> bool:
     """TTFT and tokens/s against devices, beside those of perfect scaling: strong where prompts are
     equal, weak where they are as many times longer as there are devices."""
-    found = found[found["source"] != ""]
-    if found["devices"].nunique() < 2:
+    table = table[table["source"] != ""]
+    if table["devices"].nunique() < 2:
         return False
-    weak = is_weak(found)
+    weak = is_weak(table)
     left, right = figure.subplots(1, 2)
     but, perfect = ["mesh"], -1  # TTFT of perfect scaling falls with the devices, or is constant
     if weak:
@@ -151,9 +151,9 @@ def scaling(figure: Any, found: pd.DataFrame) -> bool:
         (left, "ttft_p50", perfect),
         (right, "tokens_per_s", 1),
     ):
-        _lines(axes, found, but, "devices", name)
-        count = sorted(found["devices"].unique())
-        first = found[found["devices"] == count[0]][name].median()
+        _lines(axes, table, but, "devices", name)
+        count = sorted(table["devices"].unique())
+        first = table[table["devices"] == count[0]][name].median()
         ideal = [first * (each / count[0]) ** power for each in count]
         axes.plot(count, ideal, ":", color="gray", label="perfect scaling")
         axes.set(xlabel="devices", ylabel=name, xscale="log", yscale="log", xticks=count)
@@ -162,10 +162,10 @@ def scaling(figure: Any, found: pd.DataFrame) -> bool:
     return True
 
 
-def is_weak(found: pd.DataFrame) -> bool:
+def is_weak(table: pd.DataFrame) -> bool:
     """Returns true if prompts grow with the devices."""
-    prompts = pd.to_numeric(found["prompt"], errors="coerce")
-    each = prompts / found["devices"]
+    prompts = pd.to_numeric(table["prompt"], errors="coerce")
+    each = prompts / table["devices"]
     return prompts.nunique() > 1 and each.nunique() == 1
 
 
@@ -175,9 +175,9 @@ def _legend(figure: Any, axes: Any) -> None:
     )
 
 
-def predicted(figure: Any, found: pd.DataFrame) -> bool:
+def predicted(figure: Any, table: pd.DataFrame) -> bool:
     """Simulated against live figures of each point."""
-    both = compared(found)
+    both = compared(table)
     if both.empty:
         return False
     for axes, name in zip(figure.subplots(1, 2), ("ttft_mean", "tpot_mean")):

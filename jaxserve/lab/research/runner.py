@@ -49,13 +49,13 @@ class Runner:
     def __call__(self, point: Point) -> Row:
         """The line of a point; one that cannot be run has a `reason`."""
         began = time.monotonic()
-        found: dict[str, Any]
+        results: dict[str, Any]
         try:
             point.config()
             point.load.schedule()
-            found = self._live(point) if self.gpu is None else _simulated(point, self.gpu)
+            results = self._live(point) if self.gpu is None else _simulated(point, self.gpu)
         except ConfigError as error:
-            found = {"reason": str(error)}
+            results = {"reason": str(error)}
         return {
             "key": key_of(point, self),
             "settings": dict(point.settings),
@@ -64,7 +64,7 @@ class Runner:
             "live": None,
             "simulated": None,
             "reason": "",
-            **found,
+            **results,
             "seconds": round(time.monotonic() - began, 3),
             "at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "machine": machine(),
@@ -93,17 +93,17 @@ def sweep(
 ) -> list[Row]:
     """The lines of all points, in their order; those that `out` lacks are run and added to it.
     step: called after each, with what it was. Errors: ConfigError for a file that is no sweep's."""
-    known = {}
+    rows_by_key = {}
     if out.exists():
-        known = {row["key"]: row for row in read(out)}
+        rows_by_key = {row["key"]: row for row in read(out)}
     _cut_to_whole_lines(out)
     rows = []
     for point in points:
         key = key_of(point, runner)
-        if key not in known:
-            known[key] = runner(point)
-            _append(out, known[key])
-        rows.append(known[key])
+        if key not in rows_by_key:
+            rows_by_key[key] = runner(point)
+            _append(out, rows_by_key[key])
+        rows.append(rows_by_key[key])
         step(rows[-1]["reason"] or key)
     return rows
 

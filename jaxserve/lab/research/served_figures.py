@@ -29,19 +29,19 @@ SCALARS = (  # figures whose spread over repeats is given
 
 def parsed_goodput(text: str) -> dict[str, float]:
     """Reads 'ttft:0.5,tpot:0.05', in seconds. Errors: ConfigError."""
-    found: dict[str, float] = {}
+    limits: dict[str, float] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = part.partition(":")
         try:
             seconds = float(value)
         except ValueError:
             seconds = 0.0
-        if name not in OBJECTIVES or name in found or not 0 < seconds < float("inf"):
+        if name not in OBJECTIVES or name in limits or not 0 < seconds < float("inf"):
             raise ConfigError(
                 "goodput", f"{part!r} is not NAME:SECONDS with one of {', '.join(OBJECTIVES)}"
             )
-        found[name] = seconds
-    return found
+        limits[name] = seconds
+    return limits
 
 
 def figures(sent: Sequence[Sent], objectives: Mapping[str, float]) -> dict[str, Any]:
@@ -53,37 +53,37 @@ def figures(sent: Sequence[Sent], objectives: Mapping[str, float]) -> dict[str, 
     objectives; `goodput_share` is of all that were sent. prefix_hit_rate: tokens of prompts that
     the server had, by its own usage, of all tokens of prompts; None where it does not say.
     """
-    done = [each for each in sent if each.status == OK]
+    ended = [each for each in sent if each.status == OK]
     span = 0.0
-    if done:
-        span = max(each.last for each in done) - min(each.planned for each in sent)
+    if ended:
+        span = max(each.last for each in ended) - min(each.planned for each in sent)
     good = sum(
-        all(getattr(each, name) <= limit for name, limit in objectives.items()) for each in done
+        all(getattr(each, name) <= limit for name, limit in objectives.items()) for each in ended
     )
-    tokens = sum(each.tokens for each in done)
-    prompts = sum(each.prompt for each in done)
+    tokens = sum(each.tokens for each in ended)
+    prompts = sum(each.prompt for each in ended)
     per_s = lambda count: quotient(count, span)
     goodput: dict[str, float | None] = dict(goodput_per_s=None, goodput_share=None)
     if objectives:
         goodput = dict(goodput_per_s=per_s(good), goodput_share=good / len(sent))
     return {
         "requests": len(sent),
-        "done": len(done),
+        "done": len(ended),
         "refused": _reasons(each for each in sent if each.status == REFUSED),
         "failed": _reasons(each for each in sent if each.status not in (OK, REFUSED)),
         "span": span,
-        "ttft": _spread([each.ttft for each in done]),
-        "tpot": _spread([each.tpot for each in done if each.tokens > 1]),
-        "itl": _spread([gap for each in done for gap in each.gaps]),
-        "e2e": _spread([each.e2e for each in done]),
+        "ttft": _spread([each.ttft for each in ended]),
+        "tpot": _spread([each.tpot for each in ended if each.tokens > 1]),
+        "itl": _spread([gap for each in ended for gap in each.gaps]),
+        "e2e": _spread([each.e2e for each in ended]),
         "lag": _spread([each.sent - each.planned for each in sent]),
         "output_tokens": tokens,
         "prompt_tokens": prompts,
         "output_tokens_per_s": per_s(tokens),
         "total_tokens_per_s": per_s(tokens + prompts),
-        "requests_per_s": per_s(len(done)),
+        "requests_per_s": per_s(len(ended)),
         **goodput,
-        "prefix_hit_rate": _hit_rate(done),
+        "prefix_hit_rate": _hit_rate(ended),
     }
 
 
@@ -91,26 +91,26 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
     return {"count": len(values), **spread(np.array(values))}
 
 
-def _hit_rate(done: Sequence[Sent]) -> float | None:
-    known = [each for each in done if each.cached is not None]
-    if not known:
+def _hit_rate(ended: Sequence[Sent]) -> float | None:
+    counted = [each for each in ended if each.cached is not None]
+    if not counted:
         return None
-    return sum(each.cached or 0 for each in known) / sum(each.prompt for each in known)
+    return sum(each.cached or 0 for each in counted) / sum(each.prompt for each in counted)
 
 
 def _reasons(sent: Any) -> dict[str, int]:
     """Counts requests by status and the error of the first of them."""
-    told: dict[str, str] = {}
+    errors: dict[str, str] = {}
     counted: Counter[str] = Counter()
     for each in sent:
-        told.setdefault(each.status, each.error)
+        errors.setdefault(each.status, each.error)
         counted[each.status] += 1
-    return {f"{status}: {told[status]}": count for status, count in counted.items()}
+    return {f"{status}: {errors[status]}": count for status, count in counted.items()}
 
 
-def scalar(found: Mapping[str, Any], path: str) -> float | None:
+def scalar(summary: Mapping[str, Any], path: str) -> float | None:
     """One of SCALARS in the figures of a run; None if it is missing."""
-    value: Any = found
+    value: Any = summary
     for name in path.split("."):
         value = value.get(name)
         if value is None:
@@ -130,10 +130,10 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 def intervals(runs: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
     """`interval` of each of SCALARS that all repeats have."""
-    found = {}
+    means = {}
     for path in SCALARS:
         values = [scalar(run, path) for run in runs]
-        known = [value for value in values if value is not None]
-        if known and len(known) == len(runs):
-            found[path] = interval(known)
-    return found
+        counted = [value for value in values if value is not None]
+        if counted and len(counted) == len(runs):
+            means[path] = interval(counted)
+    return means

@@ -77,14 +77,14 @@ def scaled(arrival: Arrival, time: float, length: float) -> Arrival:
         prompt = max(1, round(arrival.prompt * length))
         return replace(arrival, time=arrival.time * time, prompt=prompt, output=output)
     block = max(1, round(arrival.block * length))
-    full, rest = divmod(arrival.prompt, arrival.block)
-    prompt = full * block + -(-rest * block // arrival.block)
+    full, partial = divmod(arrival.prompt, arrival.block)
+    prompt = full * block + -(-partial * block // arrival.block)
     return replace(arrival, time=arrival.time * time, prompt=prompt, output=output, block=block)
 
 
 def class_of(prompt: int) -> str:
     """The kind of a request whose arrival names none."""
-    return next(name for name, most in CLASSES if prompt <= most)
+    return next(name for name, limit in CLASSES if prompt <= limit)
 
 
 def kind_of(arrival: Arrival) -> str:

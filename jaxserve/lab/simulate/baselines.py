@@ -42,8 +42,8 @@ FORMER = {"fcfs": "fcfs-unshared", "edf": "edf-unshared", "lrs": "slack-unshared
 def check_baseline(name: str) -> None:
     """Checks a name. Errors: ConfigError for an unknown one."""
     if name in FORMER:
-        said = f"{name!r} is {FORMER[name]} now: with --policy, prompts share steps"
-        raise ConfigError("baseline", said)
+        message = f"{name!r} is {FORMER[name]} now: with --policy, prompts share steps"
+        raise ConfigError("baseline", message)
     if name not in BASELINES:
         raise ConfigError("baseline", f"{name!r} is not one of {', '.join(BASELINES)}")
 
@@ -85,8 +85,8 @@ def compare(
 def pool(system: System, tp: int, reserved: float) -> LoongPool:
     """LoongServe's instances on the system's devices. They are joined as ranks are inside a node:
     in its favour, for a ring may have to leave it."""
-    count, left = divmod(system.mesh.devices, tp)
-    if left or not count:
+    count, spare = divmod(system.mesh.devices, tp)
+    if spare or not count:
         raise ConfigError("mesh", f"{system.mesh.devices} devices do not make instances of {tp}")
     part = dataclasses.replace(system, mesh=MeshConfig(tp=tp))
     kv_heads = system.shape.rank_heads(tp)[1]

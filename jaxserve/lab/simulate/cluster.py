@@ -111,29 +111,29 @@ class VirtualCluster:
             node.replica.advance(until)
         return self._report()
 
-    def _at(self, at: float, action: Callable[[], None]) -> None:
-        heapq.heappush(self._timers, (at, next(self._order), action))
+    def _at(self, time: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._timers, (time, next(self._order), action))
 
     def _advance(self, to: float) -> None:
         """Runs what is due by clock second `to`."""
         while True:
             timer = next((due for due, *_ in self._timers), NEVER)
             step = min((node.replica.next_event() for node in self._stepped), default=NEVER)
-            at = min(timer, step)
-            if at > to or at == NEVER:
+            time = min(timer, step)
+            if time > to or time == NEVER:
                 break
-            self._now = at
+            self._now = time
             if step <= timer:
-                self._step(at)
+                self._step(time)
             else:
                 heapq.heappop(self._timers)[2]()
         if to < NEVER:
             self._now = to
 
-    def _step(self, at: float) -> None:
+    def _step(self, time: float) -> None:
         for node in self._stepped:
-            if node.replica.next_event() <= at:
-                node.replica.advance(at)
+            if node.replica.next_event() <= time:
+                node.replica.advance(time)
 
     # --- a request comes
 
@@ -237,8 +237,8 @@ class VirtualCluster:
         record.fetched = fetch.tokens
         size = fetch.tokens * self._token_bytes
         self.bytes_fetched += size
-        done = self.network.send(fetch.source, node.number, size, now)
-        self._at(done, lambda: self._fetched(passage, fetch.stop // self.spec.block_size))
+        arrival = self.network.send(fetch.source, node.number, size, now)
+        self._at(arrival, lambda: self._fetched(passage, fetch.stop // self.spec.block_size))
 
     def _fetched(self, passage: Passage, blocks: int) -> None:
         passage.prefill_on.replica.advance(self._now)
@@ -322,9 +322,9 @@ class VirtualCluster:
 
     # --- the end
 
-    def _end(self, passage: Passage, at: float) -> None:
+    def _end(self, passage: Passage, time: float) -> None:
         record = passage.record
-        record.end = at
+        record.end = time
         record.tbt = slowest_mean(passage.times)
         record.reason = "length"
         self._forget(passage)
@@ -349,8 +349,8 @@ class VirtualCluster:
             self._at(self._now + spec.sample_every, self._sample)
 
     def _report(self) -> ClusterReport:
-        held = Counter(key for node in self.prefilling for key in node.cache.pages.with_key)
-        holders = np.sort(np.fromiter(held.values(), np.int64, len(held)))[::-1]
+        copies = Counter(key for node in self.prefilling for key in node.cache.pages.with_key)
+        holders = np.sort(np.fromiter(copies.values(), np.int64, len(copies)))[::-1]
         return ClusterReport(
             self.records,
             [node.busy for node in self.nodes],

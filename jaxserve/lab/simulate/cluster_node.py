@@ -101,13 +101,13 @@ class Node:
 
     def prefix(self, chain: BlockHashes, blocks: int) -> int:
         """Blocks of a chain, at most `blocks`, that are cached here."""
-        held = self.cache.pages.with_key
-        return next((block for block in range(blocks) if chain[block] not in held), blocks)
+        cached = self.cache.pages.with_key
+        return next((block for block in range(blocks) if chain[block] not in cached), blocks)
 
     def receive(self, chain: BlockHashes, blocks: int) -> None:
         """Caches the first blocks of a chain, as far as there is room."""
         pages = self.cache.pages
-        held: list[int] = []
+        cached: list[int] = []
         for block in range(blocks):
             copies = pages.with_key.get(chain[block])
             if copies is not None:
@@ -118,8 +118,8 @@ class Node:
                 pages.publish(page, chain[block])
             else:
                 break
-            held.append(page)
-        pages.unref(held)
+            cached.append(page)
+        pages.unref(cached)
 
     def decode_view(self, tokens: int) -> DecodeView:
         """Describes this replica with one more sequence of `tokens` tokens."""

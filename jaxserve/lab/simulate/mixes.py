@@ -210,8 +210,8 @@ def drawn(options: dict[str, str], count: int, seed: int) -> list[Arrival]:
     if any(part.system or part.follows for part in parts):
         blocks = _blocks(parts, which.tolist(), prompts, rng)
     return [
-        Arrival(0.0, *rest)
-        for rest in zip(prompts, outputs, (parts[index].kind for index in which), blocks)
+        Arrival(0.0, *fields)
+        for fields in zip(prompts, outputs, (parts[index].kind for index in which), blocks)
     ]
 
 
@@ -234,14 +234,14 @@ def _prefixed(
 
 def _parts(options: dict[str, str]) -> tuple[MixPart, ...]:
     mix = options.get("mix", FIXED)
-    given = [name for name in OPTIONS[1:] if name in options]
+    names = [name for name in OPTIONS[1:] if name in options]
     if mix != FIXED and mix not in MIXES:
         fault(
             f"unknown mix {mix!r}; known are "
             f"{', '.join((*MIXES, FIXED))}{did_you_mean(mix, (*MIXES, FIXED))}"
         )
-    if mix != FIXED and given:
-        fault(f"mix={mix} sets the lengths; {given[0]} goes with mix={FIXED} only")
+    if mix != FIXED and names:
+        fault(f"mix={mix} sets the lengths; {names[0]} goes with mix={FIXED} only")
     if mix == FIXED and not {"prompt", "output"} <= options.keys():
         fault("lengths are needed: mix=NAME, or prompt=LENGTHS and output=LENGTHS")
     if "groups" in options and "prefix" not in options:
@@ -269,10 +269,10 @@ def _lengths(name: str, text: str) -> Lengths:
             f"{name}: unknown distribution {form!r}; known are a number, "
             f"{', '.join(LENGTHS)}{did_you_mean(form, LENGTHS)}"
         )
-    make, least, most = LENGTHS[form]
-    if not least <= len(words) <= most or len(words) == 3:
+    make, lower, upper = LENGTHS[form]
+    if not lower <= len(words) <= upper or len(words) == 3:
         fault(
-            f"{name}: {form} takes {least if least == most else f'{least} or {most}'} numbers, "
+            f"{name}: {form} takes {lower if lower == upper else f'{lower} or {upper}'} numbers, "
             f"not {len(words)}"
         )
     sigma = 1 if form == "lognormal" else None
@@ -283,7 +283,7 @@ def _lengths(name: str, text: str) -> Lengths:
     if (
         form in ("uniform", "lognormal")
         and values[-2:] != sorted(values[-2:])
-        and len(words) == most
+        and len(words) == upper
     ):
         fault(f"{name}: {values[-2]:g} to {values[-1]:g} is no range")
     try:

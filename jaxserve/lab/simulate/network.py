@@ -29,10 +29,10 @@ class Network:
 
     def send(self, source: int, target: int, size: float, now: float) -> float:
         """Orders a transfer of `size` bytes; returns the clock second at which it is done."""
-        done = now + self.seconds(source, target, size, now)
-        self._send_free[source] = self._receive_free[target] = done
+        end = now + self.seconds(source, target, size, now)
+        self._send_free[source] = self._receive_free[target] = end
         self.bytes_sent += size
-        return done
+        return end
 
     def stream(
         self, source: int, target: int, size: float, begun: float, now: float, last: float
@@ -40,8 +40,8 @@ class Network:
         """Orders a transfer of what was made evenly from clock second `begun` to `now`, sent as it
         was made; its last `last` bytes, one layer's, were made just now. Returns the clock second
         at which it is done."""
-        done = self.send(source, target, size, begun)
-        done = max(done, now + self.latency + last / self.bytes_per_s)
-        self._send_free[source] = max(self._send_free[source], done)
-        self._receive_free[target] = max(self._receive_free[target], done)
-        return done
+        end = self.send(source, target, size, begun)
+        end = max(end, now + self.latency + last / self.bytes_per_s)
+        self._send_free[source] = max(self._send_free[source], end)
+        self._receive_free[target] = max(self._receive_free[target], end)
+        return end

@@ -223,8 +223,8 @@ class PlanRunner:
     def objective(self, prompt: int, class_name: str | None = None) -> float:
         """Seconds to the first token that every plan is measured by, for a prompt of this
         length."""
-        given = self.question.scheduler.objectives[class_name]
-        return max(given.ttft, given.ttft_stretch * self._soonest.prefill(0, prompt, self._chunk))
+        stated = self.question.scheduler.objectives[class_name]
+        return max(stated.ttft, stated.ttft_stretch * self._soonest.prefill(0, prompt, self._chunk))
 
     def _met(self, records: Sequence[RequestRecord]) -> float:
         scheduler = self.question.scheduler

@@ -113,10 +113,10 @@ class Recorder:
         """Records a request that the replica did not take, and why."""
         self.refusals.setdefault((error.status, error.field), []).append(str(error))
         del self.pending[request.id]
-        at = request.arrival
+        time = request.arrival
         prompt = len(request.prompt)
         self.records.append(
-            RequestRecord(request.id, kind, prompt, 0, 0, at, at, at, at, "refused")
+            RequestRecord(request.id, kind, prompt, 0, 0, time, time, time, time, "refused")
         )
 
     def _ended(self, request_id: str) -> None:
@@ -152,7 +152,7 @@ def span_of(records: Sequence[RequestRecord]) -> float:
 
 
 def _record(request: Request, kind: str, due: float, event: Finished) -> RequestRecord:
-    at = request.arrival
+    time = request.arrival
     usage = event.usage
     return RequestRecord(
         request.id,
@@ -160,10 +160,10 @@ def _record(request: Request, kind: str, due: float, event: Finished) -> Request
         usage.prompt,
         usage.completion,
         usage.cached,
-        at,
+        time,
         due,
-        at + event.timing.first_token,
-        at + event.timing.total,
+        time + event.timing.first_token,
+        time + event.timing.total,
         event.reason,
     )
 

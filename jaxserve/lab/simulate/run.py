@@ -49,8 +49,8 @@ def shape_of(name: str) -> ModelConfig:
     """Returns a model of the zoo; punctuation does not count: llama-3-8b is llama3-8b. Errors:
     ConfigError."""
     plain = lambda text: re.sub(r"[-_. ]", "", text.lower())
-    for known, config in MODELS.items():
-        if plain(known) == plain(name):
+    for measured, config in MODELS.items():
+        if plain(measured) == plain(name):
             return config
     raise ConfigError("model", f"{name!r} is not one of {', '.join(MODELS)}")
 
@@ -88,10 +88,10 @@ class System:
         """KV in another type is read in proportion to its bytes; steps were measured with that of
         bfloat16. Errors: ConfigError for an unknown device or a degree of tp that was not
         measured."""
-        known = costs(self.device, self.shape, self.mesh.tp)
+        measured = costs(self.device, self.shape, self.mesh.tp)
         bytes_ = self.kv_vector_bytes / (ITEM * self.shape.head_dim)
         return dataclasses.replace(
-            known, read=known.read * bytes_, decode_kv=known.decode_kv * bytes_
+            measured, read=measured.read * bytes_, decode_kv=measured.decode_kv * bytes_
         )
 
     @property
@@ -237,8 +237,8 @@ def requests(
     of `classes` is the request's class."""
     for number, arrival in enumerate(arrivals):
         kind = kind_of(arrival)
-        own = dataclasses.replace(slo, class_name=kind) if kind in classes else slo
-        yield to_request(arrival, number, max_len, own), kind
+        objectives = dataclasses.replace(slo, class_name=kind) if kind in classes else slo
+        yield to_request(arrival, number, max_len, objectives), kind
 
 
 def check_classes(scheduler: SchedulerConfig, arrivals: Iterable[Arrival]) -> None:

@@ -15,21 +15,21 @@ def fault(message: str) -> NoReturn:
     raise ConfigError("workload", message)
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, names: Iterable[str]) -> str:
     """The most similar known name, as the end of an error text; '' where none is similar."""
-    similar = difflib.get_close_matches(name, list(known), 1)
+    similar = difflib.get_close_matches(name, list(names), 1)
     return f"; did you mean {similar[0]}?" if similar else ""
 
 
-def to_options(text: str | None, known: Sequence[str]) -> dict[str, str]:
+def to_options(text: str | None, names: Sequence[str]) -> dict[str, str]:
     """Parses 'a=1,b=2' into a dict. Errors: ConfigError for an option that is not known."""
     options: dict[str, str] = {}
     for part in filter(None, (text or "").split(",")):
         key, equals, value = (piece.strip() for piece in part.partition("="))
-        if key not in known:
+        if key not in names:
             fault(
                 f"unknown option {key!r}; known are "
-                f"{', '.join(known) or 'none'}{did_you_mean(key, known)}"
+                f"{', '.join(names) or 'none'}{did_you_mean(key, names)}"
             )
         if not equals or not value or key in options:
             fault(f"{part!r} is not {key}=VALUE, given once")

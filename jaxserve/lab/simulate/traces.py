@@ -38,8 +38,8 @@ def _text(path: Path) -> str:
         ):
             text = file.read()
     except FileNotFoundError:
-        there = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
-        fault(f"there is no file {path}{did_you_mean(path.name, there)}")
+        names = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
+        fault(f"there is no file {path}{did_you_mean(path.name, names)}")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         fault(f"{path} cannot be read: {error}")
     if not text.strip():
@@ -134,22 +134,22 @@ def table(path: Path) -> list[Arrival]:
         fields = max(TABLES, key=lambda fields: len(set(fields) & set(header)))
         for field in fields:
             if field not in header:
-                said = "; ".join(", ".join(fields) for fields in TABLES)
+                tables = "; ".join(", ".join(fields) for fields in TABLES)
                 fault(
                     f"{path}:1: column {field} is missing{did_you_mean(field, header)} "
                     "(known sets of "
-                    f"columns: {said})"
+                    f"columns: {tables})"
                 )
         _check_columns(f"{path}:1", header, fields)
-        found = []
+        arrivals = []
         for row in reader:
             where = f"{path}:{reader.line_num}"
             if None in row:
                 fault(f"{where}: has more fields than the {len(header)} of the header")
-            found += TABLES[fields](where, row)
+            arrivals += TABLES[fields](where, row)
     except csv.Error as error:
         fault(f"{path}:{reader.line_num}: is not CSV: {error}")
-    return found or fault(f"{path} has a header and no rows")
+    return arrivals or fault(f"{path} has a header and no rows")
 
 
 def _check_columns(where: str, header: Sequence[str], fields: Sequence[str]) -> None:

@@ -60,10 +60,11 @@ def parse(
         raise ConfigError("seed", f"must not be below 0, not {seed}")
     name, _, text = spec.partition(":")
     if name in TIMES:
-        given = to_options(text, (*mixes.OPTIONS, *TIMES[name][1]))
+        options = to_options(text, (*mixes.OPTIONS, *TIMES[name][1]))
         count = requests or GENERATED_REQUESTS
         return _timed(
-            mixes.drawn(given, count, seed), TIMES[name][0](_rate(qps, name), count, seed, given)
+            mixes.drawn(options, count, seed),
+            TIMES[name][0](_rate(qps, name), count, seed, options),
         )
     if not (file := re.fullmatch(r"(.+?\.(?:jsonl|csv)(?:\.gz)?)(?::(.*))?", spec, re.DOTALL)):
         fault(
@@ -76,12 +77,12 @@ def parse(
             traces.mooncake(path, to_options(file[2], ("unit", "block"))), qps, requests
         )
     to_options(file[2], ())
-    found = traces.table(path)
-    if not math.isnan(found[0].time):
-        return _recorded(found, qps, requests)
+    arrivals = traces.table(path)
+    if not math.isnan(arrivals[0].time):
+        return _recorded(arrivals, qps, requests)
     return _timed(
-        _drawn(found, requests or len(found), seed),
-        _poisson(_rate(qps, path.name), requests or len(found), seed, {}),
+        _drawn(arrivals, requests or len(arrivals), seed),
+        _poisson(_rate(qps, path.name), requests or len(arrivals), seed, {}),
     )
 
 
@@ -115,8 +116,8 @@ def _burst(qps: float, count: int, seed: int, options: dict[str, str]) -> np.nda
     duty = to_number("duty", options.get("duty", "0.25"), 0, 1)
     # share of the arrivals that come at the low rate
     quiet = (1 - duty) / (1 - duty + duty * factor)
-    periods, rest = np.divmod(_poisson(qps, count, seed, {}) / period, 1)
-    return (periods + np.interp(rest, (0, quiet, 1), (0, 1 - duty, 1))) * period
+    periods, phase = np.divmod(_poisson(qps, count, seed, {}) / period, 1)
+    return (periods + np.interp(phase, (0, quiet, 1), (0, 1 - duty, 1))) * period
 
 
 TIMES: dict[
@@ -144,16 +145,16 @@ def _timed(arrivals: list[Arrival], times: np.ndarray) -> list[Arrival]:
 def _recorded(arrivals: list[Arrival], qps: float | None, requests: int | None) -> list[Arrival]:
     """Arrivals of a trace in order of time, from 0, cut to `requests` and stretched to the mean
     rate qps."""
-    taken = sorted(arrivals, key=lambda arrival: arrival.time)[:requests]
-    times = np.array([arrival.time for arrival in taken]) - taken[0].time
-    if qps is not None and len(taken) > 1:
+    ordered = sorted(arrivals, key=lambda arrival: arrival.time)[:requests]
+    times = np.array([arrival.time for arrival in ordered]) - ordered[0].time
+    if qps is not None and len(ordered) > 1:
         if times[-1] == 0:
             fault(
-                f"its first {len(taken)} arrivals come at one moment, which no qps can stretch; "
+                f"its first {len(ordered)} arrivals come at one moment, which no qps can stretch; "
                 "take more requests"
             )
-        times *= (len(taken) - 1) / qps / times[-1]
-    return _timed(taken, times)
+        times *= (len(ordered) - 1) / qps / times[-1]
+    return _timed(ordered, times)
 
 
 def _drawn(arrivals: list[Arrival], count: int, seed: int) -> list[Arrival]:

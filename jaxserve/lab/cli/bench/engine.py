@@ -143,12 +143,12 @@ def _speeds(
                 f"{engine.info.max_model_len}",
             )
     with progress_bar("speed", len(points) * (rounds + 1), sys.stderr.isatty()) as bar:
-        found, late = measure(Runner(engine), points, rounds, bar)
+        speeds, late = measure(Runner(engine), points, rounds, bar)
     info = _info(engine)
     engine.close()
     return {
         "engine": info,
-        "speed": [speed.record() for speed in found],
+        "speed": [speed.record() for speed in speeds],
         "compiles_while_measuring": late,
     }
 

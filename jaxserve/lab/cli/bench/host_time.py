@@ -112,7 +112,7 @@ class HostTime:
         }
 
 
-def host_time(engine: Any, crowd: Crowd, done: Callable[[str], None]) -> HostTime:
+def host_time(engine: Any, crowd: Crowd, step: Callable[[str], None]) -> HostTime:
     """Measures decode steps. The engine was not started, reuses prefixes, and has room for the
     crowd; it is empty afterwards.
 
@@ -123,7 +123,7 @@ def host_time(engine: Any, crowd: Crowd, done: Callable[[str], None]) -> HostTim
     with _subscribed(engine, watch):
         for _ in range(crowd.turns):
             engine.step()
-            done(f"{crowd.sequences} sequences of {crowd.context}")
+            step(f"{crowd.sequences} sequences of {crowd.context}")
     for id in ids:
         engine.cancel(id)
     while engine.step():

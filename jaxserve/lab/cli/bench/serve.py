@@ -111,16 +111,16 @@ def run(values: dict[str, Any]) -> int:
 
 def loads_of(values: Mapping[str, Any]) -> list[Load]:
     """The load of each rate, checked as far as it can be without a server. Errors: ConfigError."""
-    given = {name: values[name] for name in LOAD}
+    settings = {name: values[name] for name in LOAD}
     rates: Sequence[float | None] = [
         _rate(text) for text in (values["qps"] or "").split(",") if text
     ]
     if not rates:
-        free = given["concurrency"] is None and not Load(**{**given, "qps": None}).own_times
+        free = settings["concurrency"] is None and not Load(**{**settings, "qps": None}).own_times
         rates = [None]
         if free:
             rates = [1.0]
-    loads = [Load(**{**given, "qps": rate}) for rate in rates]
+    loads = [Load(**{**settings, "qps": rate}) for rate in rates]
     for load in loads:
         load.check()
         if not load.conversations:
@@ -198,14 +198,14 @@ def _server(values: Mapping[str, Any]) -> Iterator[Connect]:
     """A connection to the server to measure; one of our own ends with the measurement."""
     if values["url"] and values["target"]:
         raise ConfigError("url", "give either --url or --target")
-    own: dict[str, Any] = {"tls_ca": None, "api_key": None}
+    access: dict[str, Any] = {"tls_ca": None, "api_key": None}
     if values["url"] or values["target"]:
         for name, wanted in (("url", "http"), ("target", "grpc")):
             if values[name] and values["transport"] not in (None, wanted):
                 raise ConfigError("transport", f"--{name} is for {wanted}")
         key = values["api_key"] or os.environ.get("JAXSERVE_API_KEY") or None
-        own = {"tls_ca": values["tls_ca"], "api_key": key}
-    how = {**own, "vocab": values["vocab"], "ignore_eos": values["ignore_eos"]}
+        access = {"tls_ca": values["tls_ca"], "api_key": key}
+    how = {**access, "vocab": values["vocab"], "ignore_eos": values["ignore_eos"]}
     if values["url"]:
         yield over_http(values["url"], **how)
     elif values["target"]:

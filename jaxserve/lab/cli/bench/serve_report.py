@@ -41,12 +41,12 @@ class Run:
 
 def report(runs: Sequence[Run]) -> str:
     """The tables of all runs."""
-    told = [run.figures for run in runs]
+    all_figures = [run.figures for run in runs]
     extra: dict[str, Any] = {}
-    if told[0]["goodput_per_s"] is not None:
-        extra["goodput/s"] = lambda found: f"{found['goodput_per_s']:.2f}"
-    if any(found["prefix_hit_rate"] is not None for found in told):
-        extra["hits %"] = lambda found: cell(found["prefix_hit_rate"], ".1%").removesuffix("%")
+    if all_figures[0]["goodput_per_s"] is not None:
+        extra["goodput/s"] = lambda each: f"{each['goodput_per_s']:.2f}"
+    if any(each["prefix_hit_rate"] is not None for each in all_figures):
+        extra["hits %"] = lambda each: cell(each["prefix_hit_rate"], ".1%").removesuffix("%")
     headers = ["load", "run", "done", "refused", "failed"]
     headers += ["TTFT ms", "TPOT ms (of)", "ITL ms (of)", "E2E ms", "late ms p99"]
     headers += ["out tok/s", "all tok/s", "req/s", *extra]
@@ -72,36 +72,36 @@ def report(runs: Sequence[Run]) -> str:
     )
 
 
-def _cells(found: Mapping[str, Any]) -> list[str]:
+def _cells(figures: Mapping[str, Any]) -> list[str]:
     def points(name: str) -> str:
-        at = found[name]
-        if not at["count"]:
+        spread = figures[name]
+        if not spread["count"]:
             return "-"
-        return "/".join(f"{at[point] * 1e3:.1f}" for point in ("p50", "p90", "p99"))
+        return "/".join(f"{spread[point] * 1e3:.1f}" for point in ("p50", "p90", "p99"))
 
     return [
-        str(found["done"]),
-        str(sum(found["refused"].values())),
-        str(sum(found["failed"].values())),
+        str(figures["done"]),
+        str(sum(figures["refused"].values())),
+        str(sum(figures["failed"].values())),
         points("ttft"),
-        f"{points('tpot')} ({found['tpot']['count']})",
-        f"{points('itl')} ({found['itl']['count']})",
+        f"{points('tpot')} ({figures['tpot']['count']})",
+        f"{points('itl')} ({figures['itl']['count']})",
         points("e2e"),
-        f"{found['lag']['p99'] * 1e3:.1f}",
-        f"{found['output_tokens_per_s']:.1f}",
-        f"{found['total_tokens_per_s']:.1f}",
-        f"{found['requests_per_s']:.2f}",
+        f"{figures['lag']['p99'] * 1e3:.1f}",
+        f"{figures['output_tokens_per_s']:.1f}",
+        f"{figures['total_tokens_per_s']:.1f}",
+        f"{figures['requests_per_s']:.2f}",
     ]
 
 
 def _interval_table(runs: Sequence[Run]) -> str:
     """Mean and t-interval of each figure over the repeats of each load."""
     names = list(dict.fromkeys(run.name for run in runs))
-    found = [intervals([run.figures for run in runs if run.name == name]) for name in names]
+    by_name = [intervals([run.figures for run in runs if run.name == name]) for name in names]
     rows = [
-        [_label(path), *(_interval(each.get(path), factor) for each in found)]
+        [_label(path), *(_interval(each.get(path), factor) for each in by_name)]
         for path, factor in SHOWN.items()
-        if any(path in each for each in found)
+        if any(path in each for each in by_name)
     ]
     head = f"Mean of the runs, and Student's t-interval at {CONFIDENCE:.0%}:"
     return f"{head}\n\n{table(['', *names], rows)}"
@@ -114,10 +114,10 @@ def _label(path: str) -> str:
     return {"prefix_hit_rate": "prefix hits %"}.get(path, path.replace("_per_s", "/s"))
 
 
-def _interval(found: tuple[float, float] | None, factor: float) -> str:
-    if found is None:
+def _interval(mean: tuple[float, float] | None, factor: float) -> str:
+    if mean is None:
         return "-"
-    return f"{found[0] * factor:.2f} ± {found[1] * factor:.2f}"
+    return f"{mean[0] * factor:.2f} ± {mean[1] * factor:.2f}"
 
 
 def plot(runs: Sequence[Run], file: str) -> None:
@@ -125,9 +125,9 @@ def plot(runs: Sequence[Run], file: str) -> None:
     figure = figure_class()(figsize=(12, 3.6), layout="constrained")
     for axes, name in zip(figure.subplots(1, 3), OBJECTIVES):
         for run in runs:
-            found = sorted(getattr(each, name) * 1e3 for each in run.sent if each.status == OK)
-            shares = [(place + 1) / len(found) for place in range(len(found))]
-            axes.step(found, shares, where="post", label=f"{run.name}, run {run.repeat + 1}")
+            times = sorted(getattr(each, name) * 1e3 for each in run.sent if each.status == OK)
+            shares = [(place + 1) / len(times) for place in range(len(times))]
+            axes.step(times, shares, where="post", label=f"{run.name}, run {run.repeat + 1}")
         axes.set(xlabel=f"{name.upper()}, ms", ylabel="share of requests", ylim=(0, 1))
     axes.legend(fontsize=7)
     figure.savefig(file)

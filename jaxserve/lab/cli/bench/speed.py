@@ -155,5 +155,5 @@ def measure(
             done(str(point))
         compiled = compiled if turn else runner.compiles
     return [
-        Speed(point, tuple(found)) for point, found in rates.items()
+        Speed(point, tuple(measured)) for point, measured in rates.items()
     ], runner.compiles - compiled

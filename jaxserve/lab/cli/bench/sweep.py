@@ -67,8 +67,8 @@ def run_points(points: Sequence[Point], axes: Sequence[str], values: Mapping[str
         check_writable(flag, values[flag])
     if values["html"]:
         _check_libraries()
-    known = {row["key"] for row in read(out)}
-    new = sum(key_of(point, runner) not in known for point in points)
+    keys = {row["key"] for row in read(out)}
+    new = sum(key_of(point, runner) not in keys for point in points)
     print(f"{len(points)} points, {len(points) - new} of them in {out}", file=sys.stderr)
     with progress_bar("sweep", len(points), sys.stderr.isatty()) as step:
         rows = sweep(points, runner, out, step)
@@ -85,8 +85,8 @@ def shown(rows: Sequence[Row], axes: Sequence[str]) -> str:
     lines = []
     reasons = []
     for row in rows:
-        given = {**row["load"], **row["settings"]}
-        name = " ".join(f"{axis}={given[axis]}" for axis in axes if axis in given) or "-"
+        settings = {**row["load"], **row["settings"]}
+        name = " ".join(f"{axis}={settings[axis]}" for axis in axes if axis in settings) or "-"
         if row["reason"]:
             reasons.append(f"{name}: {row['reason']}")
         for source in ("live", "simulated"):
