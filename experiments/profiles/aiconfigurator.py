@@ -20,7 +20,11 @@ NCCL = {"a100": "2.27.3", "h100": "2.29.2", "h200": "2.29.2"}
 
 def file(device: str, engine: str, table: str) -> str:
     """Name of a table, as in the folder of the device."""
-    group = "gemm" if table == "gemm" else "attention" if "attention" in table else "comm"
+    group = "comm"
+    if table == "gemm":
+        group = "gemm"
+    elif "attention" in table:
+        group = "attention"
     version = ENGINES[device][engine]
     return f"{group}__{engine}__{version}__{table}_perf"
 

@@ -179,12 +179,12 @@ def make(shape: Shape, rng: np.random.Generator) -> cases.Case:
     empty; the first fills its table."""
 
     def span(row: int) -> tuple[int, int]:
-        length = (
-            0 if row == shape.R - 1 > 0 else int(rng.integers(1, shape.T + 1)) if row else shape.T
-        )
-        return length, shape.W * shape.C if row == 0 else int(
-            rng.integers(length, shape.W * shape.C + 1)
-        )
+        if row == 0:
+            return shape.T, shape.W * shape.C
+        length = 0
+        if row < shape.R - 1:
+            length = int(rng.integers(1, shape.T + 1))
+        return length, int(rng.integers(length, shape.W * shape.C + 1))
 
     return cases.draw(shape, rng, span, lambda row: row == 0 or rng.random() < 0.9, shape.first)
 

@@ -289,12 +289,12 @@ def _compile(replica: Replica, chunks: Iterable[int], batches: Iterable[int]) ->
 def _pace(run: Run, once: float) -> Pace:
     """Returns the pace of what takes `once` seconds: as many rounds as a third of the time left
     allows; a launch that is long is a round."""
-    least = 1 if run.rehearse or once > 0.3 else 2
-    rounds = int(
-        np.clip(
-            run.left / 3 / max(least * once, 1e-9), 1, 2 if run.rehearse else 3 if once > 0.3 else 5
-        )
-    )
+    least, most = 2, 5
+    if once > 0.3:
+        least, most = 1, 3
+    if run.rehearse:
+        least, most = 1, 2
+    rounds = int(np.clip(run.left / 3 / max(least * once, 1e-9), 1, most))
     return Pace(rounds, 0.1 if once < 0.1 else 0.0, least)
 
 
