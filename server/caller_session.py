@@ -58,10 +58,7 @@ class CallerSession:
     """
 
     def __init__(
-        self,
-        served: Served,
-        commands: Iterator[pb.Command],
-        context: grpc.ServicerContext,
+        self, served: Served, commands: Iterator[pb.Command], context: grpc.ServicerContext
     ):
         self._served = served
         self._replica = served.replica

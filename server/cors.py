@@ -10,13 +10,7 @@ from jaxserve.server.generation.load_report import LOAD_HEADER
 from jaxserve.server.generation.unknown_fields import HEADER as IGNORED_HEADER
 from jaxserve.settings.schema import ServerConfig
 
-EXPOSED_HEADERS = (
-    "retry-after",
-    "x-request-id",
-    IGNORED_HEADER,
-    LOAD_HEADER,
-    REJECT_REASON_HEADER,
-)
+EXPOSED_HEADERS = ("retry-after", "x-request-id", IGNORED_HEADER, LOAD_HEADER, REJECT_REASON_HEADER)
 
 
 def with_cors(app: ASGIApp, config: ServerConfig) -> ASGIApp:

@@ -24,10 +24,7 @@ from jaxserve.server import replica_pb2_grpc as rpc
 from jaxserve.server.block_service import MAX_STREAMS, BlockService
 from jaxserve.server.caller_session import CallerSession, Served
 from jaxserve.server.replica_auth import ReplicaProof, handshake_time
-from jaxserve.server.replica_messages import (
-    info_text,
-    load_message,
-)
+from jaxserve.server.replica_messages import info_text, load_message
 from jaxserve.settings.schema import ConfigError
 from jaxserve.store.peers import OffersBlocks
 from jaxserve.text.structured_output import Guides
@@ -151,10 +148,7 @@ class ReplicaService(rpc.ReplicaServicer):
             log.info("the session of the conductor at %s has ended", context.peer())
 
     def _handshake(
-        self,
-        replica: Replica,
-        commands: Iterator[pb.Command],
-        context: grpc.ServicerContext,
+        self, replica: Replica, commands: Iterator[pb.Command], context: grpc.ServicerContext
     ) -> Iterator[pb.Report]:
         proof = ReplicaProof(self._secret)
         hello = next(commands, pb.Command()).hello

@@ -15,12 +15,7 @@ from typing import Any
 
 from jaxserve.cli.conductor import COMMAND as CONDUCTOR
 from jaxserve.cli.conductor import SETTINGS
-from jaxserve.cli.engine_flags import (
-    SERVER,
-    engine_config,
-    engine_groups,
-    server_config,
-)
+from jaxserve.cli.engine_flags import SERVER, engine_config, engine_groups, server_config
 from jaxserve.cli.own_server import flag
 from jaxserve.group.channel import lasting_ports
 from jaxserve.group.cluster import ProcessSet, Task

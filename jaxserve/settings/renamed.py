@@ -70,7 +70,7 @@ FLAGS: Mapping[str, str] = {  # old name -> name
 }
 VALUES: Mapping[str, Mapping[str, str]] = {  # setting -> old value -> value
     # the papers' LRS is the least relative slack, --policy=slack
-    "policy": {"lrs": "llf"},
+    "policy": {"lrs": "llf"}
 }
 
 

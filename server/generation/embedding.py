@@ -87,10 +87,7 @@ class Embedding:
         return self.body.model or self.frontend.info.served_name
 
     async def respond(
-        self,
-        inputs: Sequence[Input],
-        content: Callable[[list[Finished]], JsonObject],
-        large: bool,
+        self, inputs: Sequence[Input], content: Callable[[list[Finished]], JsonObject], large: bool
     ) -> Response:
         """Embeds all inputs; returns the response whose content is made of their ends. large:
         whether it is made and written in a thread. Errors: RequestError, which names the input at

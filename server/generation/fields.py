@@ -111,9 +111,7 @@ class FirstFault(FailFast):
 
 _MESSAGE = {"type": "object", "properties": {"role": {"type": "string"}}, "required": ["role"]}
 Messages = Annotated[
-    list[dict[str, Any]],
-    FirstFault(),
-    Field(json_schema_extra={"minItems": 1, "items": _MESSAGE}),
+    list[dict[str, Any]], FirstFault(), Field(json_schema_extra={"minItems": 1, "items": _MESSAGE})
 ]
 
 

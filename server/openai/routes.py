@@ -15,11 +15,7 @@ from jaxserve.server.generation.routing import json_response, open_router, token
 from jaxserve.server.generation.unknown_fields import UnknownFields
 from jaxserve.server.json_body import JsonObject, dump_in_thread_if
 from jaxserve.server.openai.chat import ChatWriter
-from jaxserve.server.openai.completions import (
-    CompletionRequest,
-    CompletionWriter,
-    completion_calls,
-)
+from jaxserve.server.openai.completions import CompletionRequest, CompletionWriter, completion_calls
 from jaxserve.server.openai.embeddings import EmbeddingsRequest, respond_with_embeddings
 from jaxserve.server.openai.responses.routes import add_responses_routes
 
