@@ -14,13 +14,6 @@ from tests.server.keyed import TWO, bearer, sha
 from tests.waiting import eventually
 
 
-@pytest.fixture(scope="module")
-def asked(common):
-    """Posts to a server that the tests of this file share."""
-    with httpx.Client(base_url=common.server.url, timeout=10) as client:
-        yield client
-
-
 def unit(text: str | list[int]) -> np.ndarray:
     vector = embedding(list(text.encode()) if isinstance(text, str) else text)
     return vector / np.linalg.norm(vector)

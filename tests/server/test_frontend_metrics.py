@@ -24,7 +24,7 @@ def samples(*registries) -> dict[tuple[str, ...], float]:
     }
 
 
-def test_answers_are_counted_by_protocol_and_status():
+def test_statuses_that_no_protocol_has_are_counted_as_one():
     front = FrontendMetrics()
     for protocol, status in (
         ("http", 200),

@@ -13,63 +13,43 @@ TEXT = {"prompt": "abc", "max_tokens": 3}
 ROUTES = {"/v1/completions": TEXT, "/v1/chat/completions": CHAT}
 
 
-@pytest.fixture(scope="module")
-def client(common):
-    with httpx.Client(base_url=common.server.url, timeout=10) as client:
-        yield client
-
-
-@pytest.fixture
-def start(serve):
-    """Starts a server of its own settings, and gives a client of it."""
-    clients = []
-
-    def connect(**config) -> httpx.Client:
-        clients.append(httpx.Client(base_url=serve(**config).server.url, timeout=10))
-        return clients[-1]
-
-    yield connect
-    for one in clients:
-        one.close()
-
-
 # --- rendering
 
 
-def test_completions_are_rendered_to_the_ids_that_the_model_gets(client):
+def test_completions_are_rendered_to_the_ids_that_the_model_gets(asked):
     body = {"prompt": ["abc", "de"], "max_tokens": 3}
-    rendered = client.post("/v1/completions/render", json=body).json()
+    rendered = asked.post("/v1/completions/render", json=body).json()
     assert rendered == [{"token_ids": [97, 98, 99]}, {"token_ids": [100, 101]}]
-    given = client.post("/v1/completions/render", json={"prompt": [1, 2]}).json()
+    given = asked.post("/v1/completions/render", json={"prompt": [1, 2]}).json()
     assert given == [{"token_ids": [1, 2]}]
 
 
-def test_chats_are_rendered_by_the_template(client):
-    rendered = client.post("/v1/chat/completions/render", json=CHAT).json()
+def test_chats_are_rendered_by_the_template(asked):
+    rendered = asked.post("/v1/chat/completions/render", json=CHAT).json()
     assert bytes(rendered["token_ids"]).decode() == "<user>hi"
-    whole = client.post("/v1/chat/completions", json=CHAT).json()
+    whole = asked.post("/v1/chat/completions", json=CHAT).json()
     assert whole["usage"]["prompt_tokens"] == len(rendered["token_ids"])
 
 
 @pytest.mark.parametrize("path", ROUTES)
-def test_rendering_refuses_what_generating_refuses(client, path):
+def test_rendering_refuses_what_generating_refuses(asked, path):
     for wrong in ({"model": "other"}, {"temperature": -1}, {"n": 0}):
         body = {**ROUTES[path], **wrong}
-        rendered = client.post(f"{path}/render", json=body)
-        generated = client.post(path, json=body)
+        rendered = asked.post(f"{path}/render", json=body)
+        generated = asked.post(path, json=body)
         assert rendered.status_code == generated.status_code >= 400
         assert rendered.json()["error"]["param"] == generated.json()["error"]["param"]
 
 
 @pytest.mark.parametrize("path", ROUTES)
-def test_rendering_tells_of_unknown_fields_as_generating_does(client, path):
+def test_rendering_tells_of_unknown_fields_as_generating_does(asked, path):
     body = {**ROUTES[path], "unheard_of": 1}
-    for answer in (client.post(f"{path}/render", json=body), client.post(path, json=body)):
+    for answer in (asked.post(f"{path}/render", json=body), asked.post(path, json=body)):
         assert (answer.status_code, answer.headers["x-jaxserve-ignored"]) == (200, "unheard_of")
 
 
-def test_a_long_prompt_is_rendered_whole(client):
-    rendered = client.post("/v1/completions/render", json={"prompt": "x" * 3000}).json()
+def test_a_long_prompt_is_rendered_whole(asked):
+    rendered = asked.post("/v1/completions/render", json={"prompt": "x" * 3000}).json()
     assert rendered == [{"token_ids": [120] * 3000}]
 
 
@@ -81,8 +61,8 @@ def families(client: httpx.Client, query: str = "") -> dict:
     return {family.name: family for family in parse(text)}
 
 
-def test_metrics_have_vllm_s_names_too_where_that_is_asked_for(start):
-    found = families(start(metrics_aliases="vllm"))
+def test_metrics_have_vllm_s_names_too_where_that_is_asked_for(http):
+    found = families(http(metrics_aliases="vllm"))
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
         (ours,) = found[f"jaxserve:{name}"].samples
         (alias,) = found[f"vllm:{name}"].samples
@@ -94,49 +74,49 @@ def test_metrics_have_vllm_s_names_too_where_that_is_asked_for(start):
     )
 
 
-def test_aliases_can_be_selected_by_name(start):
-    found = families(start(metrics_aliases="vllm"), "?name[]=vllm:num_requests_waiting")
+def test_aliases_can_be_selected_by_name(http):
+    found = families(http(metrics_aliases="vllm"), "?name[]=vllm:num_requests_waiting")
     assert set(found) == {"vllm:num_requests_waiting"}
 
 
-def test_a_picker_finds_block_size_and_number_of_blocks(start):
+def test_a_picker_finds_block_size_and_number_of_blocks(http):
     engine = FakeReplica()
     engine.metrics.configured(block_size=16, num_gpu_blocks=10)
-    found = families(start(engine=engine, metrics_aliases="vllm"))
+    found = families(http(engine=engine, metrics_aliases="vllm"))
     for name in ("jaxserve", "vllm"):
         (sample,) = found[f"{name}:cache_config_info"].samples
         assert (sample.labels["block_size"], sample.labels["num_gpu_blocks"]) == ("16", "10")
 
 
-def test_without_the_flag_there_are_no_aliases(client):
-    assert not [name for name in families(client) if name.startswith("vllm:")]
+def test_without_the_flag_there_are_no_aliases(asked):
+    assert not [name for name in families(asked) if name.startswith("vllm:")]
 
 
 # --- KV transfers
 
 
 @pytest.mark.parametrize("path", ROUTES)
-def test_parameters_that_ask_for_nothing_are_answered_with_null(client, path):
+def test_parameters_that_ask_for_nothing_are_answered_with_null(asked, path):
     params = {"do_remote_decode": False, "do_remote_prefill": False, "remote_block_ids": None}
-    answer = client.post(path, json={**ROUTES[path], "kv_transfer_params": params})
+    answer = asked.post(path, json={**ROUTES[path], "kv_transfer_params": params})
     assert answer.status_code == 200 and answer.json()["kv_transfer_params"] is None
-    assert "kv_transfer_params" not in client.post(path, json=ROUTES[path]).json()
+    assert "kv_transfer_params" not in asked.post(path, json=ROUTES[path]).json()
 
 
 @pytest.mark.parametrize("path", ROUTES)
 @pytest.mark.parametrize("name", ["do_remote_decode", "do_remote_prefill"])
-def test_a_leg_that_this_replica_cannot_serve_is_refused_by_name(client, path, name):
+def test_a_leg_that_this_replica_cannot_serve_is_refused_by_name(asked, path, name):
     body = {**ROUTES[path], "kv_transfer_params": {name: True}}
-    answer = client.post(path, json=body)
+    answer = asked.post(path, json=body)
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["param"] == f"kv_transfer_params.{name}"
     assert "not supported by this replica" in error["message"]
 
 
 @pytest.mark.parametrize("path", ROUTES)
-def test_parameters_have_a_limit(client, path):
+def test_parameters_have_a_limit(asked, path):
     body = {**ROUTES[path], "kv_transfer_params": {"x": "y" * 70_000}}
-    answer = client.post(path, json=body)
+    answer = asked.post(path, json=body)
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["param"] == "kv_transfer_params"
     assert "the limit is 65536" in error["message"]
