@@ -34,7 +34,7 @@ def setup(format: str, level: str) -> None:
     """Logs to stderr from now on. format: text or json. level: debug, info, warning or error, for
     jaxserve's loggers; libraries log warnings at least."""
     handler = _Stderr()
-    handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter())
+    handler.setFormatter({"json": JsonFormatter, "text": TextFormatter}[format]())
     root = logging.getLogger()
     root.handlers = [
         other for other in root.handlers if type(other) not in (logging.StreamHandler, _Stderr)

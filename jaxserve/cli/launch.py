@@ -127,11 +127,13 @@ def members_of(values: dict[str, Any], place: Place) -> list[Member]:
         "tls_cert": values["tls_cert"],
         "tls_key": values["tls_key"],
     }
-    leaders = [Member(LEADER, **common)] if place.index == 0 else []
-    return leaders + [
+    workers = [
         Member(place.index * each + number, local=place.local * each + number, **common)
         for number in range(each)
     ]
+    if place.index > 0:
+        return workers
+    return [Member(LEADER, **common), *workers]
 
 
 @contextlib.contextmanager

@@ -155,11 +155,10 @@ def _named(arguments: list[str]) -> tuple[str, list[str]]:
 
 def _page(arguments: list[str]) -> int:
     name = " ".join(arguments)
-    print(
-        help_of(f"jaxserve {name}", COMMANDS[name][1], load(name))
-        if name in COMMANDS
-        else overview()
-    )
+    if name in COMMANDS:
+        print(help_of(f"jaxserve {name}", COMMANDS[name][1], load(name)))
+    else:
+        print(overview())
     return 0
 
 
