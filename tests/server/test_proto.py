@@ -5,9 +5,11 @@ import grpc
 import pytest
 
 from jaxserve.api.errors import RequestError
+from jaxserve.api.request import RequestOptions
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server import jaxserve_pb2_grpc as rpc
+from jaxserve.server import replica_pb2
 from jaxserve.server.grpc.proto import guided_message, guided_of, sampling_message, sampling_of
 from jaxserve.text.structured_output import KINDS, Guided
 
@@ -40,6 +42,14 @@ def test_the_wire_has_every_sampling_field_and_knows_which_are_set():
     fields = pb.SamplingParams.DESCRIPTOR.fields_by_name
     assert set(fields) == set(SamplingParams.__dataclass_fields__)
     assert all(f.has_presence or f.is_repeated for f in fields.values())
+
+
+def test_the_wire_has_every_option_of_a_request():
+    names = RequestOptions().options().keys() - {"slo"}
+    assert names <= set(replica_pb2.Submit.DESCRIPTOR.fields_by_name)
+    users = set(pb.KvOptions.DESCRIPTOR.fields_by_name) | set(pb.Slo.DESCRIPTOR.fields_by_name)
+    assert names - {"embed"} <= users
+    assert set(pb.KvOptions.DESCRIPTOR.fields_by_name) <= names
 
 
 @pytest.mark.parametrize(
