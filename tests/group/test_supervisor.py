@@ -282,13 +282,15 @@ def test_pauses_between_starts_that_fail_grow(group):
         MAX_FAILURES=3,
     )
     assert running.code() == LOST
-    pauses = [line.partition(" in ")[2] for line in running.said.splitlines() if " anew" in line]
+    pauses = [
+        line.partition(" in ")[2] for line in running.said.splitlines() if "restarting" in line
+    ]
     assert pauses == ["1 s", "1.5 s"]
 
 
 def test_a_signal_ends_the_pause_before_a_start(group):
     running = group(orders={"leader.state": "waiting", "worker0.fails": "1"}, MAX_PAUSE_SECONDS=30)
-    eventually(lambda: "anew in 4 s" in running.said, SOON)
+    eventually(lambda: " in 4 s" in running.said, SOON)
     began = time.monotonic()
     running.process.send_signal(signal.SIGTERM)
     assert running.code() == 0 and time.monotonic() - began < 3.5
@@ -296,7 +298,7 @@ def test_a_signal_ends_the_pause_before_a_start(group):
 
 def test_a_leader_that_ends_during_the_pause_ends_the_group(group):
     running = group(orders={"leader.state": "waiting", "worker0.fails": "1"}, MAX_PAUSE_SECONDS=30)
-    eventually(lambda: "anew in 2 s" in running.said, SOON)
+    eventually(lambda: " in 2 s" in running.said, SOON)
     starts = len(running.pids("worker0"))
     running.order("leader", "exit", "6")
     assert running.code() == 6 and len(running.pids("worker0")) == starts
