@@ -78,7 +78,7 @@ def test_a_replica_is_listed_again_after_etcd_was_gone(gateway, forgets, caplog)
     registration = Registration(url, "a:1")
     eventually(lambda: listed(url) == ["a:1"])
     gateway.stop()
-    eventually(lambda: "cannot be told" in caplog.text)
+    eventually(lambda: "cannot be registered" in caplog.text)
     if forgets:
         gateway.forget()
     gateway.start()
