@@ -1,5 +1,5 @@
-"""Where time comes from. Only the two loops, live and simulated, hold a clock; everything else gets
-`now` as an argument, in seconds."""
+"""Clocks, the source of time. Only the two loops, live and simulated, hold a clock; everything else
+gets `now` as an argument, in seconds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class WallClock:
 
 
 class VirtualClock:
-    """Time that stands still until it is told to go on."""
+    """A clock that stands still until `advance` moves it."""
 
     def __init__(self, start: float = 0.0):
         self._now = start

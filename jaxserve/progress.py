@@ -18,8 +18,8 @@ log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def progress_bar(name: str, total: int | None, show: bool) -> Iterator[Callable[[str], None]]:
-    """A bar; calling what it gives moves it on by one, with the name of what is done. total: None
-    where nobody knows. show: False for lines of the log in its place."""
+    """Yields a function that moves a bar on by one, with the name of what is done. total: None if
+    it is unknown. show: False for lines of the log in its place."""
     if not show:
         yield _log_lines(name, total)
         return
@@ -37,7 +37,7 @@ def progress_bar(name: str, total: int | None, show: bool) -> Iterator[Callable[
 
 @contextlib.contextmanager
 def terminal_bar(name: str, total: int | None) -> Iterator[Callable[[str], None]]:
-    """The same bar on a terminal; nothing elsewhere, for commands whose output is a table."""
+    """Shows a bar on a terminal and nothing elsewhere, for commands whose output is a table."""
     if not sys.stderr.isatty():
         yield lambda name: None
         return
@@ -68,7 +68,7 @@ def _log_lines(name: str, total: int | None) -> Callable[[str], None]:
 
 
 def _left(count: int, total: int | None, seconds: float) -> str:
-    """Of how many, and for how long the others will take."""
+    """Describes the total, and how long the remaining steps will take."""
     if total is None:
         return ""
     return f" of {total}, about {seconds / count * (total - count):.0f} s left"

@@ -1,5 +1,5 @@
-"""What tests of several rooms share: how the suite is compiled and spread over processes, and the
-real model in its forms with what it must say."""
+"""Fixtures and hooks of the whole suite: how it is compiled and spread over processes, and the real
+model in its forms with what it must say."""
 
 import contextlib
 import ctypes
@@ -59,7 +59,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """What a test printed goes from process to process, also where it is no UTF-8."""
+    """Passes what a test printed from process to process, also where it is no UTF-8."""
     report = yield
     report.sections = [
         (name, text.encode("utf-8", "backslashreplace").decode()) for name, text in report.sections
@@ -138,7 +138,7 @@ def smollm2_gguf() -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2_folder(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same model as a Hugging Face folder: f32 safetensors, config.json, tokenizer.json."""
+    """The real model as a Hugging Face folder: f32 safetensors, config.json, tokenizer.json."""
     from safetensors.numpy import save_file
 
     from jaxserve import weights
@@ -157,7 +157,7 @@ def smollm2_folder(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture(scope="session")
 def golden_first_layers(golden: dict) -> dict:
-    """As `golden`, of the model's first layers: see `smollm2_first_layers`."""
+    """Golden cases of the model's first layers: see `smollm2_first_layers`."""
     found = json.loads((HERE / "golden" / "smollm2_135m_first5_f32.json").read_text())
     asked = [case for case in golden["cases"] if len(case["prompt_ids"]) <= 2000]
     assert [len(case["prompt_ids"]) for case in asked] == [

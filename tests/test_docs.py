@@ -1,5 +1,5 @@
-"""What the documents name exists: files behind links, headings, classes and functions, paths in
-backticks, modules after `python -m`."""
+"""Everything that the documents name exists: files behind links, headings, classes and functions,
+paths in backticks, modules after `python -m`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def anchors(path: Path) -> set[str]:
 
 @functools.cache
 def names_in(path: Path) -> set[str]:
-    """What a module defines: functions, classes, constants, and members as Class.member."""
+    """Names that a module defines: functions, classes, constants, and members as Class.member."""
 
     def defined(body: list[ast.stmt]) -> Iterator[str]:
         for node in body:
@@ -54,7 +54,7 @@ def names_in(path: Path) -> set[str]:
 
 
 def faults(document: Path) -> Iterator[str]:
-    """What a document names and is not there."""
+    """Names in a document of what does not exist."""
     text = prose(document)
     for label, link in LINK.findall(text):
         if "://" in link:

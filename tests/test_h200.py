@@ -43,7 +43,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def rehearsed(folder: Path, *flags: str) -> dict:
-    """What a rehearsal on a machine with few modules writes."""
+    """Returns what a rehearsal on a machine with few modules writes."""
     (folder / "sitecustomize.py").write_text(BARE.format(names=LACKS))
     command = [
         sys.executable,

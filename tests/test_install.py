@@ -1,4 +1,4 @@
-"""What the README and the docs say to install is enough for the commands that they show: every
+"""The extras that the README and the docs name are enough for the commands that they show: every
 extra, in an environment of its own, as a stranger would make it."""
 
 from __future__ import annotations

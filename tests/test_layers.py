@@ -241,14 +241,14 @@ UNSAFE_NAMES = {"eval", "exec", "compile", "__import__"}
 
 
 def unsafe_yaml(name: str) -> bool:
-    """Whether a member of yaml may make objects of a file's choosing."""
+    """True if a member of yaml may make objects of a file's choosing."""
     return (
         name.startswith("yaml.") and name not in SAFE_YAML and not name.endswith(("Event", "Node"))
     )
 
 
 def faults(module: Module) -> Iterator[str]:
-    """What could turn data into running code."""
+    """Places that could turn data into running code."""
     yield from (
         f"imports {name}" for name in module.imports if name.split(".")[0] in UNSAFE_MODULES
     )

@@ -84,7 +84,7 @@ def test_late_prompts_make_way_under_slack_and_go_first_under_relative_slack():
 
 
 def late(need: float) -> np.ndarray:
-    """Keys of a request that needs so many times its 10 seconds, and of one that has just come and
+    """Keys of a request that needs `need` times its 10 seconds, and of one that has just come and
     can be in time."""
     return slack(5.0, np.array([0.0, 5.0]), np.array([10.0, 6.0]), np.array([10 * need - 5, 0.9]))
 

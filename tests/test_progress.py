@@ -13,7 +13,7 @@ def clock(monkeypatch):
 
 
 def lines(caplog, clock, total, seconds):
-    """What is logged while steps end that take so many seconds each."""
+    """Returns the lines logged while steps end that take `seconds` each."""
     caplog.set_level(logging.INFO, "jaxserve")
     with progress.progress_bar("compiling programs", total, show=False) as step:
         for each in seconds:

@@ -16,8 +16,8 @@ def eventually(condition, seconds: float = 60.0) -> None:
 
 
 def tried(times: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Runs a test of what is measured in seconds up to so many times, as others may have the cores
-    meanwhile: once is to pass."""
+    """Runs a test that measures seconds up to `times` times, since others may have the cores
+    meanwhile: it must pass once."""
 
     def wrapper(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)

@@ -159,13 +159,14 @@ def folder() -> Path:
 
 
 def working_folder() -> Path:
-    """Where a process that compiles must run: Mosaic looks for libdevice there."""
+    """Returns the folder in which a process that compiles must run: Mosaic looks for libdevice in
+    it."""
     (libdevice,) = folder().glob("**/libdevice.10.bc")
     return libdevice.parent
 
 
 def topology(hosts: int, devices: int) -> list[Any]:
-    """H200s that are not there: so many `devices` on each of so many hosts. In a process with
+    """Describes absent H200s: a number of `devices` on each host. Needs the variables of
     `environment`."""
     described = topologies.get_topology_desc(
         "h200", "cuda", topology=f"1x{hosts}x{devices}", target_config=TARGET.read_text()
@@ -174,7 +175,7 @@ def topology(hosts: int, devices: int) -> list[Any]:
 
 
 def lacking() -> str | None:
-    """Why programs cannot be compiled here, and what to do; None if they can."""
+    """Returns why programs cannot be compiled here, and what to do; None if they can."""
     return (
         None
         if folder().is_dir()

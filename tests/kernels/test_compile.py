@@ -255,7 +255,7 @@ def test_a_pool_of_several_lanes_is_written_in_place():
 @pytest.mark.parametrize("exchange, hidden", [("pass_q", 3), ("pass_kv", 2)])
 def test_hops_around_a_ring_run_beside_attention(exchange, hidden):
     """Four lanes of 256 tokens each: in the order in which the program runs, attention is between
-    start and end of so many of three."""
+    start and end of `hidden` of three."""
     shape = AttendCase(1, 1, 8, 4, 128, 64, 256)
     pages = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), shape.pool)
     kv = array((256, 8, 2, 128), "bfloat16")
@@ -445,7 +445,7 @@ def test_a_plain_start_of_llama_3_8b_on_an_h200_runs_on_the_kernels_with_room_fo
 
 
 def mosaic_supports(plan: StagePlan) -> bool:
-    """Whether the kernel takes this replica's pages; an error says why not."""
+    """True if the kernel takes this replica's pages; an error says why not."""
     pages = plan.pool().kv
     mosaic.check(jax.ShapeDtypeStruct(pages.shape[1:], pages.dtype))
     return True

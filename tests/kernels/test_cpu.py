@@ -1,5 +1,5 @@
 """The kernels for CPUs: all types that they have, products with few rows and many, the choice of an
-instruction set, and what happens where there is none. That attention is dense attention in f32 is
+instruction set, and what happens without one. That attention is dense attention in f32 is
 in test_attend.py."""
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def test_a_chosen_instruction_set_is_taken_only_where_the_processor_has_it():
 @needs_kernels
 @pytest.mark.skipif(not shutil.which("objdump"), reason="no objdump")
 def test_the_library_for_avx2_has_no_wider_instructions():
-    """So that what is installed on one machine runs on one with fewer instructions."""
+    """An installation on one machine then runs on one with fewer instructions."""
     path = library.FOLDER / library_name("avx2")
     if not path.exists():
         pytest.skip("compiled for another architecture")
@@ -229,7 +229,7 @@ def test_the_library_for_avx2_has_no_wider_instructions():
 
 
 def in_process_of_its_own(choice: str, code: str, **environment: str) -> str:
-    """What a Python says that runs `code` with this choice of kernels."""
+    """Runs `code` with this choice of kernels; returns its output."""
     variables = {**os.environ, library.CHOICE: choice, **environment}
     run = subprocess.run(
         [sys.executable, "-c", code],

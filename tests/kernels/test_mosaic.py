@@ -76,9 +76,9 @@ SHAPES = [
 
 @pytest.mark.parametrize("shape, tiles", SHAPES, ids=str)
 def test_the_kernel_is_dense_attention(shape, tiles):
-    for seed in range(3):
-        for out in ("float32", "bfloat16"):  # rows less than a tile are stored otherwise
-            assert_means_dense(make_case(shape, seed), tiles, shape.window, out_dtype=out)
+    # rows less than a tile are stored otherwise in bfloat16
+    for seed, out in enumerate(("float32", "bfloat16", "bfloat16")):
+        assert_means_dense(make_case(shape, seed), tiles, shape.window, out_dtype=out)
 
 
 @pytest.mark.parametrize("shape, tiles", SHAPES[3:8], ids=str)
@@ -89,8 +89,8 @@ def test_blocks_that_all_queries_see_whole_lie_in_any_order(shape, tiles):
 
 @pytest.mark.parametrize("blocks", [1, 2, 5, 16, 60])
 def test_the_result_does_not_depend_on_how_many_blocks_share_the_work(blocks):
-    """With sixty blocks some have nothing to do, and each key tile of a query tile is a block's own
-    partial result."""
+    """Sixty blocks are more than there is work for: some have nothing to do, and each key tile of a
+    query tile is a block's own partial result."""
     for shape, tiles in (
         (Shape(5, H=64, W=24), SMALL),
         (Shape(64, H=64, G=2, K=1, C=32, W=9, R=2), TWO),
