@@ -44,9 +44,9 @@ class Peer:
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             text=True,
         )
-        assert self._answer() == "ready"
+        assert self.answer() == "ready"
 
-    def _answer(self):
+    def answer(self):
         for line in self.process.stdout:
             if line.startswith("@@"):
                 return json.loads(line[2:])
@@ -59,7 +59,7 @@ class Peer:
 
     def ask(self, what, **arguments):
         self.begin(what, **arguments)
-        return self._answer()
+        return self.answer()
 
     def lend(self, base, size, seconds=60.0):
         return Window.from_json(self.ask("lend", base=base, size=size, seconds=seconds))

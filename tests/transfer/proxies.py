@@ -22,7 +22,7 @@ class Proxy:
         self.window = dataclasses.replace(window, peer=f"127.0.0.1:{self._server.getsockname()[1]}")
         self.connections = 0
         self._harm = harm
-        self._ends = []
+        self.ends = []
         self._threads = []
         self._run(self._listen)
 
@@ -36,7 +36,7 @@ class Proxy:
             while True:
                 sender, _ = self._server.accept()
                 receiver = socket.create_connection(self._target)
-                self._ends += [sender, receiver]
+                self.ends += [sender, receiver]
                 number = self.connections
                 self.connections += 1
                 self._run(self._pass, sender, receiver, lambda d, p, n=number: self._harm(d, p, n))
@@ -55,7 +55,7 @@ class Proxy:
 
     def cut(self):
         """Cuts all connections that there are."""
-        self._cut(*self._ends)
+        self._cut(*self.ends)
 
     @staticmethod
     def _cut(*ends):
@@ -69,7 +69,7 @@ class Proxy:
         self.cut()
         for thread in self._threads:
             thread.join(10)
-        for end in self._ends:
+        for end in self.ends:
             end.close()
 
 

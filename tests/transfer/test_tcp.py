@@ -101,7 +101,7 @@ def test_nothing_is_written_after_the_end_by_a_sender_that_was_stopped(transfers
     lender.memory[:] = 0
     again = lender.lend(0, LONG, 60)
     peer.signal(signal.SIGCONT)
-    assert peer._answer() in (NO_WINDOW, LEASE_OVER, "")  # "": all was here before the end
+    assert peer.answer() in (NO_WINDOW, LEASE_OVER, "")  # "": all was here before the end
     assert not lender.memory.any()
     lender.end(again)
 
@@ -139,10 +139,10 @@ def test_a_window_that_was_not_lent_so_is_refused(transfers, change, refusal):
     lender.end(window)
 
 
-def test_an_offset_beyond_64_bits_of_window_is_no_way_around_the_limit(transfers):
+def test_an_offset_beyond_64_bits_of_window_is_no_way_around_the_limit(transfers, kind):
     lender = transfers(size=1 << 20)
     window = lender.lend(0, 1000, 60)
-    link = SendingLink(window.peer, SECRET, lender._sender._tls)
+    link = SendingLink(window.peer, SECRET, kind == "tls")
     answers = []
     until = time.monotonic() + SOON
     for offset in (2**64 - 1, 2**63, 1000, 995):
@@ -180,7 +180,7 @@ def test_a_replayed_frame_is_refused(transfers, between, kind):
         with contextlib.suppress(ConnectionError):
             while stranger.recv(1000):
                 pass
-    proxy._ends[1].sendall(said[HANDSHAKE_BYTES:] if kind == "tcp" else said[-1000:])  # on the same
+    proxy.ends[1].sendall(said[HANDSHAKE_BYTES:] if kind == "tcp" else said[-1000:])  # on the same
     eventually(lambda: lender.counts().refused == 1, SOON)
     assert over(writer, writer.write(proxy.window, 0, writer.memory[:1000], 10)) == NO_WINDOW
     assert not lender.memory.any()

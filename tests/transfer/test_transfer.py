@@ -251,7 +251,7 @@ def test_a_sender_that_is_killed_in_mid_transfer_leaves_the_receiver_well(transf
     time.sleep(0.2 if kind == "mooncake" else 0)  # what the dead one's host still sends
     window = receiver.lend(0, LONG, 60)
     assert again.ask("write", window=window.to_json(), size=LONG, seconds=30) == "begins"
-    assert again._answer() == ""
+    assert again.answer() == ""
     assert np.array_equal(receiver.memory[:LONG], noise(SIZE, 17)[:LONG])
     receiver.end(window)
 
