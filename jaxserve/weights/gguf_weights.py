@@ -5,34 +5,38 @@ from __future__ import annotations
 
 import re
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize
 
+from jaxserve.checkpoint.families import FAMILIES
 from jaxserve.checkpoint.gguf_file import GgufTensor, read_header
 from jaxserve.checkpoint.model_config import from_gguf
 from jaxserve.checkpoint.model_paths import CheckpointError, reason
 
 _ALL = slice(None)
-_MODEL_TENSORS = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-_LAYER_TENSORS = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
+# llama.cpp's names of tensors (in layers: after "blk.N.") -> parts of `weights.names`
+_PARTS = {
+    "token_embd.weight": "embed",
+    "output_norm.weight": "norm",
+    "output.weight": "head",
+    "attn_norm.weight": "attn_norm",
+    "ffn_norm.weight": "mlp_norm",
+    "attn_q.weight": "q",
+    "attn_k.weight": "k",
+    "attn_v.weight": "v",
+    "attn_q.bias": "q_bias",
+    "attn_k.bias": "k_bias",
+    "attn_v.bias": "v_bias",
+    "attn_q_norm.weight": "q_norm",
+    "attn_k_norm.weight": "k_norm",
+    "attn_output.weight": "o",
+    "ffn_gate.weight": "gate",
+    "ffn_up.weight": "up",
+    "ffn_down.weight": "down",
 }
 
 
@@ -46,11 +50,8 @@ class GgufFile:
         self._counting = threading.Lock()
         self.path = path
         self.tokenizer = path
-        self._places = {
-            gguf_to_hf(n): place for n, place in header.tensors.items() if n != "rope_freqs.weight"
-        }
         self._data = np.memmap(path, np.uint8, "r")
-        self._check_kinds()
+        self._check_kinds(header.tensors)
         factors = header.tensors.get("rope_freqs.weight")
         rope = None
         if factors is not None:
@@ -61,6 +62,11 @@ class GgufFile:
             )
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"{path}: {reason(error)}") from None
+        self._places = {
+            gguf_to_hf(n, self.config.family): place
+            for n, place in header.tensors.items()
+            if n != "rope_freqs.weight"
+        }
         # llama.cpp interleaves the RoPE pairs of q and k: rows i and i + H / 2 follow each other
         self._interleaved = header.fields["general.architecture"] == "llama"
 
@@ -109,9 +115,9 @@ class GgufFile:
             return np.zeros((bottom - top, right - left), np.float32)
         return dequantize(raw, place.kind)[:, left - begin * block : right - begin * block]
 
-    def _check_kinds(self) -> None:
+    def _check_kinds(self, tensors: Mapping[str, GgufTensor]) -> None:
         """Raises CheckpointError for types that the gguf library cannot dequantise."""
-        for name, place in self._places.items():
+        for name, place in tensors.items():
             size = GGML_QUANT_SIZES[place.kind][1]
             try:
                 dequantize(np.zeros((1, size), np.uint8), place.kind)
@@ -123,9 +129,11 @@ class GgufFile:
                 ) from None
 
 
-def gguf_to_hf(name: str) -> str:
-    """The Hugging Face name of a GGUF tensor; unknown names are returned as they are."""
-    layer = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
-    if layer and layer[2] in _LAYER_TENSORS:
-        return f"model.layers.{layer[1]}.{_LAYER_TENSORS[layer[2]]}.{layer[3]}"
-    return _MODEL_TENSORS.get(name, name)
+def gguf_to_hf(name: str, family: str) -> str:
+    """Returns the Hugging Face name of a GGUF tensor of a family; unknown names as they are."""
+    layer = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
+    part = _PARTS.get(layer[2] if layer else name)
+    for tensor, parts in FAMILIES[family].tensors.items():
+        if parts == (part,):
+            return tensor.format(layers=layer and layer[1])
+    return name
