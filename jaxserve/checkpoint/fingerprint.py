@@ -20,8 +20,8 @@ def fingerprint(path: Path) -> str:
         code.update(f"{file.suffix} {size} ".encode())
         last = max(0, size - PIECE)
         with open(file, "rb") as opened:
-            for at in sorted({last * sample // (SAMPLES - 1) for sample in range(SAMPLES)}):
-                opened.seek(at)
+            for offset in sorted({last * sample // (SAMPLES - 1) for sample in range(SAMPLES)}):
+                opened.seek(offset)
                 code.update(opened.read(PIECE))
     return code.hexdigest()
 
@@ -32,6 +32,6 @@ def _files(path: Path) -> list[Path]:
     files = [file for file in path.rglob("*") if file.is_file()]
     if not files:
         raise FileNotFoundError(f"{path}: no such file")
-    known = [file for file in files if file.suffix in WEIGHTS or file.name == "config.json"]
-    weights = [file for file in known if file.suffix in WEIGHTS]
-    return sorted(known if weights else files)  # a saved (orbax) folder: all of it
+    listed = [file for file in files if file.suffix in WEIGHTS or file.name == "config.json"]
+    weights = [file for file in listed if file.suffix in WEIGHTS]
+    return sorted(listed if weights else files)  # a saved (orbax) folder: all of it

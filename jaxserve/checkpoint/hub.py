@@ -140,7 +140,9 @@ def _cached_names() -> str:
         repositories = scan_cache_dir().repos
     except errors.CacheNotFound:
         repositories = frozenset()
-    names = sorted(found.repo_id for found in repositories if found.repo_type == "model")
+    names = sorted(
+        repository.repo_id for repository in repositories if repository.repo_type == "model"
+    )
     more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
     return f"which has {', '.join(names[:_MAX_NAMES]) or 'no models'}{more}"
 

@@ -29,13 +29,11 @@ def from_hf(config: dict, generation: dict | None = None, name: str = "") -> Mod
     fields = Fields(config)
     key = _family_of(config)
     family = FAMILIES[key]
-    specs: dict[str, Any] = {"norms": NormSpec(), **family.specs}
     layers = fields.count("num_hidden_layers", high=_MAX_LAYERS)
     heads = fields.count("num_attention_heads")
     max_len = fields.count("max_position_embeddings", family.max_len)
     rope = _hf_rope(config, family, max_len)
     d_model = fields.count("hidden_size")
-    eps = fields.number("rms_norm_eps", family.norm_eps)
     model = ModelConfig(
         name=name or str(config.get("_name_or_path") or family.architecture),
         family=key,
@@ -52,7 +50,7 @@ def from_hf(config: dict, generation: dict | None = None, name: str = "") -> Mod
         eos_ids=token_ids((generation or {}).get("eos_token_id"), config.get("eos_token_id")),
         bos_id=_first(config.get("bos_token_id")),
         stored=_stored(config),
-        **specs | {"norms": dataclasses.replace(specs["norms"], eps=eps)},
+        **_specs(family, fields.number("rms_norm_eps", family.norm_eps)),
     )
     for part in family.parts:
         model = part.read(fields, model)
@@ -102,28 +100,21 @@ def from_gguf(
     format stores Llama 3 scaling. Errors: CheckpointError that names the unsupported field.
     """
     arch = fields.get("general.architecture")
-    known = {family.gguf: key for key, family in FAMILIES.items() if family.gguf}
-    if arch not in known:
-        raise CheckpointError(f"GGUF architecture {arch!r} is not one of {', '.join(known)}")
+    families = {family.gguf: key for key, family in FAMILIES.items() if family.gguf}
+    if arch not in families:
+        raise CheckpointError(f"GGUF architecture {arch!r} is not one of {', '.join(families)}")
     read = Fields(fields, f"{arch}.")
     if read.count("expert_count", 0, low=0):
         raise CheckpointError(f"{arch}.expert_count: mixtures of experts are not supported")
     heads = read.count("attention.head_count")
     d_model = read.count("embedding_length")
-    head_dim = read.count("attention.key_length", d_model // heads)
-    for key in ("attention.value_length", "rope.dimension_count"):
-        if (other := read.count(key, head_dim)) != head_dim:
-            raise CheckpointError(
-                f"{arch}.{key}: {other} differs from the head size {head_dim}, "
-                "which is not supported"
-            )
+    head_dim = _gguf_head_dim(read, d_model // heads)
     max_len = read.count("context_length")
     ends = [fields.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
     window = read.count("attention.sliding_window", 0, low=0) or None
-    family = known[arch]
+    family = families[arch]
     if window and family == "llama":
         family = "mistral"
-    eps = read.number("attention.layer_norm_rms_epsilon", 1e-5)
     return _checked(
         ModelConfig(
             name=name or str(fields.get("general.name") or arch),
@@ -141,7 +132,7 @@ def from_gguf(
             tied=tied,
             eos_ids=token_ids(*ends),
             bos_id=_first(fields.get("tokenizer.ggml.bos_token_id")),
-            **FAMILIES[family].specs | {"norms": NormSpec(eps=eps)},
+            **_specs(FAMILIES[family], read.number("attention.layer_norm_rms_epsilon", 1e-5)),
         )
     )
 
@@ -151,13 +142,13 @@ def _family_of(config: dict) -> str:
     supported, or if the config asks for something that the decoder does not support."""
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
-    known = {family.architecture: key for key, family in FAMILIES.items()}
-    if name not in known:
+    families = {family.architecture: key for key, family in FAMILIES.items()}
+    if name not in families:
         raise CheckpointError(
             f"architecture {name!r} is not supported (auto_map is never run); "
-            f"these are: {', '.join(known)}"
+            f"these are: {', '.join(families)}"
         )
-    family = FAMILIES[known[name]]
+    family = FAMILIES[families[name]]
     wanted = {
         "hidden_act": family.specs.get("mlp", MlpSpec()).activation,
         "attention_bias": False,
@@ -170,7 +161,13 @@ def _family_of(config: dict) -> str:
             raise CheckpointError(
                 f"{key}: {config[key]!r} is not supported with {name}, only {value!r}"
             )
-    return known[name]
+    return families[name]
+
+
+def _specs(family: Family, eps: float) -> dict[str, Any]:
+    """Returns the specs of a family's models, with the epsilon of one."""
+    norms = family.specs.get("norms", NormSpec())
+    return family.specs | {"norms": dataclasses.replace(norms, eps=eps)}
 
 
 def _stored(config: dict) -> str:
@@ -184,21 +181,21 @@ def _stored(config: dict) -> str:
 def _hf_rope(config: dict, family: Family, max_len: int) -> Rope:
     """Reads RoPE from `rope_parameters` (transformers 5) or from `rope_theta`, `rope_scaling` and
     `partial_rotary_factor` (hubs)."""
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(given, dict) or any(isinstance(v, dict) for v in given.values()):
+    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(parameters, dict) or any(isinstance(v, dict) for v in parameters.values()):
         raise CheckpointError(
-            f"rope_parameters: {given!r} is not one set of parameters for all layers"
+            f"rope_parameters: {parameters!r} is not one set of parameters for all layers"
         )
     top = {
         key: config.get(key)
         for key in ("rope_theta", "original_max_position_embeddings", "partial_rotary_factor")
     }
-    fields = Fields({**top, **{k: v for k, v in given.items() if v is not None}})
+    fields = Fields({**top, **{k: v for k, v in parameters.items() if v is not None}})
     theta = fields.number("rope_theta", family.rope_theta)
     share = fields.number("partial_rotary_factor", _FULL)
     if share != _FULL and "partial_rotary_factor" not in family.allowed:
         raise CheckpointError(f"partial_rotary_factor: {share!r} is not supported")
-    kind = given.get("rope_type") or given.get("type") or "default"
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
     return Rope(theta, _hf_scaling(kind, fields, max_len), share)
 
 
@@ -259,6 +256,18 @@ def _served_len(max_len: int, scaling: RopeScaling | None) -> int:
     if scaling is None or scaling.kind != "yarn":
         return max_len
     return max(max_len, int(scaling.factor * scaling.original_max_len))
+
+
+def _gguf_head_dim(read: Fields, default: int) -> int:
+    """Reads the head size. Errors: CheckpointError if values or rotated dimensions have another."""
+    head_dim = read.count("attention.key_length", default)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if (other := read.count(key, head_dim)) != head_dim:
+            raise CheckpointError(
+                f"{read.prefix}{key}: {other} differs from the head size {head_dim}, "
+                "which is not supported"
+            )
+    return head_dim
 
 
 def _gguf_rope(

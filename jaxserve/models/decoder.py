@@ -170,9 +170,9 @@ class Stage(nnx.Module):
         """Looks up tokens [T] -> [T, D]. The vocabulary is split over tensor-parallel ranks."""
         rows = self.embed[...]
         mine = tokens - jax.lax.axis_index(TP) * len(rows)
-        here = (mine >= 0) & (mine < len(rows))
-        found = jnp.where(here[:, None], rows[jnp.where(here, mine, 0)], 0)
-        return _scaled(axis_sum(found, TP), self.multiplier)
+        is_local = (mine >= 0) & (mine < len(rows))
+        vectors = jnp.where(is_local[:, None], rows[jnp.where(is_local, mine, 0)], 0)
+        return _scaled(axis_sum(vectors, TP), self.multiplier)
 
 
 class Head(nnx.Module):
@@ -230,9 +230,9 @@ def run_layers(
     attention, as in `move_pages`; they do not depend on the hidden states, so the compiler may
     overlap them with the layers' matrix products (Tetris, section 4.1). Returns x and the pools.
     """
-    at = jnp.maximum(positions, 0)
+    clipped = jnp.maximum(positions, 0)
     cos_sin: dict[Rope | None, tuple[jax.Array, jax.Array]] = {
-        rope: rope_cos_sin(at, rope, model.head_dim, model.max_len)
+        rope: rope_cos_sin(clipped, rope, model.head_dim, model.max_len)
         for rope in dict.fromkeys(block.attention.rope for block in stage.layers)
         if rope is not None
     }

@@ -82,13 +82,13 @@ def check(checkpoint: Checkpoint | OrbaxFolder, config: ModelConfig) -> None:
     """
     if isinstance(checkpoint, OrbaxFolder):
         return
-    there = checkpoint.tensors()
+    stored = checkpoint.tensors()
     quantised = isinstance(checkpoint, GgufFile)
     wanted = tensors_of(replace(config, kv_heads=checkpoint.config.kv_heads))
-    both = [(name, *there[name], shape) for name, shape in wanted.items() if name in there]
+    both = [(name, *stored[name], shape) for name, shape in wanted.items() if name in stored]
     faults = {
-        "missing": [name for name in wanted if name not in there],
-        "unexpected": [name for name in there if name not in wanted and not ignored(name, config)],
+        "missing": [name for name in wanted if name not in stored],
+        "unexpected": [name for name in stored if name not in wanted and not ignored(name, config)],
         "misshaped": [
             f"{name} is {list(shape)}, should be {list(right)}"
             for name, shape, _, right in both

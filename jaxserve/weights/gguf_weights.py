@@ -86,8 +86,8 @@ class GgufFile:
             first, last, _ = rows.indices(place.shape[0])
             return self._blocks(place, 0, 1, first, last)[0]
         top, bottom, _ = rows.indices(place.shape[0])
-        left, right, _ = (columns or _ALL).indices(place.shape[1])
-        return self._blocks(place, top, bottom, left, right)
+        first, last, _ = (columns or _ALL).indices(place.shape[1])
+        return self._blocks(place, top, bottom, first, last)
 
     def _deinterleaved(self, place: GgufTensor, rows: slice, columns: slice | None) -> np.ndarray:
         """A slice with the rows of each head in Hugging Face order: even ones, then odd ones. Whole
@@ -96,9 +96,9 @@ class GgufFile:
         first, last, _ = rows.indices(place.shape[0])
         top = first // H * H
         bottom = -(-last // H) * H
-        found = self._slice(place, slice(top, bottom), columns)
-        found = found.reshape(-1, H // 2, 2, *found.shape[1:]).swapaxes(1, 2).reshape(found.shape)
-        return found[first - top : last - top]
+        heads = self._slice(place, slice(top, bottom), columns)
+        heads = heads.reshape(-1, H // 2, 2, *heads.shape[1:]).swapaxes(1, 2).reshape(heads.shape)
+        return heads[first - top : last - top]
 
     def _blocks(
         self, place: GgufTensor, top: int, bottom: int, left: int, right: int

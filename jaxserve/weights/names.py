@@ -153,20 +153,20 @@ def _norm(sources: Sources, index: Index) -> np.ndarray:
 def _embed(sources: Sources, index: Index) -> np.ndarray:
     """[padded vocabulary, D]: rows past the vocabulary are zero."""
     rows, columns = index
-    found = _vocabulary(sources, rows, columns)
-    padded = _empty((rows.stop - rows.start, found.shape[1]), sources.dtype)
-    padded[: len(found)] = found
-    padded[len(found) :] = 0
+    vectors = _vocabulary(sources, rows, columns)
+    padded = _empty((rows.stop - rows.start, vectors.shape[1]), sources.dtype)
+    padded[: len(vectors)] = vectors
+    padded[len(vectors) :] = 0
     return padded
 
 
 def _head(sources: Sources, index: Index) -> np.ndarray:
     """[D, padded vocabulary]: columns past the vocabulary are zero."""
     rows, columns = index
-    found = _vocabulary(sources, columns, rows)
-    padded = _empty((found.shape[1], columns.stop - columns.start), sources.dtype)
-    _transpose(found, padded[:, : len(found)])
-    padded[:, len(found) :] = 0
+    vectors = _vocabulary(sources, columns, rows)
+    padded = _empty((vectors.shape[1], columns.stop - columns.start), sources.dtype)
+    _transpose(vectors, padded[:, : len(vectors)])
+    padded[:, len(vectors) :] = 0
     return padded
 
 
@@ -230,9 +230,9 @@ def _o_proj(sources: Sources, index: Index) -> np.ndarray:
     kv = index[0]
     G = sources.model.heads // sources.model.kv_heads
     H = sources.model.head_dim
-    found = sources.read(sources.parts[0], index[3], slice(kv.start * G * H, kv.stop * G * H))
-    rows = _inputs_first(found, sources.dtype)
-    return rows.reshape(-1, G, H, len(found))[:, index[1], index[2]]
+    outputs = sources.read(sources.parts[0], index[3], slice(kv.start * G * H, kv.stop * G * H))
+    rows = _inputs_first(outputs, sources.dtype)
+    return rows.reshape(-1, G, H, len(outputs))[:, index[1], index[2]]
 
 
 def _gate_up(sources: Sources, index: Index) -> np.ndarray:

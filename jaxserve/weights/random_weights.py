@@ -41,18 +41,18 @@ class RandomWeights:
         if len(shape) == 1:
             return self._span(name, first, last)
         width = shape[1]
-        left, right, _ = (columns or _ALL).indices(width)
-        if (left, right) == (0, width):
+        begin, end, _ = (columns or _ALL).indices(width)
+        if (begin, end) == (0, width):
             return self._span(name, first * width, last * width).reshape(-1, width)
-        found = np.empty((last - first, right - left), np.float32)
+        values = np.empty((last - first, end - begin), np.float32)
         for i, row in enumerate(range(first, last)):
-            found[i] = self._span(name, row * width + left, row * width + right)
-        return found
+            values[i] = self._span(name, row * width + begin, row * width + end)
+        return values
 
     def _span(self, name: str, start: int, stop: int) -> np.ndarray:
         """Elements start to stop of a flattened tensor."""
         digest = int.from_bytes(name.encode(), "little") * 2_654_435_761
-        at = (digest + start) % self._LENGTH
-        wraps = stop - start > self._LENGTH - at
-        numbers = np.roll(self._numbers, -at) if wraps else self._numbers[at:]
+        offset = (digest + start) % self._LENGTH
+        wraps = stop - start > self._LENGTH - offset
+        numbers = np.roll(self._numbers, -offset) if wraps else self._numbers[offset:]
         return np.resize(numbers, stop - start)

@@ -68,15 +68,15 @@ class SafetensorsFolder:
     def read(self, name: str, rows: slice = _ALL, columns: slice | None = None) -> np.ndarray:
         """Reads a slice of a tensor: a view of the mapped file, in the stored dtype."""
         place = self._places[name]
-        found = (
+        values = (
             self._maps[place.file][place.start : place.stop]
             .view(FLOATS[place.dtype])
             .reshape(place.shape)
         )
-        found = found[rows] if columns is None else found[rows, columns]
+        values = values[rows] if columns is None else values[rows, columns]
         with self._counting:
-            self.bytes_read += found.nbytes
-        return found
+            self.bytes_read += values.nbytes
+        return values
 
 
 def read_json(path: Path) -> Any:
@@ -194,12 +194,12 @@ def safetensors_header(file: Path) -> dict[str, TensorPlace]:
 
 def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object as a dict. Errors: ValueError for a repeated key."""
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in entries:
             raise ValueError(f"{key!r} is given twice")
-        found[key] = value
-    return found
+        entries[key] = value
+    return entries
 
 
 def _begin(item: tuple[str, Any]) -> tuple[int, int]:
