@@ -3,6 +3,9 @@
 A page is known on the host by one number, `lane * per_lane + page on that lane`; the device knows
 it by its lane and its number there.
 
+A page is at any time exactly one of: free; held by sequences; cached, which is held by none, but
+published: its block is kept until the room is needed.
+
 A published block lies on one page or on several, on any lanes: copies, each of which has its key.
 The key is lost with the last of them.
 """
@@ -11,22 +14,11 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from enum import Enum
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
 from jaxserve.cache.block_events import BlockEvents, Medium
-
-PageNumbers = TypeVar("PageNumbers", int, np.ndarray)
-
-
-class PageState(Enum):
-    """State of a page."""
-
-    FREE = "free"  # what is on it is not needed
-    HELD = "held"  # by as many sequences as `PageAllocator.refs` says
-    CACHED = "cached"  # held by none, but its block is published: kept until the room is needed
 
 
 class PageCounts(NamedTuple):
@@ -64,18 +56,6 @@ class PageAllocator:
     def pages_of(self, lane: int) -> range:
         """Returns the numbers of a lane's pages."""
         return range(lane * self.per_lane, (lane + 1) * self.per_lane)
-
-    def locate(self, pages: PageNumbers) -> tuple[PageNumbers, PageNumbers]:
-        """Returns the lane of a page and its number on that lane, for one page or an array of
-        them."""
-        return divmod(pages, self.per_lane)
-
-    def state(self, page: int) -> PageState:
-        """Returns whether the page is free, held or cached."""
-        if self.refs[page]:
-            return PageState.HELD
-        lane, _ = self.locate(page)
-        return PageState.CACHED if page in self.cached[lane] else PageState.FREE
 
     def by_lane(self) -> list[PageCounts]:
         """Counts free, cached and held pages of each lane."""
@@ -118,7 +98,7 @@ class PageAllocator:
     def ref(self, pages: np.ndarray) -> None:
         """Adds a holder to each of these published pages [n], all different."""
         for page in pages[self.refs[pages] == 0].tolist():
-            lane, _ = self.locate(page)
+            lane = page // self.per_lane
             del self.cached[lane][page]
         self.refs[pages] += 1
 
@@ -128,7 +108,7 @@ class PageAllocator:
         deepest_first = np.asarray(pages, np.intp)[::-1]
         self.refs[deepest_first] -= 1
         for page in deepest_first[self.refs[deepest_first] == 0].tolist():
-            lane, _ = self.locate(page)
+            lane = page // self.per_lane
             if page in self.key_of:
                 self.cached[lane][page] = None
             else:
@@ -148,8 +128,7 @@ class PageAllocator:
                 self.key_of[target] = key
         self.generation[keyed] += 1
         self.refs[pages] -= 1
-        old_lane, _ = self.locate(pages[0])
-        self.free[old_lane] += reversed(pages)
+        self.free[pages[0] // self.per_lane] += reversed(pages)
         return new
 
     def publish(self, page: int, key: bytes) -> bool:
@@ -173,7 +152,7 @@ class PageAllocator:
         published = [page for page in pages if page in self.key_of]
         for copy in dict.fromkeys(copy for page in published for copy in self.copies(page)):
             self._lose_key(copy)
-            lane, _ = self.locate(copy)
+            lane = copy // self.per_lane
             if copy in self.cached[lane]:
                 del self.cached[lane][copy]
                 self.free[lane].append(copy)
@@ -225,20 +204,11 @@ class PageAllocator:
             self._check_lane(lane)
 
     def _check_lane(self, lane: int) -> None:
-        pages: dict[PageState, list[int]] = {state: [] for state in PageState}
-        for page in self.pages_of(lane):
-            pages[self.state(page)].append(page)
-        assert sorted(self.free[lane]) == pages[PageState.FREE], (
-            f"lane {lane}: the free list has {sorted(self.free[lane])}, "
-            f"neither held nor cached are {pages[PageState.FREE]}"
+        free = self.free[lane]
+        cached = self.cached[lane]
+        held = [page for page in self.pages_of(lane) if self.refs[page]]
+        assert sorted([*free, *cached, *held]) == list(self.pages_of(lane)), (
+            f"lane {lane}: free {free}, cached {list(cached)} and held {held} are not all pages"
         )
-        assert sorted(self.cached[lane]) == pages[PageState.CACHED], (
-            f"lane {lane}: {sorted(self.cached[lane])} are cached, "
-            f"of these {pages[PageState.CACHED]} are not held"
-        )
-        assert all(page in self.key_of for page in self.cached[lane]), (
-            f"lane {lane}: a cached page has no key"
-        )
-        assert not any(page in self.key_of for page in self.free[lane]), (
-            f"lane {lane}: a free page has a key"
-        )
+        assert all(page in self.key_of for page in cached), f"lane {lane}: a cached page has no key"
+        assert not any(page in self.key_of for page in free), f"lane {lane}: a free page has a key"

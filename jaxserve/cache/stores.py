@@ -132,6 +132,6 @@ class PendingStores:
         """blocks: by page, key and retention of the block on it."""
         if not blocks:
             return NO_STORES
-        lanes, pages = self._pages.locate(np.fromiter(blocks, np.int32))
+        lanes, pages = divmod(np.fromiter(blocks, np.int32), self._pages.per_lane)
         retention = np.array([retention for _, retention in blocks.values()], np.int32)
         return PageStores(lanes, pages, retention, [key for key, _ in blocks.values()])

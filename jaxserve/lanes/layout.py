@@ -32,21 +32,6 @@ class SequenceLayout:
     too many (below 0: too few) until a regrouped sequence is dealt evenly; empty after that.
     """
 
-    __slots__ = (
-        "_ascending",
-        "_key_of",
-        "by_lane",
-        "group",
-        "home",
-        "last_lane",
-        "pages",
-        "per_lane",
-        "prompt_blocks",
-        "rows",
-        "slot",
-        "surplus",
-    )
-
     def __init__(
         self,
         slot: int,
