@@ -246,9 +246,7 @@ class GatherCosts(LaneCosts):
 class ExchangeCosts(GatherCosts):
     """Costs of lanes that choose how they exchange what a step needs."""
 
-    def __init__(
-        self, costs: StepCosts, chooser: ExchangeChooser, reach: float = math.inf, dealt=False
-    ):
+    def __init__(self, costs: StepCosts, chooser: ExchangeChooser, reach: float, dealt: bool):
         super().__init__(costs, chooser.lanes, reach, dealt)
         self.chooser = chooser
         self._block = chooser.block
@@ -380,7 +378,7 @@ class ExchangeCosts(GatherCosts):
         """Seconds of one layer of a chunk alone in its step, dealt over `lanes` lanes, or on those
         that were filled one by one."""
         if not self.dealt:
-            lanes = min(lanes, math.ceil((cached + new) / self.reach))
+            lanes = min(lanes, max(1, math.ceil((cached + new) / self.reach)))
         shares = [1 / lanes] * lanes + [0.0] * (self.lanes - lanes)
         group = group_around(0, size_around(range(lanes), self.lanes))
         computed = self._computed(shares, new)
