@@ -14,6 +14,7 @@ from jaxserve.api.request import EPHEMERAL
 from jaxserve.cache.block_events import Medium
 from jaxserve.costs.coefficients import Costs
 from jaxserve.engine import build, loading, page_io
+from jaxserve.lanes.cost import lane_costs
 from jaxserve.observe.kv_events import MEDIA, KvEventLog, block_hash
 from jaxserve.scheduling import fetches
 from jaxserve.settings.schema import (
@@ -119,7 +120,9 @@ def test_a_request_that_does_not_read_the_cache_fetches_nothing(tiered, expected
 def test_what_takes_less_time_is_done(tiered, expected, faster, monkeypatch):
     """Mooncake, Eq. 2: of bringing blocks and computing them."""
     token = 1e-9 if faster == "computing" else 1.0
-    monkeypatch.setattr(tiered.scheduler.predictor, "costs", Costs(1, linear_token=token))
+    costs = Costs(1, linear_token=token)
+    monkeypatch.setattr(tiered.scheduler.predictor, "costs", costs)
+    monkeypatch.setattr(tiered.scheduler.predictor, "lane_costs", lane_costs(costs, 1))
     monkeypatch.setattr(tiered.scheduler.predictor, "calibrated", True)
     ask(tiered, prompts())
     settled(tiered)
