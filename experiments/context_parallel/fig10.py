@@ -121,7 +121,7 @@ FIGURE = Figure(
     sweep,
     claims=(
         Claim(
-            "points told right by a line fitted to them",
+            "points classified right by a line fitted to them",
             1,
             lambda rows: _told(rows, "fit to the model"),
             "figure 10",
@@ -129,7 +129,7 @@ FIGURE = Figure(
             "higher",
         ),
         Claim(
-            "points told right by the paper's line",
+            "points classified right by the paper's line",
             1,
             lambda rows: _told(rows, "paper"),
             "figure 10",
@@ -138,7 +138,7 @@ FIGURE = Figure(
             remark=BASE,
         ),
         Claim(
-            "rows of table 4 told right by a line fitted to our points",
+            "rows of table 4 classified right by a line fitted to our points",
             1,
             lambda rows: _table4("fit to the model"),
             "table 4",
@@ -146,7 +146,7 @@ FIGURE = Figure(
             "higher",
         ),
         Claim(
-            "rows of table 4 told right by the paper's line",
+            "rows of table 4 classified right by the paper's line",
             1,
             lambda rows: _table4("paper"),
             "table 4",
@@ -155,7 +155,7 @@ FIGURE = Figure(
             remark=BASE,
         ),
         Claim(
-            "rows of table 4 told right by a line fitted to them",
+            "rows of table 4 classified right by a line fitted to them",
             1,
             lambda rows: _table4("fit to table 4"),
             "table 4",
