@@ -10,10 +10,8 @@ import pytest
 from tests import house
 from tests.house import Source
 
-CONDITIONALS = 13  # per 1,000 lines
+CONDITIONALS = 10  # per 1,000 lines
 PRIVATE_REACHES = 20  # of tests into the product
-# The device functions of a step take their arrays one by one.
-STEP_FUNCTIONS = ("layers", "head", "spread_rows")
 PRODUCT = house.sources("jaxserve")
 
 
@@ -25,11 +23,9 @@ def test_no_class_has_too_many_methods():
     assert not [str(place) for place in house.large_classes(PRODUCT)]
 
 
-def test_no_function_but_a_kernel_or_a_step_has_too_many_parameters():
+def test_no_function_but_a_kernel_has_too_many_parameters():
     others = [source for source in PRODUCT if source.room != "kernels"]
-    found = [str(place) for place in house.wide_functions(others)]
-    names = [place.split(": ")[1].split()[0] for place in found]
-    assert set(names) <= set(STEP_FUNCTIONS), found
+    assert not [str(place) for place in house.wide_functions(others)]
 
 
 def test_conditional_expressions_are_few_and_never_nested():

@@ -1,4 +1,4 @@
-"""Which block of KV lies on which page of which lane: integers only, no device memory.
+"""The page and the lane of each block of KV: integers only, no device memory.
 
 A page's life: `CacheManager.match` finds published pages for the blocks that a waiting sequence
 begins with; `admit` gives these to a slot, with a home lane; `extend` allocates a page per further

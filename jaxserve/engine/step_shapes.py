@@ -67,12 +67,12 @@ class StepShape:
 
     @property
     def decode_ring(self) -> bool:
-        """Whether queries of decodes go round a ring: they do only where no other row is spread."""
+        """True if queries of decodes go round a ring: only where no other row is spread."""
         return EXCHANGES[self.exchange].ring and not self.spread_prefill.rows
 
     @property
     def prefill_ring(self) -> bool:
-        """Whether spread chunks go round a ring."""
+        """True if spread chunks go round a ring."""
         return EXCHANGES[self.exchange].settled and self.spread_prefill.rows > 0
 
     @property

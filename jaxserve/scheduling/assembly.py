@@ -26,7 +26,7 @@ from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaProfile:
-    """What steps of a replica cost. links: between lanes, by the name of a rate of `ExchangeRates`;
+    """Costs of a replica's steps. links: between lanes, by the name of a rate of `ExchangeRates`;
     empty with one lane. improvement: the best improvement rate by requests per second, for each
     planner that was searched. corrections: by exchange, from measured steps."""
 
