@@ -151,7 +151,10 @@ def test_without_matplotlib_the_flag_is_named(capsys, tmp_path, monkeypatch):
             "--chunking: 'adaptive:512' is neither adaptive nor static:N",
         ),
         (["--chunking=static:0"], "--chunk_tokens: 0 is below the limit 1"),
-        (["--policy=lifo"], "--policy=lifo: 'lifo' is not one of fcfs, edf, llf, slack"),
+        (
+            ["--policy=lifo"],
+            "--policy=lifo: 'lifo' is not one of fcfs, edf, llf, relative-slack, slack",
+        ),
         (
             ["--workload=poison:mix=medha-5"],
             "--workload: 'poison:mix=medha-5' is neither a generator",
