@@ -277,7 +277,8 @@ class CacheManager:
             self.home[slot] = layout.home
             self.group_size[slot] = layout.group_size
         for watcher in self.watchers:
-            watcher.released(slot, released)
+            if released:
+                watcher.released(slot, released)
             watcher.taken(slot, taken)
 
     def check(self) -> None:
