@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jaxserve.api.batch import DEFAULT_EXCHANGE
 from jaxserve.kernels import ops
 from jaxserve.kernels.kv_pages import KVPages
-from jaxserve.lanes import exchange as table
+from jaxserve.lanes import exchange as strategies
 from jaxserve.sharding.exchange import EXCHANGES, split, write_gathered
 from jaxserve.sharding.rows import Groups, Rows, write_kv
 
@@ -44,7 +44,7 @@ def attention(
     # Everything is written before anything is read: XLA's CPU compiler would otherwise copy the
     # pool for the readers. Exchanges without settled rows write what they gather themselves.
     for exchange, part, mine in parts:
-        if not table.EXCHANGES[exchange].settled:
+        if not strategies.EXCHANGES[exchange].settled:
             continue
         if part.settled:
             own = tuple(rows.computed_by(groups.lanes.index()) for rows in part.spread)

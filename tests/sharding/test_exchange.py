@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from experiments.multihost.hlo import collectives
 from jaxserve.kernels.kv_pages import KVPages
-from jaxserve.lanes import exchange as table
+from jaxserve.lanes import exchange as strategies
 from jaxserve.lanes.work import ExchangeWork, Heads, work_of_decodes
 from jaxserve.sharding import attention, exchange
 from jaxserve.sharding.exchange import EXCHANGES
@@ -98,7 +98,7 @@ def program(strategy: str, lanes: LaneGroups, alone: bool, everywhere, rows, pag
     at = 0
     for number, width in ((DECODES, 1),) if alone else ((DECODES, 1), (ROWS, WIDTH)):
         mine = lanes.gather_rows(rows[0, at : at + number])
-        settled = table.EXCHANGES[strategy].settled and width > 1
+        settled = strategies.EXCHANGES[strategy].settled and width > 1
         groups.append(spread_rows(mine, lane, width, table, PAGES, C, settled))
         at += number
     tokens = DECODES if alone else None
@@ -258,22 +258,22 @@ def test_what_crosses_lanes_is_what_the_formulas_say(lanes, group_size):
         shard=3 * C,
         touched=0,
     )
-    said = table.gather_traffic(new, heads)
+    said = strategies.gather_traffic(new, heads)
     assert crossed("gather", lanes, group_size) == {
         "all-gather": said.gathered,
         "all-to-all": said.returned,
         "collective-permute": 0,
     }
     # of rows that are not settled
-    few = table.gather_traffic(dataclasses.replace(new, share=DECODES), heads)
+    few = strategies.gather_traffic(dataclasses.replace(new, share=DECODES), heads)
     new = dataclasses.replace(new, share=rows)
-    said = table.pass_q_traffic(new, heads)
+    said = strategies.pass_q_traffic(new, heads)
     assert crossed("pass_q", lanes, group_size) == {
         "all-gather": few.gathered,
         "all-to-all": few.returned + said.returned,
         "collective-permute": said.hops * said.hop,
     }
-    said = table.pass_kv_traffic(new, heads, piece=3 * C)
+    said = strategies.pass_kv_traffic(new, heads, piece=3 * C)
     assert said.rounds == 1
     assert crossed("pass_kv", lanes, group_size) == {
         "all-gather": few.gathered,
@@ -283,11 +283,11 @@ def test_what_crosses_lanes_is_what_the_formulas_say(lanes, group_size):
 
 
 @pytest.mark.parametrize("lanes, group_size", GROUPS[1:])
-@pytest.mark.parametrize("strategy", table.decode_exchanges())
+@pytest.mark.parametrize("strategy", strategies.decode_exchanges())
 def test_what_crosses_lanes_for_decodes_alone_is_what_the_formulas_say(strategy, lanes, group_size):
     K, G = HEADS[lanes]
     heads = Heads(K * G, K, H, item=4, partial=4)
-    said = table.EXCHANGES[strategy].decode_traffic(
+    said = strategies.EXCHANGES[strategy].decode_traffic(
         work_of_decodes(group_size, DECODES, 0.0), heads
     )
     assert crossed(strategy, lanes, group_size, alone=True) == {
