@@ -71,7 +71,7 @@ class Replica:
     def engine(self) -> Any:
         stand_in()
         from jaxserve.checkpoint.zoo import MODELS
-        from jaxserve.engine import build
+        from jaxserve.engine import build, loading
         from jaxserve.settings.schema import CacheConfig, EngineConfig, ModelSource, SchedulerConfig
 
         cache = Path(self.run.folder) / "xla"
@@ -93,7 +93,7 @@ class Replica:
             source, cache=pages, scheduler=scheduler, profile="none", compile_cache=str(cache)
         )
         with (
-            mock.patch.object(build, "load", on_device),
+            mock.patch.object(loading, "load", on_device),
             mock.patch.dict(MODELS, {self.model: shape}),
         ):
             return build.build(config, progress=False, warm_up=False)
