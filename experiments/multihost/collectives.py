@@ -222,7 +222,7 @@ def read_programs(replica: Replica, devices: Sequence[Any], compiles: bool) -> l
         for variant in VARIANTS:
             if not replica.wants(f"sampling {variant}"):
                 continue
-            _, lower = built[0]._head_program(variant, built[0].plan.samples[-1])
+            _, lower = built[0].programs.head(variant, built[0].plan.samples[-1])
             one = collectives(text(lower()), size)
             out += _programs(replica, f"sampling {variant}", last, one)
     return out

@@ -22,7 +22,7 @@ MANY = 192  # prefill tokens of a step in which several prompts may start
 @pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.matrix), 3])
 def piped(request) -> Engine:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(zoo.MODELS, "tiny-3", zoo.replace(zoo.MODELS["tiny"], layers=3))
+        patch.setitem(zoo.MODELS, "tiny-3", dataclasses.replace(zoo.MODELS["tiny"], layers=3))
         yield engine(
             "random:tiny-3", f"spp={request.param}", chunk=MANY, seqs=4, pages=150, max_len=2048
         )
