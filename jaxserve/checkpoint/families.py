@@ -109,6 +109,8 @@ def _read_qwen_windows(fields: Fields, model: ModelConfig) -> ModelConfig:
     """Reads a window that applies only with `use_sliding_window`, from `max_window_layers` on."""
     if not fields.fields.get("use_sliding_window", False):
         return model
+    if fields.fields.get("sliding_window", 4096) is None:
+        return model
     first = fields.count("max_window_layers", 28, low=0)
     return _with_windows(fields, model, fields.count("sliding_window", 4096), first)
 
@@ -145,9 +147,11 @@ def _write_windows(model: ModelConfig) -> dict[str, Any]:
 
 
 def _read_phi_window(fields: Fields, model: ModelConfig) -> ModelConfig:
+    """Reads a window for all layers; one that no sequence is longer than is none."""
     if fields.fields.get("sliding_window") is None:
         return model
-    return replace(model, windows=(fields.count("sliding_window"),))
+    window = fields.count("sliding_window")
+    return replace(model, windows=(window,)) if window < model.max_len else model
 
 
 def _write_phi_window(model: ModelConfig) -> dict[str, Any]:

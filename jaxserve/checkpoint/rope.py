@@ -4,7 +4,7 @@ frequencies, with the scalings for contexts longer than a model was trained with
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -29,6 +29,10 @@ class RopeScaling:
     short: tuple[float, ...] = ()
     long: tuple[float, ...] = ()
 
+    def divisors(self, max_len: int) -> tuple[float, ...]:
+        """Divisors of longrope's frequencies for sequences of at most `max_len` positions."""
+        return self.long if max_len > self.original_max_len else self.short
+
 
 @dataclass(frozen=True)
 class Rope:
@@ -41,6 +45,14 @@ class Rope:
     def dims(self, head_dim: int) -> int:
         """Number of rotated dimensions of a head."""
         return int(head_dim * self.share)
+
+    def served(self, max_len: int) -> Rope:
+        """Returns the RoPE with no other divisors than those for sequences of at most `max_len`
+        positions: equal ones give equal keys."""
+        if self.scaling is None:
+            return self
+        divisors = self.scaling.divisors(max_len)
+        return replace(self, scaling=replace(self.scaling, short=divisors, long=divisors))
 
     def frequencies(self, head_dim: int, max_len: int) -> tuple[np.ndarray, float]:
         """Radians per position, f64 [rotated dimensions / 2], and the factor on cos and sin.
@@ -132,16 +144,13 @@ def _longrope(
     base: np.ndarray, theta: float, scaling: RopeScaling, max_len: int
 ) -> tuple[np.ndarray, float]:
     """LongRoPE (Ding et al., 2024): a divisor for each frequency."""
-    original = scaling.original_max_len
-    divisors = scaling.short
-    if max_len > original:
-        divisors = scaling.long
     factor = scaling.attention_factor
     if factor is None:
         factor = 1.0
         if scaling.factor > 1:
+            original = scaling.original_max_len
             factor = math.sqrt(1 + math.log(scaling.factor) / math.log(original))
-    return base / np.array(divisors), factor
+    return base / np.array(scaling.divisors(max_len)), factor
 
 
 SCALINGS = {"linear": _linear, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import jax
 
@@ -13,7 +14,7 @@ from jaxserve.checkpoint.fingerprint import fingerprint
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.clock import WallClock
 from jaxserve.engine.programs import keep_compiled
-from jaxserve.engine.sizing import make_plan, weights_dtype
+from jaxserve.engine.sizing import make_plan, max_length, weights_dtype
 from jaxserve.engine.worker import Worker
 from jaxserve.group.channel import free_port
 from jaxserve.group.messages import Hello, shared_settings
@@ -89,7 +90,9 @@ def _disk(config: EngineConfig, block_bytes: int, identity: bytes) -> DiskBlocks
 
 def cache_identity(config: EngineConfig, model: ModelConfig) -> CacheIdentity:
     """Names what a block depends on besides tokens: model and weights, and the types of numbers.
-    model: the checkpoint's."""
+    model: the checkpoint's, whose longrope depends on the longest sequence that is served."""
+    longest = max_length(config, model)
+    model = replace(model, ropes=tuple(rope and rope.served(longest) for rope in model.ropes))
     types = f"{weights_dtype(config, model)} {config.cache.kv_cache_dtype}"
     return CacheIdentity(f"{model} {weights_id(config)}", types)
 

@@ -237,6 +237,9 @@ def test_families_differ_in_biases_norms_and_windows():
     assert read("Qwen2ForCausalLM").attention == AttentionSpec(qkv_bias=True)
     assert read("Qwen3ForCausalLM").attention == AttentionSpec(qk_norm="head")
     assert not read("Qwen2ForCausalLM", sliding_window=64, use_sliding_window=False).has_windows
+    assert not read("Qwen2ForCausalLM", sliding_window=None, use_sliding_window=True).has_windows
+    assert read("Phi3ForCausalLM", sliding_window=64).windows == (64,)
+    assert not read("Phi3ForCausalLM", sliding_window=2**20).has_windows  # longer than any sequence
     partly = read(
         "Qwen2ForCausalLM", sliding_window=64, use_sliding_window=True, max_window_layers=1
     )
