@@ -35,14 +35,14 @@ class PromptView(NamedTuple):
     class_names: tuple[str | None, ...] = ()  # None: requests that name no class
 
     def at(self, places: np.ndarray | slice) -> PromptView:
-        """The view of the prompts at these places [m], in their order."""
+        """Returns the view of the prompts at these places [m], in their order."""
         return self._replace(
             arrival=self.arrival[places],
             deadline=self.deadline[places],
             work=self.work[places],
-            tokens=self.tokens[places],
-            priority=self.priority[places],
-            class_index=self.class_index[places],
+            tokens=self.tokens[places] if len(self.tokens) else UNKNOWN,
+            priority=self.priority[places] if len(self.priority) else UNKNOWN,
+            class_index=self.class_index[places] if len(self.class_index) else UNKNOWN,
         )
 
     @property
@@ -68,7 +68,7 @@ class Policy:
 
     help: what goes first, for the help of settings. rank: the order of the next step. forecast: the
     order in the end, as far as it is known now; keys are compared among prompts of similar size,
-    as much shorter ones may share a long one's steps, but those from `LAST` on go behind prompts
+    as much shorter ones may share a long one's steps, but those near `LAST` go behind prompts
     of any size. It is `rank` by default, which is right for keys that do not change with time, such
     as those made of arrival or tokens.
     """

@@ -63,7 +63,8 @@ class WaitingQueue:
             rows.append(self._columns(last))
         arrival, deadline, work, tokens, priority, class_index = np.concatenate(rows, 1)
         names = tuple(self._class_index)
-        return PromptView(now, arrival, deadline, work, tokens, priority, class_index, names)
+        classes = class_index.astype(np.intp)
+        return PromptView(now, arrival, deadline, work, tokens, priority, classes, names)
 
     def add(self, sequence: Sequence) -> None:
         """Adds a sequence at the place of its age."""

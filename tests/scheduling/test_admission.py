@@ -121,6 +121,14 @@ def test_one_that_would_go_first_is_refused_where_it_made_another_late(policy):
     add(core, "e", 30, slo=Slo(ttft=6.0))  # goes after them
 
 
+def test_short_prompts_that_are_long_overdue_are_forecast_behind_a_long_one_in_time():
+    core = made(admission="stated")
+    for number in range(20):
+        add(core, f"late{number}", 100)  # 1 s of work each, due at 2
+    accepted = add(core, "long", 1200, 8.0, slo=Slo(ttft=20.0))
+    assert accepted.predicted_ttft == pytest.approx(12.0, rel=0.1)
+
+
 def test_what_decodes_take_of_each_step_counts():
     idle = made(max_seqs=32)
     busy = made(max_seqs=32)
