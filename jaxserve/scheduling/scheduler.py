@@ -350,6 +350,8 @@ class Scheduler:
         for sequence in list(filter(ends, self.requests.sequences())):
             events.append((sequence.id, self.requests.end(sequence, "error", now, error)))
         self.cache.flush()
+        # nothing that was to be read of the old pages may be read of the new ones
+        self.cache.stores.take()
         self.cache.table_updates.take()
         self.cache.moves.take()
         return events
