@@ -50,22 +50,25 @@ class InFlightBatch:
 @dataclasses.dataclass(frozen=True)
 class StepOutcome:
     """Results of a batch by its chunks: sampled tokens [n] and their log-probabilities, those of
-    prompts' own tokens and embeddings [D] f32 by number of the sequence."""
+    prompts' own tokens and embeddings [D] f32 by number of the sequence. read_at: clock seconds."""
 
     flight: InFlightBatch
+    read_at: float
     tokens: np.ndarray
     logprobs: list[Logprobs | None] | None
     scores: dict[int, list[Logprobs]]
     embeddings: dict[int, np.ndarray]
 
     @classmethod
-    def of(cls, scheduler: Scheduler, flight: InFlightBatch, result: StepResult) -> StepOutcome:
-        """Reads the result of a batch."""
+    def of(
+        cls, scheduler: Scheduler, flight: InFlightBatch, result: StepResult, read_at: float
+    ) -> StepOutcome:
+        """Sorts the result of a batch by its chunks."""
         number = flight.batch.number
         assert result.number == number, f"step {result.number} came for {number}"
         tokens, logprobs = tokens_of(scheduler, flight, result)
         scores = scores_of(scheduler, flight, result)
-        return cls(flight, tokens, logprobs, scores, embeddings_of(flight, result))
+        return cls(flight, read_at, tokens, logprobs, scores, embeddings_of(flight, result))
 
 
 def score_rows(

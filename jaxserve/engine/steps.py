@@ -123,14 +123,15 @@ class Steps:
         flight = self.in_flight.take()
         self.watchdog.watch(flight.batch, self._now())
         result = self._worker.wait()
-        outcome = StepOutcome.of(self._scheduler, flight, result)
+        # before the lock is waited for, which is no part of a step's time
+        outcome = StepOutcome.of(self._scheduler, flight, result, self._now())
         self.watchdog.success()
         return outcome
 
     def finish(self, outcome: StepOutcome) -> None:
         """Takes in what a batch left, and samples the newest one if it waited for that."""
         batch = outcome.flight.batch
-        self._publish_read(outcome.flight)
+        self._publish_read(outcome.flight, outcome.read_at)
         now = self._now()
         began = time.perf_counter()
         events = self._scheduler.finish(
@@ -146,8 +147,7 @@ class Steps:
             self._sample_with_masks(newest)
             self.watchdog.clear()
 
-    def _publish_read(self, flight: InFlightBatch) -> None:
-        now = self._now()
+    def _publish_read(self, flight: InFlightBatch, now: float) -> None:
         seconds, unmixed = self.in_flight.read(flight, now)
         compiles = self._worker.compiles
         comparable = unmixed and compiles == self._compiles
