@@ -279,7 +279,8 @@ class CacheManager:
         for watcher in self.watchers:
             if released:
                 watcher.released(slot, released)
-            watcher.taken(slot, taken)
+            if taken:
+                watcher.taken(slot, taken)
 
     def check(self) -> None:
         """Compares pages, layouts and arrays. Errors: AssertionError with what differs."""

@@ -206,7 +206,7 @@ class CommandCodec:
             raise CommandError(f"shape {head.shape} is not among the {compiled} compiled")
         reader = _Reader(data, _HEAD.size)
         parts: dict[str, Any] = {  # in the order of `_parts`
-            "stores": _stores(reader) if head.stores else NO_STORES,
+            "stores": _stores(reader, head.stores) if head.stores else NO_STORES,
             "loads": reader.array().reshape(-1, 2),
             "table_updates": reader.array().reshape(-1, 5),
             "masks": self._masks(reader.array(), head),
@@ -238,9 +238,9 @@ def _store_rows(stores: PageStores) -> Iterator[np.ndarray]:
     yield np.frombuffer(b"".join(stores.keys), np.uint8).reshape(-1, KEY_BYTES)
 
 
-def _stores(reader: _Reader) -> PageStores:
-    lanes, pages, retention = reader.array().reshape(-1, 3).T
-    keys = reader.array().reshape(-1, KEY_BYTES)
+def _stores(reader: _Reader, count: int) -> PageStores:
+    lanes, pages, retention = reader.array().reshape(count, 3).T
+    keys = reader.array().reshape(count, KEY_BYTES)
     return PageStores(lanes, pages, retention, [key.tobytes() for key in keys])
 
 

@@ -1,5 +1,5 @@
-"""Interface of what executes step commands of a `Worker` in this process, and of a `WorkerGroup`
-that passes them on to several."""
+"""Interface of what executes step commands: a `Worker` in this process, or a `WorkerGroup` that
+passes them on to several."""
 
 from __future__ import annotations
 

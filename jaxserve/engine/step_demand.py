@@ -7,6 +7,7 @@ the lanes that have their blocks, wherever that is; all other rows may go to any
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from typing import NamedTuple
 
@@ -72,21 +73,22 @@ class StepDemand:
             ring = _ring(batch, [chunk for chunk in long if chunk.spread], tile, block)
         return cls(local, spread, long, lanes, group_size, len(batch.moves) > 0, ring)
 
+    @functools.cached_property
+    def ring_rows(self) -> int:
+        """Rows around the ring of the fullest lane; 0 where the step cannot go round one."""
+        return max(Counter(part.lane for part in self.ring).values(), default=0)
+
     def fits(self, shape: StepShape) -> bool:
         """Returns whether a shape holds the batch."""
         if self.local_singles > shape.decode.rows or self.spread_singles > shape.spread_decode.rows:
             return False
         if self.group_size > shape.group_size or self.moves > bool(shape.moves):
             return False
-        if shape.prefill_ring and not self._fits_ring(shape.spread_prefill.rows):
+        if shape.prefill_ring and not 0 < self.ring_rows <= shape.spread_prefill.rows:
             return False
         return not self.long or (
             self._fits(shape.prefill, False) and self._fits(shape.spread_prefill, True)
         )
-
-    def _fits_ring(self, rows: int) -> bool:
-        """Returns whether there is a ring whose fullest lane has at most this number of rows."""
-        return 0 < max(Counter(part.lane for part in self.ring).values(), default=0) <= rows
 
     def _fits(self, group: RowGroup, spread: bool) -> bool:
         chunks = [chunk for chunk in self.long if chunk.spread == spread]

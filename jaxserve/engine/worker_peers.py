@@ -59,9 +59,8 @@ class Peers:
 
     @property
     def all(self) -> list[Peer]:
-        """Workers that have come, by number."""
-        with self.changed:
-            return [self._peers[number] for number in sorted(self._peers)]
+        """Workers that have come, by number. Needs no lock: it is kept while a group forms."""
+        return [peer for _, peer in sorted(self._peers.copy().items())]
 
     @property
     def complete(self) -> bool:

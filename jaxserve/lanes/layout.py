@@ -109,7 +109,8 @@ class SequenceLayout:
         its row differs."""
         lane = self.pages[blocks[0]] // self.per_lane
         row = self.rows[lane]
-        start = row.index(blocks[0])
+        # from the end, where the blocks that move are
+        start = len(row) - 1 - row[::-1].index(blocks[0])
         leaving = set(blocks)
         row[start:] = [block for block in row[start:] if block not in leaving]
         for block, target in zip(blocks, targets):

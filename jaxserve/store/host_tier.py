@@ -112,8 +112,8 @@ class HostTier:
         with self._changed:
             self._index.commit(key)
             self._note([key])
+            self._tally.add("stored")
             self._changed.notify_all()
-        self._tally.add("stored")
         return True
 
     def _let_go(self, placed: Placed) -> list[bytes]:
@@ -160,12 +160,11 @@ class HostTier:
         with self._changed:
             self._index.unpin(key)
             if not right:
+                self._tally.add("wrong")
                 self._index.forget(key)
                 self._note([key])
         if right:
             self.bandwidth.seen(into.nbytes, self._clock.now() - began)
-        else:
-            self._tally.add("wrong")
         return right
 
     def wait(self, ready: Callable[[], bool], seconds: float) -> bool:

@@ -67,7 +67,7 @@ class Request:
 
     @classmethod
     def decode(cls, data: memoryview, key: bytes, number: int) -> Request:
-        """Decodes an answer. Errors: ChannelError."""
+        """Decodes a request. Errors: ChannelError."""
         request = cls(*_REQUEST.unpack(_checked(data, key, number)))
         if not 0 < request.size <= SLICE_BYTES:
             raise ChannelError(f"a request of {request.size} bytes; the limit is {SLICE_BYTES}")
@@ -80,7 +80,7 @@ def encode_answer(answer: Answer, key: bytes, number: int) -> bytes:
 
 
 def decode_answer(data: memoryview, key: bytes, number: int) -> Answer:
-    """Decodes a request. Errors: ChannelError."""
+    """Decodes an answer. Errors: ChannelError."""
     (value,) = _ANSWER.unpack(_checked(data, key, number))
     try:
         return Answer(value)
