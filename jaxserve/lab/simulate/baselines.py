@@ -72,9 +72,15 @@ def compare(
             until,
         )
     times = system.replica(scheduler, cache).scheduler.times
+
+    def ttft(prompt: int) -> float:
+        """Seconds that a prompt of `prompt` tokens is given: never less than it takes alone."""
+        alone = times.seconds(0, prompt)
+        return max(slo.ttft or scheduler.ttft_by_length(alone), alone)
+
     server = LoongServe(
         pool(system.with_cache(cache), **POOLS[name]),
-        lambda prompt: slo.ttft or scheduler.ttft_by_length(times.seconds(0, prompt)),
+        ttft,
         scheduler.max_seqs,
     )
     server.run(arrivals, until)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -188,10 +188,11 @@ def drive(
     requests: Iterable[tuple[Request, str]],
     until: float = float("inf"),
     keep_steps: bool = False,
+    deadline: Callable[[Request], float] | None = None,
 ) -> Recorder:
     """Submits (request, kind) pairs in the order of their arrival and runs the replica to the end,
-    or to clock second `until`. What is due when a request arrives happens after it was
-    submitted."""
+    or to clock second `until`. What is due when a request arrives happens after it was submitted.
+    deadline: clock second against which a first token is recorded; default: the scheduler's."""
     recorder = Recorder(keep_steps)
     replica.listeners.append(recorder)
     replica.start()
@@ -199,15 +200,21 @@ def drive(
         if request.arrival > until:
             break
         replica.advance(request.arrival, through=False)
-        submit(replica, recorder, request, kind)
+        submit(replica, recorder, request, kind, deadline)
     replica.advance(until)
     return recorder
 
 
-def submit(replica: VirtualReplica, recorder: Recorder, request: Request, kind: str) -> None:
-    """Submits a request, and records how it ends or why it was refused."""
-    due = replica.scheduler.times.deadline(request)
-    sink = recorder.sink(request, kind, due)
+def submit(
+    replica: VirtualReplica,
+    recorder: Recorder,
+    request: Request,
+    kind: str,
+    deadline: Callable[[Request], float] | None = None,
+) -> None:
+    """Submits a request, and records how it ends or why it was refused. deadline: see `drive`."""
+    deadline = deadline or replica.scheduler.times.deadline
+    sink = recorder.sink(request, kind, deadline(request))
     try:
         replica.submit(request, sink)
     except RequestError as error:
