@@ -134,6 +134,6 @@ def gguf_to_hf(name: str, family: str) -> str:
     layer = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
     part = _PARTS.get(layer[2] if layer else name)
     for tensor, parts in FAMILIES[family].tensors.items():
-        if parts == (part,):
+        if parts == (part,) and ("{layers}" in tensor) == (layer is not None):
             return tensor.format(layers=layer and layer[1])
     return name

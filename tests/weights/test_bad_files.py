@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from jaxserve import weights
 from jaxserve.checkpoint.gguf_file import read_header
 from jaxserve.checkpoint.model_paths import CheckpointError
+from jaxserve.weights.gguf_weights import gguf_to_hf
 from jaxserve.weights.safetensors_folder import safetensors_header
 from tests.examples import examples
 from tests.weights.models import TINY, tensors, write_folder, write_gguf
@@ -286,3 +287,11 @@ def test_values_that_the_library_cannot_dequantise_are_refused(tmp_path):
     path.write_bytes(two_tensors(lambda info: info.update(kind=26, shape=(64, 17))))
     with pytest.raises(CheckpointError, match="is I32, which the gguf library cannot dequantise"):
         weights.open_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    "name", ["blk.0.token_embd.weight", "blk.3.output.weight", "attn_q.weight", "blk.0.other.bias"]
+)
+def test_gguf_names_in_the_wrong_place_stay_unknown(name):
+    """A tensor of a layer cannot stand for one of the whole model, nor the reverse."""
+    assert gguf_to_hf(name, "llama") == name
