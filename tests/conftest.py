@@ -80,7 +80,8 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     not looked at again: a collection would take a second of each file's time."""
     if nextitem is None or nextitem.path != item.path or item.get_closest_marker("matrix"):
         gc.collect()
-        gc.freeze()
+        if nextitem is None or nextitem.path != item.path:  # no fixture of the file is left
+            gc.freeze()
         with contextlib.suppress(OSError, AttributeError):  # glibc keeps what is freed
             ctypes.CDLL(None).malloc_trim(0)
 

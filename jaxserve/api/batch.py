@@ -62,7 +62,7 @@ class Batch:
     is_decode: np.ndarray
     sample: np.ndarray  # [n] bool; a token is sampled after the chunk's last one
     # [n] lanes that compute the chunk and meet in attention: the group of this size (see
-    # `lane_groups`) that has the home lane; all the sequence's blocks lie in it; 1: a local chunk
+    # `lanes.groups`) that has the home lane; all the sequence's blocks lie in it; 1: a local chunk
     group_size: np.ndarray
     blocks_per_lane: (
         np.ndarray

@@ -2,7 +2,7 @@
 among them.
 
 Each block key has a bit set of members. What a member holds is closed under prefixes, up to what it
-evicts out of order: so the members that hold a chain's block b are mask among those that hold the
+evicts out of order: so the members that hold a chain's block b are among those that hold the
 blocks before it, and one search over the chain, in steps that double, finds the depth of all
 members at once. It asks for few keys, and a chain's keys are hashed as they are asked for.
 
@@ -127,7 +127,7 @@ def _note(depths: list[int], members: int, blocks: int) -> None:
 
 class DirectoryFeed:
     """Tells a directory what one member says that it stores and loses; see
-    `cache.block_events.BlockListener`. lock: stored_keys while the directory changes."""
+    `cache.block_events.BlockListener`. lock: held while the directory changes."""
 
     def __init__(self, directory: Directory, member: int, lock: threading.Lock):
         self._directory = directory

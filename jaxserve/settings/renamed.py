@@ -69,7 +69,7 @@ FLAGS: Mapping[str, str] = {  # old name -> name
     "output_len": "output",
 }
 VALUES: Mapping[str, Mapping[str, str]] = {  # setting -> old value -> value
-    # the papers' LRS is the least relative slack, --policy=slack
+    # the papers' LRS is the least relative slack, --policy=relative-slack or slack
     "policy": {"lrs": "llf"}
 }
 

@@ -74,7 +74,8 @@ class SchedulerConfig(Objectives):
         "how many lanes compute a prompt: chosen for each of its chunks so that it ends soonest "
         "(cdsp), chosen once for all of it (single), always N (fixed-N), or by lane_tokens (none); "
         "needs a placement of striped or zigzag",
-        choices=("none", *(name for name in PLANNERS if name != "fixed-1")),  # as good as none,
+        # fixed-1 is what none does
+        choices=("none", *(name for name in PLANNERS if name != "fixed-1")),
     )
     improvement: float | None = option(
         None,
