@@ -112,11 +112,12 @@ class BatchReader:
         rows = np.flatnonzero(live & batch.sample)
         slots = batch.slot[rows]
         with_token = slots
+        by_slot = self.slots.by_slot
         logprobs = results.logprobs
         sampled = np.asarray(results.tokens)[rows].tolist()
         events: Events = []
         for row, slot, token in zip(rows.tolist(), slots.tolist(), sampled):
-            sequence = self.slots.by_slot[slot]
+            sequence = by_slot[slot]
             if token < 0:
                 self.cache.retract(slot)
                 with_token = with_token[with_token != slot]
