@@ -73,8 +73,8 @@ def equal_miss(heads: Heads) -> float:
 
 
 def hides_pass_kv(times: ExchangeTimes, tokens: int) -> bool:
-    """Whether attention of `tokens` new tokens lasts as long as the hops of pass-KV, whatever is
-    cached (Eq. 2)."""
+    """Returns whether attention of `tokens` new tokens lasts as long as the hops of pass-KV,
+    whatever is cached (Eq. 2)."""
     heads = times.heads
     rates = times.rates
     return (
@@ -84,7 +84,7 @@ def hides_pass_kv(times: ExchangeTimes, tokens: int) -> bool:
 
 
 def hides_pass_q(times: ExchangeTimes, context: int) -> bool:
-    """Whether attention lasts as long as the hops of pass-Q, by the length of the whole context
-    (Eq. 3)."""
+    """Returns whether attention lasts as long as the hops of pass-Q, by the length of the whole
+    context (Eq. 3)."""
     rates = times.rates
     return context * 4 * rates.hop.bytes_per_s >= times.lanes * times.heads.item * rates.flops_per_s
