@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from experiments.context_parallel.boundary import Boundary, fit_boundary, fitted
 from experiments.context_parallel.paper import FIT, TABLE4
 from experiments.context_parallel.system import RANKS, RINGS, calibrated
+from experiments.context_parallel.work import choose
 from experiments.figures import Claim, Figure, Panel, Row, Rows, cell, matching
 from experiments.papers import main
 from jaxserve.lanes.choice import ExchangeChooser
@@ -50,7 +51,7 @@ def sweep(settings: None) -> Iterator[Row]:
                 "value": speed,
             }
         chosen = {
-            name: rule.choose([(row.cached, row.new)]).strategy for name, rule in fixed.items()
+            name: choose(rule, [(row.cached, row.new)]).strategy for name, rule in fixed.items()
         }
         chosen[ROOFLINE] = min(RINGS, key=ours.__getitem__)
         for name, strategy in chosen.items():

@@ -35,10 +35,11 @@ from experiments.context_parallel.paper import (
     LatencyRow,
     Step,
 )
+from experiments.context_parallel.work import work_of
 from jaxserve.lanes.choice import ExchangeChooser, Pick
 from jaxserve.lanes.exchange import EXCHANGES, ExchangeBytes
 from jaxserve.lanes.rates import ExchangeRates, Link
-from jaxserve.lanes.work import ExchangeWork, work_of
+from jaxserve.lanes.work import ExchangeWork
 
 MICRO = 1e-6
 MILLI = 1e-3
@@ -95,7 +96,8 @@ class PaperHost:
 
     def with_links(self, link: Link) -> PaperHost:
         """Decode with other links between hosts, one kind for all that is sent."""
-        return dataclasses.replace(self, decode=self.decode.with_links(link))
+        decode = dataclasses.replace(self.decode, hop=link, all_gather=link, all_to_all=link)
+        return dataclasses.replace(self, decode=decode)
 
     # --- tensor parallelism over hosts (section 4.2.2)
 

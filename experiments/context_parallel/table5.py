@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from experiments.context_parallel.boundary import equal_miss, hides_pass_kv
 from experiments.context_parallel.paper import HEADS, TABLE5
 from experiments.context_parallel.system import MICRO, RANKS, calibrated
+from experiments.context_parallel.work import work_of
 from experiments.figures import Claim, Figure, Panel, Row, Rows, cell
 from experiments.papers import main
 from jaxserve.lanes.exchange import EXCHANGES
-from jaxserve.lanes.work import work_of
 
 
 def sweep(settings: None) -> Iterator[Row]:

@@ -10,11 +10,11 @@ import numpy as np
 
 from experiments.context_parallel.paper import HEADS, TABLE8, Decode
 from experiments.context_parallel.system import MICRO, calibrated
+from experiments.context_parallel.work import work_of
 from experiments.figures import Claim, Figure, Panel, Row, Rows, cell, matching
 from experiments.papers import main
 from jaxserve.lanes.choice import ExchangeChooser
 from jaxserve.lanes.exchange import pass_q_traffic
-from jaxserve.lanes.work import work_of
 
 PARTS = ("op", "loop", "hops", "exchange", "whole")
 NAMES = {

@@ -3,6 +3,7 @@ no scheduler, no queue."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from jaxserve.costs.profiles import devices
 from jaxserve.lab.simulate.run import System, shape_of
 from jaxserve.lanes.load import LaneLoad
 from jaxserve.lanes.work import ITEM
+from jaxserve.scheduling.budget import StepBudget
 from jaxserve.settings.schema import MeshConfig
 
 POINTS = 400  # of the context at which steps of a prefill are looked at
@@ -57,7 +59,7 @@ class Node:
         held = np.ones((count, lanes), int)
         home = np.arange(count) % lanes
         size = np.full(count, lanes if spread else 1)
-        return self.predictor.decodes(np.array(contexts, int), home, size, held)
+        return self.predictor.lane_costs.decodes(np.array(contexts, int), home, size, held)
 
     def token(self, context: int) -> float:
         """Seconds per token of one request that decodes alone, its KV over all lanes."""
@@ -72,9 +74,10 @@ class Node:
         held = [1] * self.mesh.kvp if self.mesh.kvp > 1 else None
         lanes = self._decodes(decodes, spread=False)
         starts = np.unique(np.linspace(0, steps - 1, min(POINTS, steps)).astype(int)) * chunk
+        step = StepBudget(predictor, lanes, chunk, 1, math.inf, math.inf)
         return np.array(
             [
-                predictor.with_chunk(lanes, 0, held, start, min(chunk, tokens - start))
+                step.seconds_with(0, held, start, min(chunk, tokens - start))
                 for start in starts.tolist()
             ]
         )

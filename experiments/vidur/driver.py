@@ -67,7 +67,7 @@ class Times:
         single = tokens == 1
         count = int(single.sum())
         nowhere = np.zeros(count, int)
-        lanes = self.predictor.decodes(
+        lanes = self.predictor.lane_costs.decodes(
             context[single], nowhere, nowhere + 1, np.ones((count, 1), int)
         )
         for cached, new in zip(context[~single].tolist(), tokens[~single].tolist()):

@@ -14,12 +14,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import numpy as np
-
 from jaxserve.api.batch import Batch
 from jaxserve.costs.coefficients import NOMINAL, Costs
 from jaxserve.lanes.cost import LaneCosts, PrefillPart, lane_costs
-from jaxserve.lanes.groups import lanes_of
 from jaxserve.lanes.load import ExchangedChunks, LaneLoad
 from jaxserve.settings.schema import MeshConfig
 
@@ -75,12 +72,6 @@ class Predictor:
         samples: through all stages, and the hops between them."""
         return stage + (self.mesh.spp - 1) * (stage - self.head(samples) + self.hop(tokens))
 
-    def decodes(
-        self, context: np.ndarray, lane: np.ndarray, group_size: np.ndarray, blocks: np.ndarray
-    ) -> list[LaneLoad]:
-        """Loads of the lanes in a step of decodes alone: see `LaneCosts.decodes`."""
-        return self.lane_costs.decodes(context, lane, group_size, blocks)
-
     def add_chunk(
         self, loads: list[LaneLoad], lane: int, blocks: Sequence[int] | None, cached: int, new: int
     ) -> None:
@@ -88,14 +79,6 @@ class Predictor:
         sequence, None for a local one."""
         for index, load in self.lane_costs.joined(loads, lane, blocks, cached, new):
             loads[index] = load
-
-    def with_chunk(
-        self, loads: list[LaneLoad], lane: int, blocks: Sequence[int] | None, cached: int, new: int
-    ) -> float:
-        """Seconds of the step, on the lanes that it bears on, if the chunk joined."""
-        group = lanes_of(lane, blocks)
-        joined = self.lane_costs.joined(loads, lane, blocks, cached, new)
-        return max([self.lane(load) for index, load in joined if index in group])
 
     def seconds(self, batch: Batch, exchanged: ExchangedChunks | None = None) -> float:
         """Seconds of a batch's pace: see `stage`. exchanged: see `LaneCosts.loads`. Pages change

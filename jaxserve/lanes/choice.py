@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections import ChainMap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxserve.api.batch import DEFAULT_EXCHANGE
 from jaxserve.lanes.exchange import EXCHANGES, decode_exchanges
 from jaxserve.lanes.rates import ExchangeTimes
-from jaxserve.lanes.work import ExchangeWork, require, work_of, work_of_decodes
+from jaxserve.lanes.work import ExchangeWork, require, work_of_decodes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -111,12 +111,6 @@ class ExchangeChooser(ExchangeTimes):
         names = list(DECODE_CHOICES)
         fits = self.decode_chooser in names
         require(fits, "decode_exchange", repr(self.decode_chooser), f"one of {', '.join(names)}")
-
-    def choose(
-        self, chunks: Sequence[tuple[int, int]], shards: Sequence[int] | None = None
-    ) -> Decision:
-        """Decides for a step's spread chunks of (cached, new) tokens. Errors: see `work_of`."""
-        return self.decide(work_of(chunks, self.lanes, shards))
 
     def decide(self, work: ExchangeWork) -> Decision:
         """Decides for the spread chunks of a step."""

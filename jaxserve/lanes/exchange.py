@@ -45,14 +45,6 @@ class ExchangeBytes:
     def hops(self) -> int:
         return self.rounds * (self.lanes - 1)
 
-    @property
-    def messages(self) -> int:
-        return self.hops + (self.lanes - 1) * ((self.gathered > 0) + (self.returned > 0))
-
-    @property
-    def bytes(self) -> int:
-        return self.hops * self.hop + self.gathered + self.returned
-
 
 # bytes sent for work, by heads and tokens of a piece
 Traffic = Callable[[ExchangeWork, Heads, int], ExchangeBytes]
@@ -80,11 +72,6 @@ class Exchange:
     decode_seconds: Seconds | None = None
     ring: bool = False
     settled: bool = False
-
-    @property
-    def decodes(self) -> bool:
-        """True if steps may use it whose spread rows are decodes alone."""
-        return self.decode_traffic is not None
 
     def of_chunks(self, work: ExchangeWork, times: ExchangeTimes) -> float:
         """Seconds per layer of attention and of what lanes send for it."""
@@ -212,4 +199,4 @@ EXCHANGES: dict[str, Exchange] = {row.name: row for row in ROWS}
 
 def decode_exchanges() -> dict[str, Exchange]:
     """The exchanges of steps whose spread rows are decodes alone."""
-    return {name: row for name, row in EXCHANGES.items() if row.decodes}
+    return {name: row for name, row in EXCHANGES.items() if row.decode_traffic}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from jaxserve.lanes import cdsp
 from jaxserve.lanes.cdsp import Instances
@@ -33,17 +33,6 @@ def part_at(plan: tuple[PlanPart, ...], start: int, stop: int) -> PlanPart:
     """Returns the part of a plan with the token at `start`; where the plan is empty, all tokens to
     before `stop`, without lanes."""
     return next((part for part in plan if start < part.stop), PlanPart(stop, ()))
-
-
-class Planner(Protocol):
-    """Plans which lanes compute which part of a prompt."""
-
-    def arrived(self, now: float) -> None:
-        """Notes a request that comes at this clock second."""
-
-    def __call__(self, pending: list[float], start: int, target: int) -> tuple[PlanPart, ...]:
-        """Returns a plan for tokens `start` to before `target`; pending: seconds of prefill that
-        each lane has to do first."""
 
 
 # seconds of part of a prompt alone: lanes, first token, end, tokens of a step for each lane
@@ -73,8 +62,8 @@ def improvement_rates(
 
 
 class LanePlanner:
-    """A Planner that follows one of `cdsp.PLANNERS`. rates: improvement rate by requests per
-    second; the rate follows the load."""
+    """Plans which lanes compute which part of a prompt, by one of `cdsp.PLANNERS`. rates:
+    improvement rate by requests per second; the rate follows the load."""
 
     def __init__(self, name: str, instances: Instances, rates: Mapping[float, float]):
         self.instances = instances

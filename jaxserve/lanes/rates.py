@@ -46,10 +46,6 @@ class ExchangeRates:
         """Seconds of a hop and the attention that runs beside it."""
         return max(hop, attention) + (1 - self.hidden) * min(hop, attention)
 
-    def with_links(self, link: Link) -> ExchangeRates:
-        """Returns the rates with one link for all that is sent."""
-        return dataclasses.replace(self, hop=link, all_gather=link, all_to_all=link)
-
 
 LINKS = ("hop", "all_gather", "all_to_all")  # the rates that are links
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any
 
 from jaxserve.api.errors import ConfigError
@@ -106,40 +105,6 @@ class ExchangeWork:
 def pairs_of(cached: int, new: int) -> float:
     """Pairs of a query and a key that it attends to, of `new` tokens after `cached` ones."""
     return new * (cached + (new + 1) / 2)
-
-
-def work_of(
-    chunks: Sequence[tuple[int, int]], lanes: int, shards: Sequence[int] | None = None
-) -> ExchangeWork:
-    """Sums up chunks of (cached, new) tokens. New tokens are dealt evenly, decodes sequence by
-    sequence (Alg. 4).
-
-    shards: per chunk, tokens of KV with the new ones on the lane that holds most; default: an even
-    split of both (section 3.5.1). Errors: ConfigError that names lanes, chunks, cached, new or
-    shards."""
-    require(lanes >= 1, "lanes", lanes, "1 or more")
-    require(len(chunks) > 0, "chunks", list(chunks), "one or more")
-    require(shards is None or len(shards) == len(chunks), "shards", shards, "one for each chunk")
-    tokens = context = share = decodes = prefill = decode = 0
-    pairs = 0.0
-    for index, (cached, new) in enumerate(chunks):
-        require(cached >= 0, "cached", cached, "0 or more")
-        require(new >= 1, "new", new, "1 or more")
-        shard = -(-cached // lanes) - (-new // lanes)
-        if shards is not None:
-            shard = shards[index]
-        tokens += new
-        context += cached + new
-        pairs += pairs_of(cached, new)
-        if new == 1:
-            decodes += 1
-            decode += shard
-        else:
-            share -= -new // lanes
-            prefill += shard
-    visits = -(-decodes // lanes)
-    touched = prefill + decode * visits / max(decodes, 1)
-    return ExchangeWork(lanes, tokens, context, pairs, share + visits, prefill + decode, touched)
 
 
 def work_of_decodes(lanes: int, share: int, kv: float) -> ExchangeWork:

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxserve.cache import CacheManager
 from jaxserve.lanes.groups import lanes_of
-from jaxserve.lanes.planner import Planner, PlanPart, part_at
+from jaxserve.lanes.planner import LanePlanner, PlanPart, part_at
 from jaxserve.scheduling.budget import BlocksPerLane
 from jaxserve.scheduling.fetches import Fetch, Fetches
 from jaxserve.scheduling.page_admission import PageAdmission
@@ -57,7 +57,7 @@ class ChunkCandidates:
         admission: PageAdmission,
         fetches: Fetches,
         prefetch: QueuePrefetch,
-        planner: Planner | None,
+        planner: LanePlanner | None,
     ):
         self.cache = cache
         self.slots = slots

@@ -223,7 +223,7 @@ class LoadModel:
         decode_seconds = 0.0
         if fed.any():
             self._learn_mixed_step(batch.seconds)
-            lanes = self.predictor.decodes(
+            lanes = self.predictor.lane_costs.decodes(
                 batch.start[fed], batch.lane[fed], batch.group_size[fed], batch.blocks_per_lane[fed]
             )
             decode_seconds = self.predictor.stage(lanes)

@@ -90,7 +90,7 @@ class BatchPacker:
         slots = self.slots
         cache = self.cache
         config = self.config
-        lanes = self.predictor.decodes(
+        lanes = self.predictor.lane_costs.decodes(
             slots.issued[decodes],
             cache.home[decodes],
             cache.group_size[decodes],

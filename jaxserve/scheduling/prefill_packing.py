@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from jaxserve.cache import CacheManager
-from jaxserve.lanes.planner import Planner
+from jaxserve.lanes.planner import LanePlanner
 from jaxserve.policies import POLICIES, relative_slack
 from jaxserve.scheduling.budget import CHUNKING, SHARER_WORK_RATIO, StepBudget
 from jaxserve.scheduling.chunk_candidates import ChunkCandidate, ChunkCandidates
@@ -43,7 +43,7 @@ class PrefillPacker:
         slots: SlotTable,
         admission: PageAdmission,
         fetches: Fetches,
-        planner: Planner | None = None,
+        planner: LanePlanner | None = None,
     ):
         self.cache = cache
         self.slots = slots

@@ -22,7 +22,7 @@ from jaxserve.costs.coefficients import NOMINAL, Costs
 from jaxserve.costs.predictor import Predictor
 from jaxserve.lanes.choice import ExchangeChooser
 from jaxserve.lanes.cost import lane_costs
-from jaxserve.lanes.planner import Planner
+from jaxserve.lanes.planner import LanePlanner
 from jaxserve.scheduling.admission import AdmissionController
 from jaxserve.scheduling.batch_reader import BatchReader, Events, StepResults
 from jaxserve.scheduling.completion_lengths import CompletionLengths
@@ -70,7 +70,7 @@ class Scheduler:
         max_len: int,
         eos_ids: Iterable[int] = (),
         costs: Costs = NOMINAL,
-        planner: Planner | None = None,
+        planner: LanePlanner | None = None,
         chooser: ExchangeChooser | None = None,
     ):
         self.config = config

@@ -135,7 +135,7 @@ LIVE = dataclasses.replace(
 )
 HEADS = Heads(9, 3, 64, 4)
 LINK = Link(1e-4, 1e9)
-RATES = TRUE.exchange_rates(HEADS).with_links(LINK)
+RATES = dataclasses.replace(TRUE.exchange_rates(HEADS), hop=LINK, all_gather=LINK, all_to_all=LINK)
 CORRECTIONS = {
     "gather": Correction(5e-4, 1.5),
     "pass_q": Correction(2e-3, 0.8),

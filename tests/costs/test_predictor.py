@@ -19,6 +19,7 @@ from jaxserve.lanes.load import LaneLoad
 from jaxserve.lanes.rates import ExchangeRates, Link
 from jaxserve.lanes.work import Heads
 from jaxserve.scheduling import Batch
+from jaxserve.scheduling.budget import StepBudget
 from jaxserve.settings.schema import MeshConfig
 from tests.examples import examples
 
@@ -51,6 +52,13 @@ def chunks(*rows: tuple[int, int, list[int]], home: int = 0) -> Batch:
         0.0,
         (),
     )
+
+
+def with_chunk(
+    predictor: Predictor, lanes: list[LaneLoad], home: int, held: list[int] | None, *chunk: int
+) -> float:
+    """Seconds of the step, on the lanes that it bears on, if the chunk (cached, new) joined."""
+    return StepBudget(predictor, lanes, 1, 1, np.inf, np.inf).seconds_with(home, held, *chunk)
 
 
 def alone(predictor: Predictor, total: int, chunk: int) -> float:
@@ -179,7 +187,7 @@ def test_the_slowest_lane_decides_and_a_lane_does_its_own_work_only():
     predictor = Predictor(Costs(layers=1, linear_token=1), MeshConfig(kvp=3))
     lanes = [LaneLoad(decodes=2), LaneLoad(decodes=5), LaneLoad()]
     assert predictor.stage(lanes) == 5
-    assert predictor.with_chunk(lanes, 0, None, 0, 2) == 4  # of the lane that it bears on
+    assert with_chunk(predictor, lanes, 0, None, 0, 2) == 4  # of the lane that it bears on
     predictor.add_chunk(lanes, 0, None, 0, 2)
     assert predictor.stage(lanes) == 5
     predictor.add_chunk(lanes, 2, None, 0, 6)
@@ -219,7 +227,7 @@ def test_the_shares_of_a_spread_chunk_add_up(held, cached, new):
 def test_asking_what_a_chunk_would_cost_and_adding_it_agree(cached, new, held):
     predictor = Predictor(REAL, MeshConfig(kvp=3))
     lanes = [LaneLoad(decodes=3, context=1e4, samples=3) for _ in range(3)]
-    asked = predictor.with_chunk(lanes, 1, held, cached, new)
+    asked = with_chunk(predictor, lanes, 1, held, cached, new)
     predictor.add_chunk(lanes, 1, held, cached, new)
     assert asked == pytest.approx(predictor.stage(lanes))
 
@@ -229,7 +237,9 @@ def test_local_decodes_burden_their_home_and_spread_ones_every_lane_by_its_block
     context = np.array([100, 40, 1000])
     home = np.array([0, 1, 1])
     group_size = np.array([1, 1, 2])
-    lanes = predictor.decodes(context, home, group_size, np.array([[7, 0], [0, 3], [30, 10]]))
+    lanes = predictor.lane_costs.decodes(
+        context, home, group_size, np.array([[7, 0], [0, 3], [30, 10]])
+    )
     assert [(lane.decodes, lane.context, lane.spread, lane.samples) for lane in lanes] == [
         (1, 100 + 750, 1, 1),
         (2, 40 + 250, 1, 2),
@@ -282,7 +292,7 @@ def test_a_chunk_that_joins_spread_decodes_has_their_queries_gathered():
     for name in ("gather", "pass_q"):
         predictor = ringing(name)
         lanes = predictor.lane_costs.loads(chunks(*rows))
-        joined.append(predictor.with_chunk(lanes, 0, None, 0, 8))
+        joined.append(with_chunk(predictor, lanes, 0, None, 0, 8))
     assert joined[0] == joined[1]
 
 
@@ -334,7 +344,7 @@ def test_prefill_falls_with_the_stages_but_for_the_hand_off():
     for stages in (1, 2, 4, 8, 16):
         predictor = Predictor(made, MeshConfig(spp=stages))
         assert predictor.prefill(0, total, chunk) == pytest.approx(whole / stages)
-        pace = predictor.with_chunk([LaneLoad()], 0, None, total - chunk, chunk)
+        pace = with_chunk(predictor, [LaneLoad()], 0, None, total - chunk, chunk)
         first_token = whole / stages + predictor.latency(pace, chunk, samples=0) - pace
         assert first_token == pytest.approx(whole / stages + (stages - 1) * (pace + 7))
         assert first_token < whole / stages * 1.5 or stages == 1
@@ -358,7 +368,7 @@ def test_what_lanes_say_to_each_other_does_not_depend_on_the_context(near, far, 
         spread = [1] * lanes
         mesh = MeshConfig(kvp=lanes)
         seconds = [
-            Predictor(made, mesh).with_chunk([LaneLoad() for _ in spread], 0, spread, cached, new)
+            with_chunk(Predictor(made, mesh), [LaneLoad() for _ in spread], 0, spread, cached, new)
             for made in (talking, silent)
         ]
         return seconds[0] - seconds[1]
@@ -440,8 +450,8 @@ def test_prefill_over_lanes_is_the_sum_of_its_steps(total, lanes):
     while start < total:
         new = min(chunk * size_of(0, grown(start + 1, reach, lanes)), total - start)
         held = grown(start + new // 2, reach, lanes)
-        steps += predictor.with_chunk(
-            [LaneLoad()] * lanes, 0, held if start >= reach else None, start, new
+        steps += with_chunk(
+            predictor, [LaneLoad()] * lanes, 0, held if start >= reach else None, start, new
         )
         start += new
     assert predictor.prefill(0, total, chunk) == pytest.approx(steps, rel=0.03)

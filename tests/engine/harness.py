@@ -25,10 +25,9 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.stages import HiddenStates
 from jaxserve.engine.step_shapes import StepShape
 from jaxserve.lanes.choice import ExchangeChooser
-from jaxserve.lanes.planner import PlanPart
+from jaxserve.lanes.planner import LanePlanner, PlanPart
 from jaxserve.scheduling import Batch, Scheduler
 from jaxserve.scheduling.events import StepIssued
-from jaxserve.scheduling.prefill_packing import Planner
 from jaxserve.settings.schema import (
     CacheConfig,
     EngineConfig,
@@ -77,7 +76,7 @@ def fresh(
     old: Engine,
     placement: str,
     pages: int | None = None,
-    planner: Planner | None = None,
+    planner: LanePlanner | None = None,
     costs: Costs = NOMINAL,
     chooser: ExchangeChooser | None = None,
     **settings,

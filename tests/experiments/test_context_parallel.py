@@ -11,6 +11,7 @@ from experiments.context_parallel import __main__ as every
 from experiments.context_parallel import decodes, fig9, paper, table4, table7, table8
 from experiments.context_parallel.boundary import Boundary
 from experiments.context_parallel.system import RANKS, RINGS, calibrated
+from experiments.context_parallel.work import choose
 from experiments.script import command_line
 from tests.experiments.figure_checks import made_small
 
@@ -125,9 +126,9 @@ def test_every_part_of_table8_is_within_20_percent_on_average(rows):
     ],
 )
 def test_the_chooser_on_table4(new, strategy):
-    decision = calibrated().chooser(RANKS).choose([(128_000 - new, new)])
+    decision = choose(calibrated().chooser(RANKS), [(128_000 - new, new)])
     assert decision.strategy == strategy
-    assert fig9.rules()["alg1"].choose([(128_000 - new, new)]).strategy == strategy
+    assert choose(fig9.rules()["alg1"], [(128_000 - new, new)]).strategy == strategy
 
 
 def test_the_papers_line_does_not_tell_its_own_table():

@@ -17,13 +17,14 @@ from experiments.context_parallel.boundary import (
     hides_pass_kv,
     hides_pass_q,
 )
+from experiments.context_parallel.work import bytes_of, choose, work_of
 from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.costs.coefficients import NOMINAL
 from jaxserve.costs.profiles import devices
 from jaxserve.lanes.choice import DECODE_CHOICES, EXCHANGE_CHOICES, ExchangeChooser
 from jaxserve.lanes.exchange import EXCHANGES, ExchangeBytes, decode_exchanges
 from jaxserve.lanes.rates import ExchangeRates, Link
-from jaxserve.lanes.work import ExchangeWork, Heads, work_of, work_of_decodes
+from jaxserve.lanes.work import ExchangeWork, Heads, work_of_decodes
 from jaxserve.settings.schema import ConfigError
 
 # of one of 8 ranks of the paper's model
@@ -64,9 +65,9 @@ def test_bytes_by_hand():
     kv, q, all_lanes = (
         EXCHANGES[name].traffic(work, HEADS) for name in ("pass_kv", "pass_q", "gather")
     )
-    assert (kv.hops, kv.hop, kv.messages, kv.bytes) == (3, 32_000 * 512, 3, 3 * 16_384_000)
-    assert (q.hops, q.hop, q.messages, q.returned) == (3, 800 * 4096, 6, 3 * 800 * 16 * 129 * 2)
-    assert (all_lanes.hops, all_lanes.messages) == (0, 6)
+    assert (kv.hops, kv.hop, bytes_of(kv)) == (3, 32_000 * 512, 3 * 16_384_000)
+    assert (q.hops, q.hop, q.returned) == (3, 800 * 4096, 3 * 800 * 16 * 129 * 2)
+    assert all_lanes.hops == 0
     assert (all_lanes.gathered, all_lanes.returned) == (3 * 800 * (4096 + 512), q.returned)
 
 
@@ -76,25 +77,25 @@ def test_bytes_are_the_formulas(lanes, cached, new):
     work = work_of([(cached, new)], lanes)
     heads = Heads(32, 8, 64, 2, 4)
     assert (
-        EXCHANGES["pass_kv"].traffic(work, heads).bytes
+        bytes_of(EXCHANGES["pass_kv"].traffic(work, heads))
         == (lanes - 1) * 2 * (new + cached) // lanes * 8 * 64 * 2
     )
     back = (lanes - 1) * new // lanes * 32 * 65 * 4
     assert (
-        EXCHANGES["pass_q"].traffic(work, heads).bytes
+        bytes_of(EXCHANGES["pass_q"].traffic(work, heads))
         == (lanes - 1) * new // lanes * 32 * 64 * 2 + back
     )
     assert (
-        EXCHANGES["gather"].traffic(work, heads).bytes
+        bytes_of(EXCHANGES["gather"].traffic(work, heads))
         == (lanes - 1) * new // lanes * (32 + 2 * 8) * 64 * 2 + back
     )
 
 
 def test_pass_kv_sends_the_fullest_lanes_shard_in_padded_pieces():
     work = work_of([(1000, 8), (100, 4)], 2, shards=[900, 52])
-    assert EXCHANGES["pass_kv"].traffic(work, HEADS).bytes == 952 * 512
+    assert bytes_of(EXCHANGES["pass_kv"].traffic(work, HEADS)) == 952 * 512
     cut = EXCHANGES["pass_kv"].traffic(work, HEADS, 256)
-    assert (cut.rounds, cut.hops, cut.bytes) == (4, 4, 4 * 256 * 512)
+    assert (cut.rounds, cut.hops, bytes_of(cut)) == (4, 4, 4 * 256 * 512)
 
 
 def test_kv_goes_round_as_it_is_stored():
@@ -102,7 +103,7 @@ def test_kv_goes_round_as_it_is_stored():
     stored yet."""
     work = work_of([(10_000, 100)], 2)
     narrow = dataclasses.replace(HEADS, stored=130)
-    assert EXCHANGES["pass_kv"].traffic(work, narrow).bytes == 5050 * 2 * 130
+    assert bytes_of(EXCHANGES["pass_kv"].traffic(work, narrow)) == 5050 * 2 * 130
     assert all(
         EXCHANGES[name].traffic(work, narrow) == EXCHANGES[name].traffic(work, HEADS)
         for name in ("gather", "pass_q")
@@ -116,16 +117,15 @@ def test_bytes_of_queries_do_not_depend_on_what_is_cached(chunks, lanes):
     work = work_of(chunks, lanes)
     for name in ("gather", "pass_q"):
         assert EXCHANGES[name].traffic(work, HEADS) == EXCHANGES[name].traffic(bare, HEADS)
-    assert (
-        EXCHANGES["pass_kv"].traffic(work, HEADS).bytes
-        >= EXCHANGES["pass_kv"].traffic(bare, HEADS).bytes
+    assert bytes_of(EXCHANGES["pass_kv"].traffic(work, HEADS)) >= bytes_of(
+        EXCHANGES["pass_kv"].traffic(bare, HEADS)
     )
 
 
 @given(CHUNKS)
 def test_one_lane_sends_nothing_and_all_strategies_are_one(chunks):
     work = work_of(chunks, 1)
-    assert not any(sent(name, work).bytes or sent(name, work).messages for name in EXCHANGES)
+    assert not any(bytes_of(sent(name, work)) for name in EXCHANGES)
     assert len(set(exchange(1).seconds(work).values())) == 1
 
 
@@ -229,7 +229,7 @@ def test_rates_come_from_a_profile():
         device.node.seconds
     )
     assert rates.hop.bytes_per_s == pytest.approx(device.node.bytes_per_s)
-    nothing = ExchangeChooser(4, HEADS, NOMINAL.exchange_rates(HEADS)).choose([(1000, 10)])
+    nothing = choose(ExchangeChooser(4, HEADS, NOMINAL.exchange_rates(HEADS)), [(1000, 10)])
     assert nothing.strategy == "gather" and set(nothing.seconds.values()) == {0.0}
 
 
@@ -238,10 +238,10 @@ def test_rates_come_from_a_profile():
 
 @given(CHUNKS, LANES)
 def test_auto_is_the_least_and_a_strategys_name_is_itself(chunks, lanes):
-    decision = exchange(lanes).choose(chunks)
+    decision = choose(exchange(lanes), chunks)
     assert decision.seconds[decision.strategy] == min(decision.seconds.values())
     for name in EXCHANGES:
-        fixed = exchange(lanes, name).choose(chunks)
+        fixed = choose(exchange(lanes, name), chunks)
         assert fixed.strategy == name and fixed.seconds == decision.seconds
 
 
@@ -253,10 +253,10 @@ def test_auto_is_the_least_and_a_strategys_name_is_itself(chunks, lanes):
     lanes=st.sampled_from([2, 4, 8]),
 )
 def test_once_pass_kv_is_chosen_more_new_tokens_do_not_change_it(chooser, cached, new, more, lanes):
-    choose = exchange(lanes, chooser).choose
+    rule = exchange(lanes, chooser)
     assert (
-        choose([(cached, new)]).strategy == "pass_q"
-        or choose([(cached, new + more)]).strategy == "pass_kv"
+        choose(rule, [(cached, new)]).strategy == "pass_q"
+        or choose(rule, [(cached, new + more)]).strategy == "pass_kv"
     )
 
 
@@ -268,25 +268,25 @@ def test_thresholds_of_the_paper():
     assert hides_pass_kv(some, 5000) and not hides_pass_kv(some, 4999)
     assert hides_pass_q(some, 40_000) and not hides_pass_q(some, 39_999)  # Eq. 3: N e C / (4 BW)
     first, fifth = (exchange(chooser=name) for name in ("alg1", "alg5"))
-    assert [first.choose([(8000 - new, new)]).strategy for new in (999, 1000)] == [
+    assert [choose(first, [(8000 - new, new)]).strategy for new in (999, 1000)] == [
         "pass_q",
         "pass_kv",
     ]
     assert (
-        first.choose([(10**6, 4999)]).strategy == "pass_q"
-        and first.choose([(10**6, 5000)]).strategy == "pass_kv"
+        choose(first, [(10**6, 4999)]).strategy == "pass_q"
+        and choose(first, [(10**6, 5000)]).strategy == "pass_kv"
     )
     miss = 0.125 - 4 * 3200 * 25e9 / (4 * 500e12 * 2)  # 4.5 %
     below, above = (int(3200 / miss * scale) - 3200 for scale in (1.01, 0.99))
-    assert [fifth.choose([(cached, 3200)]).strategy for cached in (below, above)] == [
+    assert [choose(fifth, [(cached, 3200)]).strategy for cached in (below, above)] == [
         "pass_q",
         "pass_kv",
     ]
 
 
 def test_full_prefill_passes_kv_and_decode_gathers():
-    assert exchange().choose([(0, 128_000)]).strategy == "pass_kv"
-    assert exchange().choose([(128_000, 1)] * 8).strategy == "gather"
+    assert choose(exchange(), [(0, 128_000)]).strategy == "pass_kv"
+    assert choose(exchange(), [(128_000, 1)] * 8).strategy == "gather"
 
 
 def test_a_line_is_fitted_to_measurements():
@@ -302,8 +302,8 @@ def test_a_line_is_fitted_to_measurements():
     assert wrong <= 4 and found.new / found.miss == pytest.approx(true.new / true.miss, rel=0.15)
     chooser = exchange(chooser=fitted(found))
     assert (
-        chooser.choose([(0, 20_000)]).strategy == "pass_kv"
-        and chooser.choose([(200_000, 10)]).strategy == "pass_q"
+        choose(chooser, [(0, 20_000)]).strategy == "pass_kv"
+        and choose(chooser, [(200_000, 10)]).strategy == "pass_q"
     )
 
 
@@ -399,7 +399,7 @@ def test_decodes_go_round_a_ring_where_they_are_many_and_their_contexts_long(
 @pytest.mark.parametrize(("bytes_per_s", "fastest"), [(25e9, "pass_q"), (2.5e12, "gather")])
 def test_a_slow_link_favours_the_ring_of_long_decodes(bytes_per_s, fastest):
     link = Link(1e-6, bytes_per_s)
-    rates = RATES.with_links(link)
+    rates = dataclasses.replace(RATES, hop=link, all_gather=link, all_to_all=link)
     chooser = ExchangeChooser(8, HEADS, rates, decode_chooser="auto")
     assert chooser.decodes(64, 64 * 500_000).strategy == fastest
 

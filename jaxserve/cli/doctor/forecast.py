@@ -80,7 +80,7 @@ def _tpot(scheduler: Scheduler, batch: int, context: int) -> float:
     predictor = scheduler.predictor
     lanes = predictor.mesh.kvp
     size = lanes if context > predictor.lane_costs.reach else 1
-    loads = predictor.decodes(
+    loads = predictor.lane_costs.decodes(
         np.full(batch, context),
         np.arange(batch) % lanes,
         np.full(batch, size),

@@ -19,6 +19,7 @@ from jaxserve.lab.simulate.run import System
 from jaxserve.lab.simulate.tetris import PrefillInstances, constant
 from jaxserve.lanes.cdsp import PLANNERS, Instances
 from jaxserve.lanes.choice import ExchangeChooser, Pick
+from jaxserve.lanes.work import ExchangeWork, pairs_of
 from jaxserve.scheduling.assembly import ReplicaSizes
 from jaxserve.settings.schema import CacheConfig, ConfigError, SchedulerConfig
 
@@ -45,11 +46,18 @@ def exchanges(
     rows = []
     for prompt, share in itertools.product(prompts, new):
         tokens = max(1, round(prompt * share))
-        decision = chooser.choose([(prompt - tokens, tokens)])
+        decision = chooser.decide(_evenly(prompt - tokens, tokens, chooser.lanes))
         rows.append(
             {"prompt": prompt, "new": share, "strategy": decision.strategy, **decision.seconds}
         )
     return pd.DataFrame(rows)
+
+
+def _evenly(cached: int, new: int, lanes: int) -> ExchangeWork:
+    """A chunk alone in its step, of which all lanes hold and compute as much."""
+    share = -(-new // lanes)
+    shard = -(-cached // lanes) + share
+    return ExchangeWork(lanes, new, cached + new, pairs_of(cached, new), share, shard, shard)
 
 
 def lanes(system: System, longest: int, block: int = BLOCK, step: int = STEP) -> Instances:

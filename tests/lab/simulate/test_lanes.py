@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from experiments.context_parallel.work import choose
 from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.costs.coefficients import Costs, ShapeCost, SpreadShape
 from jaxserve.costs.predictor import Predictor
@@ -275,7 +276,7 @@ def test_a_step_takes_what_the_exchange_says(strategy):
     chooser = predictor.lane_costs.chooser
     batch = batches[1]
     cached, new = int(batch.start[0]), int(batch.length[0])
-    layer = chooser.choose([(cached, new)]).seconds[strategy] + predictor.costs.linear(new // 4)
+    layer = choose(chooser, [(cached, new)]).seconds[strategy] + predictor.costs.linear(new // 4)
     assert batch.seconds == pytest.approx(
         predictor.costs.launch + predictor.layers * layer, rel=1e-3
     )
