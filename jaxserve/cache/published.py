@@ -47,11 +47,11 @@ class PublishedBlocks:
     ) -> None:
         """Publishes blocks of a sequence that has the pages `table`. retention: of its request."""
         publish = self.pages.publish
-        keys = zip(blocks, hashes.keys(blocks.start, blocks.stop))
-        new = [block for block, key in keys if publish(table[block], key)]
+        new = [block for block in blocks if publish(table[block], hashes[block])]
         if self.below.tiers is not None:
             self._retain(table, blocks, new, hashes, retention)
-        self.stores.published((table[block], hashes[block]) for block in new)
+        if self.stores.wanted:
+            self.stores.published((table[block], hashes[block]) for block in new)
         if new and self.events:
             self._tell(new, hashes)
 

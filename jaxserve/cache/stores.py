@@ -85,10 +85,9 @@ class PendingStores:
     def published(self, keys: Iterable[tuple[int, bytes]]) -> None:
         """Notes blocks, each with its page, that are on the devices by a command that was issued or
         is being made."""
-        if self.wanted:
-            for page, key in keys:
-                if key in self.wanted:
-                    self._promise(page, key)
+        for page, key in keys:
+            if key in self.wanted:
+                self._promise(page, key)
 
     def _promise(self, page: int, key: bytes) -> None:
         self._add(page, key)

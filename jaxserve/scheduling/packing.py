@@ -96,8 +96,8 @@ class BatchPacker:
             cache.group_size[decodes],
             cache.blocks_per_lane[decodes],
         )
-        running = (slots.phase == DECODE) & (slots.issued < slots.max_positions)
-        target = float(slots.tpot[running].min()) if running.any() else config.step_time
+        running = slots.decodable
+        target = float(slots.tpot[running].min()) if running.size else config.step_time
         stages = self.mesh.spp
         return StepBudget(
             self.predictor,
@@ -115,7 +115,7 @@ class BatchPacker:
         `hurry` also those whose last token is on its way through the stages, of one batch only."""
         slots = self.slots
         stages = self.mesh.spp
-        ready = np.flatnonzero((slots.phase == DECODE) & (slots.issued < slots.max_positions))
+        ready = slots.decodable
         share = -(-ready.size // stages)
         if hurry:
             ready = ready[slots.in_flight[ready] < 2]

@@ -66,6 +66,11 @@ class SlotTable:
         return bool((self.phase >= LEAVING).any())
 
     @property
+    def decodable(self) -> np.ndarray:
+        """Slots [n] of which another token is to be decoded, ascending."""
+        return np.flatnonzero((self.phase == DECODE) & (self.issued < self.max_positions))
+
+    @property
     def backlog(self) -> float:
         """Predicted seconds of prefill that are left to do."""
         return float(self.queue.work.sum()) + sum(
