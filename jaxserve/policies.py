@@ -102,16 +102,10 @@ def demoting_late(view: PromptView) -> np.ndarray:
     return np.where(relative >= 0, relative, late)
 
 
-def late_last(view: PromptView) -> np.ndarray:
-    """Ranks by deadline, with prompts that can no longer be in time behind all others."""
+def late_apart(view: PromptView, shift: float) -> np.ndarray:
+    """Ranks by deadline; prompts that can no longer be in time come `shift` seconds later."""
     left = view.deadline - view.now
-    return np.where(left < view.work, left + LAST, left)
-
-
-def late_first(view: PromptView) -> np.ndarray:
-    """Ranks by deadline, with prompts that can no longer be in time before those in time."""
-    left = view.deadline - view.now
-    return np.where(left < view.work, left - LAST, left)
+    return np.where(left < view.work, left + shift, left)
 
 
 POLICIES: dict[str, Policy] = {
@@ -123,11 +117,11 @@ POLICIES: dict[str, Policy] = {
     "relative-slack": Policy(
         "least slack as a share of the time to the deadline",
         lambda view: view.relative_slack,
-        late_first,
+        lambda view: late_apart(view, -LAST),  # before those in time
     ),
     "slack": Policy(
         "the same, but prompts that can no longer be in time make way for those that can",
         demoting_late,
-        late_last,
+        lambda view: late_apart(view, LAST),  # behind all others
     ),
 }

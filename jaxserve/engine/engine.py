@@ -198,7 +198,7 @@ class Engine(ReplicaCore):
             while not self._closing:
                 self._wake.clear()
                 if not self._safe_step():
-                    self._wake.wait(timeout=TICK if self.scheduler.waiting else IDLE_WAIT)
+                    self._wake.wait(timeout=TICK if self.scheduler.slots.waiting else IDLE_WAIT)
         except Exception:
             log.exception("the engine's loop failed")
             self.alive = False
@@ -232,7 +232,7 @@ class Engine(ReplicaCore):
     def _ended_by_loss(self, sequence: Sequence) -> bool:
         """Returns whether a request ends when workers are lost: see the setting `replay`."""
         if self.config.replay == "unsent":
-            return self.scheduler.requests[sequence.id].had_token
+            return self.scheduler.requests.entries[sequence.id].had_token
         return self.config.replay == "none"
 
     def _wait_for_workers(self) -> None:

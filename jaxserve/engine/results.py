@@ -4,6 +4,7 @@ those of a prompt's own tokens, and embeddings."""
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from jaxserve.api.events import Logprobs
 from jaxserve.engine.command import SCORES, StepResult
 from jaxserve.engine.step_rows import ChunkSlice, StepArrays
 from jaxserve.scheduling import Scheduler
+from jaxserve.scheduling.batch_reader import StepResults
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,28 +49,25 @@ class InFlightBatch:
     issued: float = 0.0
 
 
-@dataclasses.dataclass(frozen=True)
-class StepOutcome:
-    """Results of a batch by its chunks: sampled tokens [n] and their log-probabilities, those of
-    prompts' own tokens and embeddings [D] f32 by number of the sequence. read_at: clock seconds."""
+class StepOutcome(NamedTuple):
+    """Results of a batch that was in flight. read_at: clock seconds."""
 
     flight: InFlightBatch
     read_at: float
-    tokens: np.ndarray
-    logprobs: list[Logprobs | None] | None
-    scores: dict[int, list[Logprobs]]
-    embeddings: dict[int, np.ndarray]
+    results: StepResults
 
-    @classmethod
-    def of(
-        cls, scheduler: Scheduler, flight: InFlightBatch, result: StepResult, read_at: float
-    ) -> StepOutcome:
-        """Sorts the result of a batch by its chunks."""
-        number = flight.batch.number
-        assert result.number == number, f"step {result.number} came for {number}"
-        tokens, logprobs = tokens_of(scheduler, flight, result)
-        scores = scores_of(scheduler, flight, result)
-        return cls(flight, read_at, tokens, logprobs, scores, embeddings_of(flight, result))
+
+def results_of(scheduler: Scheduler, flight: InFlightBatch, result: StepResult) -> StepResults:
+    """Sorts the result of a batch by its chunks."""
+    number = flight.batch.number
+    assert result.number == number, f"step {result.number} came for {number}"
+    tokens, logprobs = _tokens(scheduler, flight, result)
+    scores = _scores(scheduler, flight, result)
+    embeddings = {
+        int(flight.batch.seq[one.chunk]): result.pooled[one.entry][one.lane, one.place].copy()
+        for one in flight.embeddings
+    }
+    return StepResults(tokens, logprobs, scores, embeddings)
 
 
 def score_rows(
@@ -124,7 +123,7 @@ def _slices_of(batch: Batch, arrays: StepArrays, chunk: int) -> list[ChunkSlice]
     return [piece for piece in arrays.slices if piece.chunk == chunk] or [single]
 
 
-def tokens_of(
+def _tokens(
     scheduler: Scheduler, flight: InFlightBatch, result: StepResult
 ) -> tuple[np.ndarray, list[Logprobs | None] | None]:
     """Tokens [n] of the chunks that sampled one, and log-probabilities where they are wanted."""
@@ -151,7 +150,7 @@ def tokens_of(
     return out, logprobs
 
 
-def scores_of(
+def _scores(
     scheduler: Scheduler, flight: InFlightBatch, result: StepResult
 ) -> dict[int, list[Logprobs]]:
     """Log-probabilities of prompts' tokens, by number of the sequence."""
@@ -165,14 +164,6 @@ def scores_of(
             values = [_logprobs(chosen, top, ids, k) for chosen, top, ids in zip(*parts)]
             out.setdefault(number, []).extend(values)
     return out
-
-
-def embeddings_of(flight: InFlightBatch, result: StepResult) -> dict[int, np.ndarray]:
-    """Embeddings [D] f32 of prompts, by number of the sequence."""
-    return {
-        int(flight.batch.seq[one.chunk]): result.pooled[one.entry][one.lane, one.place].copy()
-        for one in flight.embeddings
-    }
 
 
 def _logprobs(chosen: np.ndarray, top: np.ndarray, ids: np.ndarray, k: int) -> Logprobs:

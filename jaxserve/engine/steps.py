@@ -10,7 +10,7 @@ from jaxserve.engine.block_mover import Arrival
 from jaxserve.engine.command_builder import CommandBuilder
 from jaxserve.engine.executor import CommandExecutor
 from jaxserve.engine.in_flight import InFlight
-from jaxserve.engine.results import InFlightBatch, StepOutcome
+from jaxserve.engine.results import InFlightBatch, StepOutcome, results_of
 from jaxserve.engine.watchdog import Watchdog
 from jaxserve.replica.registry import Registry
 from jaxserve.scheduling import Scheduler
@@ -124,7 +124,8 @@ class Steps:
         self.watchdog.watch(flight.batch, self._now())
         result = self._worker.wait()
         # before the lock is waited for, which is no part of a step's time
-        outcome = StepOutcome.of(self._scheduler, flight, result, self._now())
+        read_at = self._now()
+        outcome = StepOutcome(flight, read_at, results_of(self._scheduler, flight, result))
         self.watchdog.success()
         return outcome
 
@@ -134,9 +135,7 @@ class Steps:
         self._publish_read(outcome.flight, outcome.read_at)
         now = self._now()
         began = time.perf_counter()
-        events = self._scheduler.finish(
-            batch, outcome.tokens, now, outcome.logprobs, outcome.scores, outcome.embeddings
-        )
+        events = self._scheduler.finish(batch, outcome.results, now)
         finished = time.perf_counter()
         self._notify(events)
         notified = time.perf_counter()

@@ -62,7 +62,7 @@ class Snapshot:
         """since: the first step that is wanted."""
         running = _running(scheduler, now)
         waiting = _waiting(scheduler, now)
-        counts = {"running": scheduler.running, "waiting": scheduler.waiting}
+        counts = {"running": scheduler.slots.running, "waiting": scheduler.slots.waiting}
         left_out = {
             "running": counts["running"] - len(running),
             "waiting": counts["waiting"] - len(waiting),

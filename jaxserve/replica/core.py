@@ -147,5 +147,5 @@ class ReplicaCore:
             "kv_cache_usage_perc": in_use / load.pages_total,
             "queued_prefill_seconds": load.queued_prefill_seconds,
             "predictor_scale": self.scheduler.predictor.scale,
-            "num_preemptions": self.scheduler.preemptions,
+            "num_preemptions": self.scheduler.slots.preemptions,
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -29,11 +30,11 @@ class StepResults(NamedTuple):
     """
 
     tokens: np.ndarray  # [n] sampled ids, which count where `batch.sample`
-    logprobs: list[Logprobs | None] | None  # per chunk, of its sampled token
+    logprobs: list[Logprobs | None] | None = None  # per chunk, of its sampled token
     # by number of the sequence: of the prompt's tokens from position `start + 1` on
-    prompt_logprobs: dict[int, list[Logprobs]]
+    prompt_logprobs: Mapping[int, list[Logprobs]] = {}
     # by number of the sequence: of embedded prompts that end in the batch, [D]; none in simulations
-    embeddings: dict[int, np.ndarray]
+    embeddings: Mapping[int, np.ndarray] = {}
 
 
 class BatchReader:
@@ -72,7 +73,7 @@ class BatchReader:
             self.cache.publish(slot, blocks - 1, blocks, self.slots.by_slot[slot].block_hashes)
 
     def _note_prompt_logprobs(
-        self, batch: Batch, live: np.ndarray, entries: dict[int, list[Logprobs]]
+        self, batch: Batch, live: np.ndarray, entries: Mapping[int, list[Logprobs]]
     ) -> None:
         for row in np.flatnonzero(live & np.isin(batch.seq, list(entries))).tolist():
             self.slots.by_slot[batch.slot[row]].note_prompt_logprobs(
@@ -80,7 +81,7 @@ class BatchReader:
             )
 
     def _progress(
-        self, batch: Batch, live: np.ndarray, now: float, embeddings: dict[int, np.ndarray]
+        self, batch: Batch, live: np.ndarray, now: float, embeddings: Mapping[int, np.ndarray]
     ) -> Events:
         """Returns how far prompts are, and the ends of those that are embedded."""
         events: Events = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,9 +20,7 @@ class LiveEntry:
     """A request with completions that have not ended."""
 
     request: Request
-    number: int  # of its first sequence
-    ttft_deadline: float  # clock seconds
-    tpot: float  # objective, seconds per output token
+    leader: Sequence  # its first completion, with its objectives
     alive: dict[int, Sequence]  # completions that have not ended, by index
     later: list[Sequence] = field(default_factory=list)  # these wait for the first one's prefill
     had_token: bool = False
@@ -31,42 +28,30 @@ class LiveEntry:
 
 
 class RequestTable:
-    """Live requests by id."""
+    """Live requests: `entries` by id."""
 
     def __init__(self, slots: SlotTable, bus: EventBus):
         self.slots = slots
         self.bus = bus
-        self._entries: dict[str, LiveEntry] = {}
+        self.entries: dict[str, LiveEntry] = {}
         # (clock second, number of the first sequence, id) of each request with a deadline, sorted
         self._deadlines: list[tuple[float, int, str]] = []
-
-    def __contains__(self, id: str) -> bool:
-        return id in self._entries
-
-    def __getitem__(self, id: str) -> LiveEntry:
-        return self._entries[id]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
     def add(self, entry: LiveEntry) -> None:
         """Adds a request, whose id is not in the table."""
         request = entry.request
-        self._entries[request.id] = entry
+        self.entries[request.id] = entry
         if request.deadline is not None:
-            insort(self._deadlines, (request.deadline, entry.number, request.id))
+            insort(self._deadlines, (request.deadline, entry.leader.number, request.id))
 
     def alive(self, sequence: Sequence) -> bool:
         """Returns whether a sequence has not ended."""
-        entry = self._entries.get(sequence.id)
+        entry = self.entries.get(sequence.id)
         return entry is not None and entry.alive.get(sequence.index) is sequence
 
     def sequences(self) -> list[Sequence]:
         """Returns all sequences that have not ended, by request."""
-        return [one for entry in self._entries.values() for one in entry.alive.values()]
+        return [one for entry in self.entries.values() for one in entry.alive.values()]
 
     def next_expired(self, now: float) -> str | None:
         """Returns the id of the request whose deadline comes first, if that is at clock second
@@ -77,10 +62,10 @@ class RequestTable:
 
     def note_first_token(self, sequence: Sequence, now: float) -> None:
         """Publishes that a sequence got its first token at clock second `now`."""
-        entry = self._entries[sequence.id]
+        entry = self.entries[sequence.id]
         first = not entry.had_token
         entry.had_token = True
-        self.bus.publish(FirstToken(sequence, now, first, entry.ttft_deadline))
+        self.bus.publish(FirstToken(sequence, now, first, entry.leader.ttft_deadline))
 
     def end(
         self,
@@ -92,7 +77,7 @@ class RequestTable:
     ) -> Finished:
         """Ends a sequence at clock second `now`, and with the last one its request. Those that wait
         for its prefill join the queue."""
-        entry = self._entries[sequence.id]
+        entry = self.entries[sequence.id]
         del entry.alive[sequence.index]
         if sequence.slot != NO_SLOT:
             self.slots.withdraw(sequence, ENDED)
@@ -105,22 +90,23 @@ class RequestTable:
         event = sequence.finished(reason, now, error, embedding)
         entry.ends.append(event)
         ends = () if entry.alive else tuple(entry.ends)
+        leader = entry.leader
         self.bus.publish(
             CompletionEnded(
-                entry.request, event, entry.ttft_deadline, entry.tpot, ends, entry.had_token
+                entry.request, event, leader.ttft_deadline, leader.tpot, ends, entry.had_token
             )
         )
         return event
 
     def _remove(self, entry: LiveEntry) -> None:
         request = entry.request
-        del self._entries[request.id]
+        del self.entries[request.id]
         if request.deadline is not None:
-            self._deadlines.remove((request.deadline, entry.number, request.id))
+            self._deadlines.remove((request.deadline, entry.leader.number, request.id))
 
     def queue_later(self, leader: Sequence) -> None:
         """Queues the completions that waited for the leader's prefill, with its block hashes."""
-        entry = self._entries[leader.id]
+        entry = self.entries[leader.id]
         blocks = len(leader.request.prompt) // self.slots.cache.block_size
         for sequence in entry.later:
             sequence.block_hashes.copy_from(leader.block_hashes, blocks)
@@ -136,12 +122,12 @@ class RequestTable:
         assert alive | ended == numbers and not alive & ended, (
             f"alive {alive}, ended {ended}, all {numbers}"
         )
-        later = sum(len(entry.later) for entry in self._entries.values())
+        later = sum(len(entry.later) for entry in self.entries.values())
         queued = len(slots.queue)
         assert later + queued == slots.waiting, (
             f"{slots.waiting} wait: {later} later, {queued} in the queue"
         )
-        deadlines = sum(entry.request.deadline is not None for entry in self._entries.values())
+        deadlines = sum(entry.request.deadline is not None for entry in self.entries.values())
         assert len(self._deadlines) == deadlines, (
             f"{len(self._deadlines)} deadlines of {deadlines} requests"
         )

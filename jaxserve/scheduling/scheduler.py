@@ -11,11 +11,9 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-import numpy as np
-
 from jaxserve.api.batch import Batch
 from jaxserve.api.errors import RequestError
-from jaxserve.api.events import Accepted, Event, Logprobs
+from jaxserve.api.events import Accepted, Event
 from jaxserve.api.request import Request
 from jaxserve.cache import CacheManager
 from jaxserve.costs.coefficients import NOMINAL, Costs
@@ -116,21 +114,6 @@ class Scheduler:
         admission.listen(self.bus)
         return admission
 
-    @property
-    def running(self) -> int:
-        """Sequences with a slot."""
-        return self.slots.running
-
-    @property
-    def waiting(self) -> int:
-        """Sequences without a slot."""
-        return self.slots.waiting
-
-    @property
-    def preemptions(self) -> int:
-        """Number of times that a sequence lost its slot and had to wait again."""
-        return self.slots.preemptions
-
     def load(self) -> Load:
         """Returns how busy the replica is."""
         slots = self.slots
@@ -159,7 +142,7 @@ class Scheduler:
         an id in use, a full queue, a request that can never fit, and, with admission control, one
         that could not be in time.
         """
-        if request.id in self.requests:
+        if request.id in self.requests.entries:
             raise RequestError("request_id", f"{request.id!r} is in use", "ALREADY_EXISTS")
         ahead = len(self.slots.queue)
         self._check_queue(ahead)
@@ -168,16 +151,7 @@ class Scheduler:
         first = self._check_admission(leader, request.arrival if now is None else now)
         self._born += len(sequences)
         self.sequences.update((sequence.number, sequence) for sequence in sequences)
-        self.requests.add(
-            LiveEntry(
-                request,
-                leader.number,
-                leader.ttft_deadline,
-                leader.tpot,
-                dict(enumerate(sequences)),
-                later,
-            )
-        )
+        self.requests.add(LiveEntry(request, leader, dict(enumerate(sequences)), later))
         self.slots.wait(leader)
         if self._planner is not None:
             self._planner.arrived(request.arrival)
@@ -277,22 +251,13 @@ class Scheduler:
                 self.requests.queue_later(sequence)
         return batch
 
-    def finish(
-        self,
-        batch: Batch,
-        tokens: np.ndarray,
-        now: float,
-        logprobs: list[Logprobs | None] | None = None,
-        prompt_logprobs: dict[int, list[Logprobs]] | None = None,
-        embeddings: dict[int, np.ndarray] | None = None,
-    ) -> Events:
-        """Returns the events of the oldest batch in flight, which was read at clock second `now`;
-        see `StepResults` for what was computed. Errors: ValueError for another batch."""
+    def finish(self, batch: Batch, results: StepResults, now: float) -> Events:
+        """Returns the events of the oldest batch in flight, which was read at clock second `now`.
+        Errors: ValueError for another batch."""
         if not self._flight or self._flight[0] is not batch:
             raise ValueError(f"batch {batch.number} is not the oldest one in flight")
         self._flight.popleft()
         self.slots.in_flight[batch.slot] -= 1
-        results = StepResults(tokens, logprobs, prompt_logprobs or {}, embeddings or {})
         events = self._reader.read(batch, results, now)
         self.slots.finish(batch.slot)
         return events
@@ -309,9 +274,9 @@ class Scheduler:
     ) -> Events:
         """Ends a request, or only its completion `index` if that has not ended yet. Errors:
         RequestError for an unknown id."""
-        if id not in self.requests:
+        if id not in self.requests.entries:
             raise RequestError("request_id", f"{id!r} is unknown", "NOT_FOUND")
-        alive = list(self.requests[id].alive.values())
+        alive = list(self.requests.entries[id].alive.values())
         ends = [sequence for sequence in alive if index in (None, sequence.index)]
         return [(id, self.requests.end(sequence, reason, now, error)) for sequence in ends]
 

@@ -13,6 +13,7 @@ from jaxserve.engine.step_demand import StepDemand
 from jaxserve.engine.step_rows import StepRows
 from jaxserve.engine.step_shapes import shapes
 from jaxserve.scheduling import Scheduler
+from jaxserve.scheduling.batch_reader import StepResults
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 
 # in so many steps every sequence begins three blocks
@@ -47,7 +48,7 @@ def decode_messages(context: int, lanes: int, company: int) -> list[tuple]:
             found.append(
                 (str(shape), arrays.rows.nbytes + arrays.early_updates.nbytes, batch.nbytes)
             )
-        scheduler.finish(batch, np.ones(len(batch.slot), np.int32), 0.0)
+        scheduler.finish(batch, StepResults(np.ones(len(batch.slot), np.int32)), 0.0)
     return found
 
 

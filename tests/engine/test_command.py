@@ -31,6 +31,7 @@ from jaxserve.engine.worker import Worker
 from jaxserve.lanes.cost import moves_per_pair
 from jaxserve.lanes.planner import PlanPart
 from jaxserve.scheduling import Scheduler
+from jaxserve.scheduling.batch_reader import StepResults
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 from tests.engine.harness import SHARED, Plans, Runner, engine, fresh
 from tests.examples import examples
@@ -270,7 +271,7 @@ def sizes(context: int) -> dict[str, list[int]]:
             while scheduler.sequences:
                 batch = scheduler.start(0.0)
                 steps.append((batch, size_of(batch, config, lanes)))
-                scheduler.finish(batch, np.ones(len(batch.slot), np.int32), 0.0)
+                scheduler.finish(batch, StepResults(np.ones(len(batch.slot), np.int32)), 0.0)
         return steps
 
     plain = run(1, None, ["first", "second"])

@@ -18,6 +18,7 @@ from jaxserve.engine.step_rows import StepArrays, StepRows
 from jaxserve.engine.step_shapes import FEED, NOWHERE, layout, sample_sizes, shapes
 from jaxserve.lanes.groups import group_around
 from jaxserve.scheduling import Batch, Scheduler
+from jaxserve.scheduling.batch_reader import StepResults
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 
 BLOCK = 4
@@ -51,7 +52,7 @@ def traffic(
     flights = []
     number = 0
     while number < 60 or scheduler.sequences:
-        while number < 60 and scheduler.waiting < 3:
+        while number < 60 and scheduler.slots.waiting < 3:
             length = rng.choice((1, 2, rng.randint(1, 20), rng.randint(1, 200)))
             prompt = np.roll(np.arange(300, dtype=np.int32), rng.choice((0, 0, number)))[:length]
             params = SamplingParams(
@@ -65,11 +66,10 @@ def traffic(
             yield batch
         if len(flights) > 1 or (batch is None and flights):
             first = flights.pop(0)
-            scheduler.finish(
-                first, np.array([rng.randint(3, 299) for _ in first.slot], np.int32), 0.0
-            )
-        if rng.random() < 0.05 and scheduler.requests:
-            scheduler.cancel(rng.choice(list(scheduler.requests)), 0.0)
+            tokens = np.array([rng.randint(3, 299) for _ in first.slot], np.int32)
+            scheduler.finish(first, StepResults(tokens), 0.0)
+        if rng.random() < 0.05 and scheduler.requests.entries:
+            scheduler.cancel(rng.choice(list(scheduler.requests.entries)), 0.0)
 
 
 def said(arrays: StepArrays, lanes: int) -> Counter:

@@ -292,10 +292,10 @@ def test_what_a_preempted_decode_had_is_fetched_not_computed():
     watch_batches(real, count)
     found = generate(real, asked, max_tokens=120, ignore_eos=True)
     assert found == generate(shared_engine(), asked, max_tokens=120, ignore_eos=True)
-    assert real.scheduler.preemptions > 1
+    assert real.scheduler.slots.preemptions > 1
     assert real.worker.lower_tiers.counts().host_reads > 4
     # each time no more than what no full block had
-    assert computed - sum(map(len, asked)) <= 2 * 16 * real.scheduler.preemptions
+    assert computed - sum(map(len, asked)) <= 2 * 16 * real.scheduler.slots.preemptions
     assert_empty(real)
     real.close()
 

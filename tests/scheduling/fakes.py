@@ -20,6 +20,7 @@ from jaxserve.cache import CacheIdentity, CacheManager
 from jaxserve.costs.coefficients import NOMINAL, Costs
 from jaxserve.lanes.groups import group_around, group_sizes
 from jaxserve.scheduling import Batch, Scheduler
+from jaxserve.scheduling.batch_reader import StepResults
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 
@@ -258,7 +259,7 @@ class Replica:
 
     def finish(self) -> list[tuple[str, Event]]:
         batch, tokens, _ = self.flight.popleft()
-        events = self.scheduler.finish(batch, tokens, self.now)
+        events = self.scheduler.finish(batch, StepResults(tokens), self.now)
         self.hear(events)
         return events
 
@@ -305,9 +306,8 @@ class Replica:
         return count
 
     def check_empty(self) -> None:
-        assert (
-            not self.scheduler.sequences and self.scheduler.running == self.scheduler.waiting == 0
-        )
+        slots = self.scheduler.slots
+        assert not self.scheduler.sequences and slots.running == slots.waiting == 0
         free, cached, held = self.cache.counts()
         assert held == 0 and free + cached == self.cache.total
 

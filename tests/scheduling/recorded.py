@@ -12,6 +12,7 @@ from jaxserve.cache import CacheManager
 from jaxserve.observe.journal import Journal
 from jaxserve.observe.view import Snapshot
 from jaxserve.scheduling import Scheduler
+from jaxserve.scheduling.batch_reader import StepResults
 from jaxserve.scheduling.events import StepIssued, StepRead
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 
@@ -60,7 +61,7 @@ class Recorded:
     def read(self, seconds: float = 0.1) -> None:
         self.now, batch = self.now + seconds, self.flights.pop(0)
         self.scheduler.bus.publish(StepRead(batch, self.now, seconds, comparable=True))
-        self.scheduler.finish(batch, np.full(batch.seq.size, 7), self.now)
+        self.scheduler.finish(batch, StepResults(np.full(batch.seq.size, 7)), self.now)
 
     def run(self, steps: int = 10**6) -> None:
         while steps and self.issue():

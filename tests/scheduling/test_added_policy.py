@@ -16,6 +16,7 @@ from jaxserve.cache import CacheManager
 from jaxserve.costs.coefficients import Costs
 from jaxserve.policies import POLICIES, Policy
 from jaxserve.scheduling import Scheduler
+from jaxserve.scheduling.batch_reader import StepResults
 from jaxserve.settings.options import options_of
 from jaxserve.settings.schema import CacheConfig, ConfigError, MeshConfig, SchedulerConfig
 from tests.replica.holders import live, virtual
@@ -61,7 +62,7 @@ def first_tokens(core: Scheduler) -> list[str]:
     while core.sequences:
         batch = core.start(now)
         now += batch.seconds
-        events = core.finish(batch, np.zeros(len(batch.slot), np.int32), now)
+        events = core.finish(batch, StepResults(np.zeros(len(batch.slot), np.int32)), now)
         order += [id for id, event in events if isinstance(event, Token)]
     return list(dict.fromkeys(order))
 

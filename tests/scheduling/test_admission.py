@@ -16,6 +16,7 @@ from jaxserve.cache import CacheManager
 from jaxserve.cli.engine_flags import engine_config, engine_groups
 from jaxserve.costs.coefficients import NOMINAL, Costs
 from jaxserve.scheduling import Scheduler
+from jaxserve.scheduling.batch_reader import StepResults
 from jaxserve.settings.flags import Command, parse
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 from jaxserve.settings.schema.engine import SERVED
@@ -71,7 +72,7 @@ def step(core: Scheduler, now: float) -> float:
     """One batch; the clock second at which it ends."""
     batch = core.start(now)
     now += batch.seconds
-    core.finish(batch, np.zeros(len(batch.slot), np.int32), now)
+    core.finish(batch, StepResults(np.zeros(len(batch.slot), np.int32)), now)
     return now
 
 
@@ -98,7 +99,7 @@ def test_as_much_is_accepted_as_can_be_in_time_and_no_more(policy, chunking):
         and error.reason == "ttft"
         and 0 < error.retry_after < 2
     )
-    assert 6 <= core.waiting <= 10  # 0.2 s each
+    assert 6 <= core.slots.waiting <= 10  # 0.2 s each
 
 
 def test_after_the_hint_it_is_accepted():
@@ -137,8 +138,8 @@ def test_what_decodes_take_of_each_step_counts():
     now = step(busy, 0.0)
     fill(idle, 20, output=1)
     fill(busy, 20, now, output=1)
-    assert busy.waiting <= idle.waiting - 2  # 6 of 20 tokens of each step are theirs
-    assert busy.waiting >= 3
+    assert busy.slots.waiting <= idle.slots.waiting - 2  # 6 of 20 tokens of each step are theirs
+    assert busy.slots.waiting >= 3
 
 
 def test_slots_that_are_taken_are_waited_for():
@@ -154,7 +155,7 @@ def test_pages_that_are_taken_are_waited_for():
     core = made(pages=40)
     add(core, "a", 300, output=200)
     now = 0.0
-    while core.waiting or core.slots.prefilling:
+    while core.slots.waiting or core.slots.prefilling:
         now = step(core, now)
     assert refused(core, "b", 500, now, slo=Slo(ttft=10.0)).reason == "ttft"
     add(core, "c", 100, now, slo=Slo(ttft=10.0))
@@ -164,7 +165,7 @@ def test_lanes_share_the_work():
     one = made()
     two = made(kvp=2)
     fill(one, 20, output=1), fill(two, 20, output=1)
-    assert two.waiting > 1.5 * one.waiting
+    assert two.slots.waiting > 1.5 * one.slots.waiting
 
 
 # --- who is never refused
@@ -204,8 +205,8 @@ def test_no_more_run_at_once_than_the_tightest_objective_per_token_allows():
     running = []
     for _ in range(100):
         now = step(core, now)
-        running.append(core.running)
-    assert max(running) == 4 and core.waiting
+        running.append(core.slots.running)
+    assert max(running) == 4 and core.slots.waiting
 
 
 def test_an_objective_per_token_that_too_many_keep_from_being_met_is_refused():
@@ -242,7 +243,7 @@ def test_a_request_whose_deadline_comes_while_it_waits_costs_no_prefill():
         if (batch := core.start(now)) is not None:
             computed += batch.tokens.size
             now += batch.seconds
-            core.finish(batch, np.zeros(len(batch.slot), np.int32), now)
+            core.finish(batch, StepResults(np.zeros(len(batch.slot), np.int32)), now)
     assert [(id, event.reason) for id, event in events] == [("late", "deadline")] and computed == 5
 
 
@@ -270,12 +271,12 @@ def test_what_is_accepted_hears_when_its_first_token_should_come():
     while len(came) < 6:
         batch = core.start(now)
         now += batch.seconds
-        for id, _ in core.finish(batch, np.zeros(len(batch.slot), np.int32), now):
+        for id, _ in core.finish(batch, StepResults(np.zeros(len(batch.slot), np.int32)), now):
             came.setdefault(id, now)
         came = {
             id: at
             for id, at in came.items()
-            if id not in core.requests or core.requests[id].alive[0].first_token_at
+            if id not in core.requests.entries or core.requests.entries[id].alive[0].first_token_at
         }
     assert told["0"] < told["3"] < told["5"]
     assert all(abs(told[id] - came[id]) < 0.5 for id in told), (told, came)
@@ -291,10 +292,11 @@ def test_where_first_tokens_come_later_than_predicted_less_is_accepted():
             while core.sequences:
                 batch = core.start(now)
                 now += batch.seconds * factor
-                core.finish(batch, np.zeros(len(batch.slot), np.int32), now)
+                core.finish(batch, StepResults(np.zeros(len(batch.slot), np.int32)), now)
     fill(exact, 20, 1e5, output=1), fill(slow, 20, 1e5, output=1)
-    assert slow.waiting < exact.waiting
-    assert 1.6 * slow.waiting * 20 * TOKEN < 2.3  # about in time, though slower than predicted
+    assert slow.slots.waiting < exact.slots.waiting
+    # about in time, though slower than predicted
+    assert 1.6 * slow.slots.waiting * 20 * TOKEN < 2.3
 
 
 def test_it_loops_over_nothing_that_waits():

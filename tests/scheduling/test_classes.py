@@ -14,6 +14,7 @@ from jaxserve.api.sampling import SamplingParams
 from jaxserve.cache import CacheManager
 from jaxserve.costs.coefficients import Costs
 from jaxserve.scheduling import Scheduler
+from jaxserve.scheduling.batch_reader import StepResults
 from jaxserve.settings.schema import (
     CacheConfig,
     ConfigError,
@@ -192,7 +193,7 @@ def test_chunks_leave_the_decodes_of_a_class_the_time_that_it_is_promised(class_
     rows of 4."""
     scheduler = made(chunking="adaptive", chunk_tokens=4096, min_chunk=4, step_time=10.0)
     scheduler.add(request("decode", class_name, prompt=4, tpot=own))
-    scheduler.finish(scheduler.start(0.0), np.ones(1, np.int32), 0.01)
+    scheduler.finish(scheduler.start(0.0), StepResults(np.ones(1, np.int32)), 0.01)
     scheduler.add(request("long", "batch", prompt=5000))
     assert tpot - 0.005 < scheduler.start(0.02).seconds <= tpot + 1e-9
 

@@ -23,6 +23,7 @@ from jaxserve.lab.simulate.arrival import Arrival, to_request
 from jaxserve.lab.simulate.run import drive
 from jaxserve.policies import PATIENCE, POLICIES
 from jaxserve.scheduling import Batch, Scheduler
+from jaxserve.scheduling.batch_reader import StepResults
 from jaxserve.scheduling.budget import CHUNKING
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.slots import LEAVING
@@ -396,7 +397,8 @@ def test_whatever_comes_the_small_pass_within_their_eighth_and_nobody_else_passe
         if batch is None or len(flight) > spp:
             assert flight or not scheduler.sequences, "stuck"
             for oldest in [flight.pop(0)] if flight else []:
-                scheduler.finish(oldest, np.zeros(len(oldest.slot), np.int32), float(steps))
+                tokens = np.zeros(len(oldest.slot), np.int32)
+                scheduler.finish(oldest, StepResults(tokens), float(steps))
                 scheduler.check()
         steps += 1
     assert not left and scheduler.cache.counts() == (PAGES, 0, 0)
@@ -505,7 +507,7 @@ def compare(schedulers: list[Scheduler], play: list[tuple]) -> None:
         flight.extend([batches] if one else [])
         if flight and (one is None or len(flight) > schedulers[0].predictor.mesh.spp):
             for scheduler, batch in zip(schedulers, flight.pop(0)):
-                scheduler.finish(batch, np.zeros(len(batch.slot), int), now)
+                scheduler.finish(batch, StepResults(np.zeros(len(batch.slot), int)), now)
                 scheduler.check()
         now += 0.01
 
@@ -526,7 +528,7 @@ def compare(schedulers: list[Scheduler], play: list[tuple]) -> None:
             alive.append(f"{len(alive)}")
         elif what == "step":
             step()
-        elif alive and (id := alive[how[0] % len(alive)]) in schedulers[0].requests:
+        elif alive and (id := alive[how[0] % len(alive)]) in schedulers[0].requests.entries:
             for scheduler in schedulers:
                 scheduler.cancel(id, now)
     count = 0

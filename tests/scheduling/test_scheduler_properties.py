@@ -100,10 +100,10 @@ class Traffic(RuleBasedStateMachine):
             if self.replica.flight:
                 self.replica.finish()
 
-    @precondition(lambda self: self.replica.scheduler.requests)
+    @precondition(lambda self: self.replica.scheduler.requests.entries)
     @rule(data=st.data(), index=st.none() | st.integers(0, 2))
     def cancel(self, data, index):
-        id = data.draw(st.sampled_from(sorted(self.replica.scheduler.requests)))
+        id = data.draw(st.sampled_from(sorted(self.replica.scheduler.requests.entries)))
         self.replica.hear(self.replica.scheduler.cancel(id, self.replica.now, index=index))
 
     @rule(seconds=st.integers(1, 5))

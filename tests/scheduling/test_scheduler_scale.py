@@ -14,6 +14,7 @@ from jaxserve.api.request import Request
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.cache import CacheManager
 from jaxserve.scheduling import Scheduler
+from jaxserve.scheduling.batch_reader import StepResults
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 from tests.scheduling.fakes import Replica
@@ -46,7 +47,7 @@ def prefill(replica: Scheduler, now: float = 0.0) -> list:
     batches = []
     while not batches or not batches[-1].sample.all():
         batches.append(replica.start(now))
-        replica.finish(batches[-1], np.full(len(batches[-1].seq), 7), now)
+        replica.finish(batches[-1], StepResults(np.full(len(batches[-1].seq), 7)), now)
     return batches
 
 
@@ -116,8 +117,8 @@ def test_ten_thousand_requests_cancelled_at_any_moment_leave_nothing():
         if dice.random() < 0.3 and (batch := core.start(0.0)):
             flight.append(batch)
         if flight and (len(flight) > 2 or dice.random() < 0.2):
-            core.finish(flight.pop(0), tokens, 0.0)
-        alive = [id for id in alive if id in core.requests]
+            core.finish(flight.pop(0), StepResults(tokens), 0.0)
+        alive = [id for id in alive if id in core.requests.entries]
         if alive and dice.random() < 0.9:
             core.cancel(alive.pop(dice.randrange(len(alive))), 0.0)
             cancelled += 1
@@ -126,11 +127,11 @@ def test_ten_thousand_requests_cancelled_at_any_moment_leave_nothing():
     for id in alive:
         core.cancel(id, 0.0)
     for batch in flight:
-        core.finish(batch, tokens, 0.0)
+        core.finish(batch, StepResults(tokens), 0.0)
     replica.check_empty()
     core.check()
     assert (
-        not core.requests
+        not core.requests.entries
         and core.requests.next_expired(math.inf) is None
         and len(core.slots.free) == 8
     )

@@ -7,6 +7,7 @@ import pytest
 
 from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Accepted, Finished, Logprobs, Progress, Token
+from jaxserve.scheduling.batch_reader import StepResults
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 from tests.scheduling.fakes import EOS, Replica, chunks, expected
 
@@ -106,7 +107,7 @@ def test_tokens_after_the_end_are_dropped_and_pages_kept_until_they_are_out_of_f
         replica.start()
     replica.finish()
     assert replica.finished("stops")[0].reason == "stop" and replica.tokens("stops") == tokens[:1]
-    assert replica.cache.counts()[2] == 2 and replica.scheduler.running == 1
+    assert replica.cache.counts()[2] == 2 and replica.scheduler.slots.running == 1
     assert replica.finish() == []
     assert replica.cache.counts()[2] == 2
     assert replica.finish() == []
@@ -182,9 +183,9 @@ def test_a_decode_without_a_page_makes_the_youngest_prefill_wait_again():
         ]
     for position in range(10, 16):  # the last free page is the decode's, until it takes it
         assert chunks(replica.step()) == [(0, position, 1, "decode")]
-    assert (replica.scheduler.running, replica.scheduler.waiting) == (2, 0)
+    assert (replica.scheduler.slots.running, replica.scheduler.slots.waiting) == (2, 0)
     assert chunks(replica.step()) == [(0, 16, 1, "decode")]
-    assert (replica.scheduler.running, replica.scheduler.waiting) == (1, 1)
+    assert (replica.scheduler.slots.running, replica.scheduler.slots.waiting) == (1, 1)
     replica.drain()
     replica.check_answers()
 
@@ -214,7 +215,7 @@ def test_a_prompt_waits_where_its_answer_would_take_the_pages_of_a_decode():
     assert chunks(replica.step()) == [(1, 0, 3, "last")]
     replica.drain()
     replica.check_answers()
-    assert replica.scheduler.preemptions == 0
+    assert replica.scheduler.slots.preemptions == 0
 
 
 @pytest.mark.parametrize("share, preempted", [(1.0, False), (0.0, True)])
@@ -225,7 +226,7 @@ def test_decodes_are_preempted_by_choice_only(share, preempted):
         replica.add(PROMPT[: 3 + number % 5], max_tokens=32, ignore_eos=True)
     replica.drain()
     replica.check_answers()
-    assert (replica.scheduler.preemptions > 0) == preempted
+    assert (replica.scheduler.slots.preemptions > 0) == preempted
 
 
 def test_a_preempted_decode_prefills_what_it_has_said_and_goes_on():
@@ -279,7 +280,7 @@ def test_stages_get_a_share_of_the_decodes_each_and_none_is_fed_a_token_on_its_w
     for first in range(8):
         replica.add([first], max_tokens=20, ignore_eos=True)
     replica.step()
-    while replica.scheduler.waiting:
+    while replica.scheduler.slots.waiting:
         replica.step()
     last = {}
     sizes = []
@@ -418,7 +419,7 @@ def test_batches_finish_in_the_order_they_started():
     replica.start()
     second = replica.start()
     with pytest.raises(ValueError, match="not the oldest"):
-        replica.scheduler.finish(second, np.zeros(1, int), 0.0)
+        replica.scheduler.finish(second, StepResults(np.zeros(1, int)), 0.0)
 
 
 def test_logprobs_reach_the_tokens_and_prompt_logprobs_the_end():
@@ -430,7 +431,7 @@ def test_logprobs_reach_the_tokens_and_prompt_logprobs_the_end():
     for _ in range(2):
         batch = replica.start()
         events = replica.scheduler.finish(
-            batch, np.array([5]), 1.0, [Logprobs(-99.0)], {0: say(batch)}
+            batch, StepResults(np.array([5]), [Logprobs(-99.0)], {0: say(batch)}), 1.0
         )
     (_, token), (_, end) = events
     assert token.logprobs == Logprobs(-99.0)

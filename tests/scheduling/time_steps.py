@@ -14,6 +14,7 @@ from jaxserve.api.request import Request
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.cache import CacheManager
 from jaxserve.scheduling import Scheduler
+from jaxserve.scheduling.batch_reader import StepResults
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 
 
@@ -38,7 +39,7 @@ def decoding(sequences: int, context: int, mesh: MeshConfig) -> Scheduler:
         )
     while scheduler.load().queued_prefill_tokens:
         batch = scheduler.start(0.0)
-        scheduler.finish(batch, np.full(len(batch.seq), 7), 0.0)
+        scheduler.finish(batch, StepResults(np.full(len(batch.seq), 7)), 0.0)
     return scheduler
 
 
@@ -52,7 +53,7 @@ def measure(scheduler: Scheduler, ahead: int, steps: int = 300) -> tuple[list[fl
         flight.append(scheduler.start(0.0))
         issued = time.perf_counter()
         batch = flight.pop(0)
-        scheduler.finish(batch, tokens[: len(batch.seq)], 0.0)
+        scheduler.finish(batch, StepResults(tokens[: len(batch.seq)]), 0.0)
         starts.append(issued - began)
         finishes.append(time.perf_counter() - issued)
     return starts, finishes

@@ -26,6 +26,7 @@ from jaxserve.replica.core import ReplicaCore
 from jaxserve.replica.info import ReplicaInfo
 from jaxserve.replica.protocol import Sink
 from jaxserve.scheduling import Scheduler
+from jaxserve.scheduling.batch_reader import StepResults
 from jaxserve.scheduling.events import StepIssued, StepRead
 from jaxserve.settings.schema import CacheConfig, MeshConfig
 
@@ -172,7 +173,8 @@ class VirtualReplica(ReplicaCore):
         for listener in self.listeners:
             listener.step_read(batch, now)
         self.bus.publish(StepRead(batch, now, batch.seconds, comparable=True))
-        self._notify(self.scheduler.finish(batch, np.zeros(len(batch.slot), np.int32), now))
+        results = StepResults(np.zeros(len(batch.slot), np.int32))
+        self._notify(self.scheduler.finish(batch, results, now))
 
     # --- requests
 

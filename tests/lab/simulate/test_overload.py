@@ -114,7 +114,7 @@ def stormed(
     add = virtual.scheduler.add
 
     def watched(request, *rest):
-        depths.append(virtual.scheduler.waiting)
+        depths.append(virtual.scheduler.slots.waiting)
         return add(request, *rest)
 
     virtual.scheduler.add = watched

@@ -401,7 +401,7 @@ def test_what_has_not_ended_by_a_moment_is_given_up():
     assert (first.reason, first.output, times([first])) == ("unfinished", 2, [(1.0, 1.015)])
     assert (second.reason, second.output, second.kind) == ("unfinished", 0, "kind")
     # only what a step in flight still holds
-    assert not replica.scheduler.sequences or replica.scheduler.running
+    assert not replica.scheduler.sequences or replica.scheduler.slots.running
 
 
 def test_what_a_run_gives_up_ends_when_the_run_does():

@@ -22,6 +22,7 @@ from jaxserve.lab.simulate.arrival import Arrival, to_request
 from jaxserve.lab.simulate.run import System, execute
 from jaxserve.lab.simulate.workload import parse
 from jaxserve.scheduling import Scheduler
+from jaxserve.scheduling.batch_reader import StepResults
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 
 SHAPE = MODELS["llama3-8b"]
@@ -69,7 +70,7 @@ def crowded(context: int, slots: int) -> Scheduler:
         scheduler.add(asked(number, context, 10 + number if slots == RUNNING else 9000))
     while scheduler.load().queued_prefill_tokens:
         batch = scheduler.start(0.0)
-        scheduler.finish(batch, np.zeros(len(batch.seq), np.int32), 0.0)
+        scheduler.finish(batch, StepResults(np.zeros(len(batch.seq), np.int32)), 0.0)
     scheduler.config = scheduler.packer.config = dataclasses.replace(
         config, chunking="adaptive", chunk_tokens=8192
     )
@@ -88,13 +89,13 @@ def starts(scheduler: Scheduler, context: int, output: int, steps: int = 200) ->
     numbers = itertools.count(RUNNING)
     for step in range(steps):
         now = 1.0 + step * 0.05
-        while scheduler.waiting < WAITING:
+        while scheduler.slots.waiting < WAITING:
             scheduler.add(asked(next(numbers), context, output))
         began = time.perf_counter()
         flight.append(scheduler.start(now))
         taken.append(time.perf_counter() - began)
         batch = flight.pop(0)
-        scheduler.finish(batch, np.zeros(len(batch.seq), np.int32), now)
+        scheduler.finish(batch, StepResults(np.zeros(len(batch.seq), np.int32)), now)
     return np.array(taken) * 1e6
 
 

@@ -19,6 +19,7 @@ import numpy as np
 from jaxserve.api.events import Event
 from jaxserve.api.request import Request
 from jaxserve.api.sampling import SamplingParams
+from jaxserve.scheduling.batch_reader import StepResults
 from jaxserve.scheduling.events import StepFinished, StepIssued
 
 WARM = 24  # steps before those that count
@@ -156,7 +157,7 @@ def _prefill(engine: Any) -> None:
     while scheduler.load().queued_prefill_tokens:
         now = engine.now()
         batch = scheduler.start(now)
-        scheduler.finish(batch, np.zeros(len(batch.slot), np.int32), now)
+        scheduler.finish(batch, StepResults(np.zeros(len(batch.slot), np.int32)), now)
 
 
 def _nobody(events: Sequence[Event]) -> None:
