@@ -71,8 +71,8 @@ class Batch:
     # after chunk
     block_lane: np.ndarray
     tokens: np.ndarray  # [sum of length where not feed] token ids, chunk after chunk
-    # [m, 4] pages that the step moves: lane, page, to lane, page. Within the groups of lanes of its
-    # chunks, and at once: all are read before any is written
+    # [m, 4] pages that the step moves or copies: lane, page, to lane, page. At once: all are read
+    # before any is written, and both before its layers read or write
     moves: np.ndarray
     # [m, 5] new page table entries: lane, slot, index in the row, page, block
     table_updates: np.ndarray

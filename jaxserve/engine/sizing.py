@@ -66,6 +66,7 @@ def make_plan(
     model = dataclasses.replace(model, max_len=max_length(config, model))
     dtype = DTYPES[weights_dtype(config, model, room.platform)]
     size = config.cache.block_size
+    lanes = config.mesh.kvp
     blocks = -(-model.max_len // size)
     plan = StagePlan(
         model,
@@ -76,7 +77,7 @@ def make_plan(
         size,
         config.scheduler.max_seqs,
         blocks,
-        shapes(config.scheduler, config.mesh.kvp, size),
+        shapes(config.scheduler, lanes, size, config.cache.pool(lanes), config.cache.copies),
         sample_sizes(config.scheduler),
     )
     if config.cache.pages is None:

@@ -16,7 +16,7 @@ import numpy as np
 from jaxserve.api.batch import Batch
 from jaxserve.engine.step_shapes import RowGroup, StepShape
 from jaxserve.lanes.exchange import EXCHANGES
-from jaxserve.lanes.groups import group_sizes
+from jaxserve.lanes.groups import group_sizes, size_of_step
 
 
 class LongChunk(NamedTuple):
@@ -51,7 +51,7 @@ class StepDemand:
     spread_singles: int  # most spread ones
     long: tuple[LongChunk, ...]
     lanes: int
-    group_size: int  # of the largest group in which spread chunks meet
+    group_size: int  # of the largest group in which spread chunks meet, or pages change lanes
     moves: bool  # whether pages change lanes
     ring: tuple[LaneSlice, ...] = ()
 
@@ -67,7 +67,7 @@ class StepDemand:
         single = batch.length == 1
         place = batch.lane[single] + lanes * batch.spread[single]
         local, spread = np.bincount(place, minlength=2 * lanes).reshape(2, lanes).max(1).tolist()
-        group_size = int(batch.group_size.max())
+        group_size = size_of_step(batch.group_size, batch.moves, lanes)
         ring: tuple[LaneSlice, ...] = ()
         if EXCHANGES[batch.exchange].settled and batch.block_lane.size:
             ring = _ring(batch, [chunk for chunk in long if chunk.spread], tile, block)

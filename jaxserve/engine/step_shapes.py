@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -99,17 +99,34 @@ class StepShape:
         return "_".join(parts)
 
 
-def shapes(config: SchedulerConfig, lanes: int, block: int) -> list[StepShape]:
+def shapes(
+    config: SchedulerConfig, lanes: int, block: int, pool: int = 1, copies: bool = False
+) -> list[StepShape]:
     """Lists all shapes of an engine with pages of `block` tokens, cheapest first. Every batch that
-    the scheduler may start fits the last of them."""
+    the scheduler may start fits the last of them. pool, copies: see `CacheConfig`."""
     every = [*_local_shapes(config)]
     if lanes > 1:
-        every += _spread_shapes(config, lanes, block)
+        made = _SpreadShapes(config)
+        moves = moves_per_pair(config.chunk_tokens, block, lanes)
+        every += made.pooled(pool, lanes) if pool > 1 else made.grouped(lanes)
+        if config.planner != "none":
+            moving = [shape for shape in every if shape.spread_prefill.rows]
+            every += [dataclasses.replace(shape, moves=moves) for shape in moving]
+        if copies:
+            copying = made.copying(sorted({pool, lanes} - {1}))
+            every += [dataclasses.replace(shape, moves=moves) for shape in copying]
     sizes = sample_sizes(config)
     samples = lambda shape: next((size for size in sizes if size >= shape.rows), sizes[-1])
     every = [dataclasses.replace(each, samples=samples(each)) for each in dict.fromkeys(every)]
     return sorted(
-        every, key=lambda shape: (bool(shape.spread), shape.tokens, shape.rows, shape.group_size)
+        every,
+        key=lambda shape: (
+            bool(shape.spread),
+            shape.tokens,
+            shape.rows,
+            shape.group_size,
+            shape.moves,
+        ),
     )
 
 
@@ -129,31 +146,66 @@ def _local_shapes(config: SchedulerConfig) -> Iterator[StepShape]:
             yield StepShape(decodes, RowGroup(rows, tile))
 
 
-def _spread_shapes(config: SchedulerConfig, lanes: int, block: int) -> Iterator[StepShape]:
-    """Shapes with spread rows on groups of every size, of few decodes and few rows or none of local
-    chunks; on the largest groups also with as many as there may be."""
-    chunks = RowGroup(config.tiles, config.tile)
-    few_chunks = RowGroup(-(-config.tiles // FEW_ROWS), config.tile)
-    decodes = RowGroup(config.max_seqs, 1)
-    few_decodes = RowGroup(min(FEW_DECODES, config.max_seqs), 1)
-    moves: tuple[int, ...] = (0,)
-    if config.planner != "none":
-        moves = (0, moves_per_pair(config.chunk_tokens, block, lanes))
-    for size in group_sizes(lanes)[1:]:
-        of_size = functools.partial(StepShape, decodes, group_size=size)
-        for exchange in decode_choices(config):
-            yield of_size(spread_decode=few_decodes, exchange=exchange)
-        for exchange, spread, local, moved in itertools.product(
-            prefill_choices(config), (few_chunks, chunks), (EMPTY, chunks), moves
+class _SpreadShapes:
+    """Makes the shapes with spread rows of an engine with these settings."""
+
+    def __init__(self, config: SchedulerConfig):
+        self._decodes = RowGroup(config.max_seqs, 1)
+        self._few_decodes = RowGroup(min(FEW_DECODES, config.max_seqs), 1)
+        self._chunks = RowGroup(config.tiles, config.tile)
+        self._few_chunks = RowGroup(-(-config.tiles // FEW_ROWS), config.tile)
+        self._decode_choices = decode_choices(config)
+        self._prefill_choices = prefill_choices(config)
+
+    def grouped(self, lanes: int) -> Iterator[StepShape]:
+        """Yields shapes on groups of every size, of few decodes and few rows or none of local
+        chunks; on the largest groups also with as many as there may be."""
+        for size in group_sizes(lanes)[1:]:
+            yield from self._with_decodes(size, self._few_decodes)
+            yield from self._with_chunks(size, self._few_decodes, (self._few_chunks, self._chunks))
+        yield from self._largest(lanes)
+
+    def pooled(self, pool: int, lanes: int) -> Iterator[StepShape]:
+        """Yields shapes of sequences that are all spread over groups of `pool` lanes: of few
+        decodes alone, of all, and of all beside chunks. Blocks leave their group only where it is
+        full; for these steps there are the largest shapes."""
+        yield from self._with_decodes(pool, self._few_decodes)
+        yield from self._with_decodes(pool, self._decodes)
+        yield from self._with_chunks(pool, self._decodes, (self._few_chunks, self._chunks))
+        yield from self._largest(lanes)
+
+    def copying(self, sizes: Iterable[int]) -> Iterator[StepShape]:
+        """Yields what steps that copy blocks to other lanes are to hold, on groups of these sizes:
+        decodes alone, so that they pay for no prompt's padding, and chunks with and without local
+        ones. Such steps are few, so none are compiled that hold less."""
+        for size in sizes:
+            yield StepShape(self._decodes, spread_decode=self._decodes, group_size=size)
+            yield from self._with_chunks(size, self._decodes, (self._chunks,))
+
+    def _largest(self, lanes: int) -> Iterator[StepShape]:
+        """Yields the shapes of all rows that there may be."""
+        yield from self._with_decodes(lanes, self._decodes)
+        for shape in self._with_chunks(lanes, self._decodes, (self._chunks,)):
+            if shape.prefill.rows:
+                yield shape
+
+    def _with_decodes(self, size: int, decodes: RowGroup) -> Iterator[StepShape]:
+        """Yields shapes without chunks, and with these rows of spread decodes."""
+        for exchange in self._decode_choices:
+            yield StepShape(
+                self._decodes, spread_decode=decodes, group_size=size, exchange=exchange
+            )
+
+    def _with_chunks(
+        self, size: int, decodes: RowGroup, chunks: Iterable[RowGroup]
+    ) -> Iterator[StepShape]:
+        """Yields shapes with these rows of spread decodes and spread chunks, with and without local
+        chunks."""
+        for exchange, spread, local in itertools.product(
+            self._prefill_choices, chunks, (EMPTY, self._chunks)
         ):
             rows = spread_rows(spread, exchange)
-            yield of_size(local, few_decodes, rows, exchange=exchange, moves=moved)
-    largest = functools.partial(StepShape, decodes, group_size=lanes)
-    for exchange in decode_choices(config):
-        yield largest(spread_decode=decodes, exchange=exchange)
-    for exchange, moved in itertools.product(prefill_choices(config), moves):
-        rows = spread_rows(chunks, exchange)
-        yield largest(chunks, decodes, rows, exchange=exchange, moves=moved)
+            yield StepShape(self._decodes, local, decodes, rows, group_size=size, exchange=exchange)
 
 
 def spread_rows(chunks: RowGroup, exchange: str) -> RowGroup:
@@ -170,7 +222,9 @@ def first_shapes(shapes: list[StepShape]) -> list[StepShape]:
     local = [shape for shape in shapes if not shape.spread]
     decodes = [shape for shape in local if not shape.prefill.rows]
     spread = {
-        shape.exchange: shape for shape in shapes if shape.spread and not shape.spread_prefill.rows
+        shape.exchange: shape
+        for shape in shapes
+        if shape.spread and not shape.spread_prefill.rows and not shape.moves
     }
     mixed = [shape for shape in local if shape.decode.rows and shape.prefill.rows == 1]
     chosen = {*largest.values(), *decodes[-1:], *spread.values(), *mixed[:1], *mixed[-1:]}

@@ -17,7 +17,7 @@ import numpy as np
 from jaxserve.api.batch import DEFAULT_EXCHANGE, Batch
 from jaxserve.lanes.choice import Decision, ExchangeChooser
 from jaxserve.lanes.exchange import EXCHANGES
-from jaxserve.lanes.groups import group_around, group_sizes, lanes_of, size_around
+from jaxserve.lanes.groups import group_around, group_sizes, lanes_of, size_around, size_of_step
 from jaxserve.lanes.load import ExchangedChunks, LaneLoad, SpreadChunks
 from jaxserve.lanes.rates import AttentionCosts
 
@@ -355,7 +355,7 @@ class ExchangeCosts(GatherCosts):
         """Seconds of a step of `stage` seconds with the pages that it moves beside its layers."""
         if not len(batch.moves):
             return stage
-        chooser = self._choosers[int(batch.group_size.max())]
+        chooser = self._choosers[size_of_step(batch.group_size, batch.moves, self.lanes)]
         return chooser.rates.beside(layers * chooser.move_seconds() * scale, stage)
 
     # --- a whole prompt

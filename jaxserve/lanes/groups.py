@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 
 @functools.cache
 def group_sizes(lanes: int) -> tuple[int, ...]:
@@ -38,6 +40,16 @@ def size_of(home: int, held: Sequence[int]) -> int:
     """The least size with which one group has a sequence's home lane and all lanes that hold some
     of its blocks. held: blocks on each lane."""
     return size_around((home, *(lane for lane, blocks in enumerate(held) if blocks)), len(held))
+
+
+def size_of_step(group_size: np.ndarray, moves: np.ndarray, lanes: int) -> int:
+    """Returns the least size with which groups have all lanes that meet in a step. group_size [n]:
+    of its chunks; moves [m, 4]: pages that it moves (lane, page, to lane, page). lanes: how many
+    there are."""
+    least = int(group_size.max(initial=1))
+    lane, to_lane = moves[:, 0], moves[:, 2]
+    sizes = (size for size in group_sizes(lanes) if size >= least)
+    return next(size for size in sizes if (lane // size == to_lane // size).all())
 
 
 def lanes_of(home: int, held: Sequence[int] | None) -> range:

@@ -29,6 +29,10 @@ class Placement:
     # the lanes of a prompt may be chosen by a planner; without one `limit` says which prompts are
     # dealt out
     planned = False
+    # all prompts, short ones too, are dealt out over the lanes of a pool
+    scatters = False
+    # published blocks are copied to other lanes
+    copies = False
 
     def __init__(self, lanes: int, limit: int = UNLIMITED, stripe: int = 1):
         self.lanes = lanes
@@ -135,6 +139,7 @@ class RoundRobin(Placement):
 
     help = "block after block to the next lane"
     deals = True
+    scatters = True
 
     def dealt_over(self, home: int, blocks: int) -> tuple[int, ...]:
         return tuple(range(self.lanes))

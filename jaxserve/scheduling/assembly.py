@@ -56,8 +56,9 @@ class ReplicaSizes:
     @property
     def moves(self) -> int:
         """Most pages that a step moves from each lane to each; 0 if none ever moves."""
-        chunk, block = self.scheduler.chunk_tokens, self.cache.block_size
-        return moves_per_pair(chunk, block, self.mesh.kvp) if self.planned else 0
+        chunk, block, lanes = self.scheduler.chunk_tokens, self.cache.block_size, self.mesh.kvp
+        moves = self.planned or (lanes > 1 and self.cache.copies)
+        return moves_per_pair(chunk, block, lanes) if moves else 0
 
     def chooser(self, profile: ReplicaProfile) -> ExchangeChooser | None:
         """Returns what chooses how lanes exchange KV and queries; None for one lane."""

@@ -71,11 +71,13 @@ class BatchPacker:
         return batch, chunks
 
     def _exchanged(self, batch: Batch) -> Batch:
-        """Returns the batch with the exchange of its spread chunks, and its seconds with that, now
-        that it is known where blocks are."""
+        """Returns the batch with the exchange of its spread chunks, and its seconds with that and
+        with the pages that it moves, now that it is known where blocks are. Decodes alone, beside
+        moves, have the default: no other programs move pages without chunks."""
         exchanged = self.predictor.lane_costs.exchanged(batch)
         if exchanged is None:
-            return dataclasses.replace(batch, exchange=_fixed(self.config.exchange))
+            chosen = _fixed(self.config.exchange) if batch.block_lane.size else DEFAULT_EXCHANGE
+            return dataclasses.replace(batch, exchange=chosen)
         seconds = self.predictor.seconds(batch, exchanged)
         return dataclasses.replace(batch, exchange=exchanged.strategy, seconds=seconds)
 

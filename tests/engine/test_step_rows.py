@@ -4,6 +4,7 @@ it once: no token lost, none twice."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 from collections import Counter
 
@@ -15,7 +16,7 @@ from jaxserve.api.sampling import SamplingParams
 from jaxserve.cache import CacheManager
 from jaxserve.engine.step_demand import StepDemand
 from jaxserve.engine.step_rows import StepArrays, StepRows
-from jaxserve.engine.step_shapes import FEED, NOWHERE, layout, sample_sizes, shapes
+from jaxserve.engine.step_shapes import FEED, NOWHERE, StepShape, layout, sample_sizes, shapes
 from jaxserve.lanes.groups import group_around
 from jaxserve.scheduling import Batch, Scheduler
 from jaxserve.scheduling.batch_reader import StepResults
@@ -176,6 +177,12 @@ def check_held(batch: Batch, arrays: StepArrays, view: dict[str, np.ndarray]) ->
                 assert sum(held[slot][lane] for lane in group) == sum(held[slot])
 
 
+def cheapest(compiled: list[StepShape], demand: StepDemand) -> StepShape:
+    shape = next((shape for shape in compiled if demand.fits(shape)), None)
+    assert shape is not None, f"no shape holds {demand}"
+    return shape
+
+
 @pytest.mark.parametrize("lanes, seqs, chunk, placement, lane_tokens", CONFIGS)
 def test_every_batch_fits_a_shape_that_says_all_of_it(lanes, seqs, chunk, placement, lane_tokens):
     config = SchedulerConfig(max_seqs=seqs, chunk_tokens=chunk)
@@ -185,14 +192,72 @@ def test_every_batch_fits_a_shape_that_says_all_of_it(lanes, seqs, chunk, placem
     for seed in range(6):
         for batch in traffic(config, lanes, placement, lane_tokens, seed):
             demand = StepDemand.of(batch, lanes, config.tile, BLOCK)
-            shape = next((shape for shape in compiled if demand.fits(shape)), None)
-            assert shape is not None, (
-                f"nothing fits lengths {batch.length}, lanes {batch.lane}, spread {batch.spread}"
-            )
+            shape = cheapest(compiled, demand)
             used.add(str(shape))
             spread += int(batch.spread.any())
             check_message(batch, StepRows(batch, demand, shape, BLOCK).arrays(), lanes)
     assert len(used) >= min(2, len(compiled)) and (spread > 20 or lanes == 1)
+
+
+def moves_said(arrays: StepArrays, lanes: int) -> list[tuple[int, ...]]:
+    """Lane, page, to lane, page of each move in the message."""
+    size = arrays.shape.group_size
+    moves = layout(arrays.shape, BLOCK).views(arrays.rows)["moves"]
+    return [
+        (lane, int(page), to_lane, int(moves[to_lane, 1, lane % size, nth]))
+        for lane in range(lanes)
+        for to_lane in group_around(lane, size)
+        for nth, page in enumerate(moves[lane, 0, to_lane % size])
+        if page != NOWHERE
+    ]
+
+
+def random_moves(rng: random.Random, lanes: int, most: int) -> np.ndarray:
+    """Moves between random lanes, at most `most` from each to each."""
+    pairs = [pair for pair in itertools.permutations(range(lanes), 2) for _ in range(most)]
+    chosen = rng.sample(pairs, rng.randint(0, min(6, len(pairs))))
+    return np.array(
+        [(lane, rng.randrange(50), to_lane, at) for at, (lane, to_lane) in enumerate(chosen)],
+        np.int32,
+    ).reshape(-1, 4)
+
+
+@pytest.mark.parametrize(
+    "lanes, pool, placement", [(2, 2, "random"), (4, 1, "grow"), (8, 8, "round_robin")]
+)
+def test_every_batch_may_copy_pages_to_any_lane(lanes, pool, placement):
+    """In the smallest group of lanes that has the chunks' and the copies', and beside decodes alone
+    in a program without rows of prompts."""
+    config = SchedulerConfig(max_seqs=7, chunk_tokens=100, exchange="pass_q")
+    compiled = shapes(config, lanes, BLOCK, pool, copies=True)
+    most = max(shape.moves for shape in compiled)
+    rng = random.Random(5)
+    seen = Counter()
+    for batch in traffic(config, lanes, placement, 30 if placement == "grow" else None, 1):
+        batch = dataclasses.replace(batch, moves=random_moves(rng, lanes, most))
+        demand = StepDemand.of(batch, lanes, config.tile, BLOCK)
+        shape = cheapest(compiled, demand)
+        arrays = StepRows(batch, demand, shape, BLOCK).arrays()
+        check_message(batch, arrays, lanes)
+        assert sorted(moves_said(arrays, lanes)) == sorted(map(tuple, batch.moves.tolist()))
+        decodes = bool((batch.length == 1).all())
+        if decodes:
+            assert not shape.prefill.rows and not shape.spread_prefill.rows
+        seen[decodes, bool(shape.moves)] += 1
+        seen["left"] += demand.group_size > batch.group_size.max()
+    assert min(seen[True, True], seen[True, False], seen[False, True]) > 5
+    assert seen["left"] > 5 or pool > 1
+
+
+def test_spread_decodes_of_a_pool_take_a_program_of_its_group():
+    config = SchedulerConfig(max_seqs=16)
+    pooled = shapes(config, 8, BLOCK, pool=4)
+    for spread in (1, 5, 16):
+        demand = StepDemand(16, spread, (), 8, 4, False)
+        assert cheapest(pooled, demand).group_size == 4
+    grouped = shapes(config, 8, BLOCK)
+    assert len(shapes(config, 8, BLOCK, pool=8, copies=True)) < len(grouped)
+    assert len(shapes(config, 8, BLOCK, copies=True)) == len(grouped) + 3
 
 
 @pytest.mark.parametrize("placement", ["striped", "zigzag", "random"])
@@ -245,7 +310,8 @@ def test_around_a_ring_each_token_is_computed_where_its_block_is(placement):
 @pytest.mark.parametrize("lanes, seqs, chunk, placement, lane_tokens", CONFIGS)
 def test_shapes_are_few_different_and_sample_enough(lanes, seqs, chunk, placement, lane_tokens):
     config = SchedulerConfig(max_seqs=seqs, chunk_tokens=chunk)
-    compiled = shapes(config, lanes, BLOCK)
+    room = CacheConfig(placement=placement)
+    compiled = shapes(config, lanes, BLOCK, room.pool(lanes), copies=True)
     assert len(set(map(str, compiled))) == len(compiled) < 40
     assert [bool(shape.spread) for shape in compiled] == sorted(
         bool(shape.spread) for shape in compiled

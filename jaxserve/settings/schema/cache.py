@@ -66,6 +66,16 @@ class CacheConfig(Settings):
     )
 
     @property
+    def copies(self) -> bool:
+        """True if published blocks are copied to other lanes."""
+        return self.prefix_caching and PLACEMENTS[self.placement].copies
+
+    def pool(self, lanes: int) -> int:
+        """Returns the lanes of the groups over which every prompt is dealt out, of a replica of
+        `lanes` lanes; 1 where prompts lie on as few lanes as hold them."""
+        return lanes if PLACEMENTS[self.placement].scatters else 1
+
+    @property
     def disk_folder(self) -> tuple[Path, float] | None:
         """Folder and GiB of `disk_cache`. Errors: ConfigError."""
         if self.disk_cache is None:
