@@ -61,7 +61,7 @@ def sweep(settings: TetrisSettings) -> Iterator[Row]:
         ]
         for planner in PLANNERS:
             made = replica(planner)
-            plans = made.scheduler.packer.prefill.candidates.planner
+            plans = made.scheduler.packer.prefill.chunks.planner
             assert isinstance(plans, LanePlanner)
             outcome = execute(made, arrivals)
             apart = PrefillInstances(

@@ -15,7 +15,7 @@ contains it. Nothing here knows text, devices or threads.
     slots            SlotTable: running sequences, and `waiting_queue` those that wait
     packing          BatchPacker: decodes, preemption, and the batch as arrays
     prefill_packing  PrefillPacker: prefill chunks, in the order of `prefill_order` and `policies`;
-                     `chunk_candidates` finds where one would run, `chunk_issue` gives it pages
+                     `prefill_chunks` finds where one would run, and gives it pages
     batch_reader     BatchReader: results of a batch as events
     fetches          Fetches: blocks brought from lower tiers instead of computed
     prefetch         QueuePrefetch: what waiting prompts will hit comes up from slower tiers

@@ -17,11 +17,9 @@ from jaxserve.cache import CacheManager
 from jaxserve.lanes.planner import LanePlanner
 from jaxserve.policies import POLICIES, relative_slack
 from jaxserve.scheduling.budget import CHUNKING, SHARER_WORK_RATIO, StepBudget
-from jaxserve.scheduling.chunk_candidates import ChunkCandidate, ChunkCandidates
-from jaxserve.scheduling.chunk_issue import ChunkIssuer
 from jaxserve.scheduling.fetches import Fetches
 from jaxserve.scheduling.page_admission import PageAdmission
-from jaxserve.scheduling.prefetch import QueuePrefetch
+from jaxserve.scheduling.prefill_chunks import ChunkCandidate, PrefillChunks
 from jaxserve.scheduling.prefill_order import PrefillOrder
 from jaxserve.scheduling.prefill_step import PrefillChunk, PrefillStep
 from jaxserve.scheduling.sequence import Sequence
@@ -35,7 +33,7 @@ FULL_SHARE_AT = 1 / 32
 
 
 class PrefillPacker:
-    """Packs the prefill part of one step after another. planner: see `ChunkCandidates`."""
+    """Packs the prefill part of one step after another. planner: see `PrefillChunks`."""
 
     def __init__(
         self,
@@ -49,16 +47,14 @@ class PrefillPacker:
         self.slots = slots
         self.admission = admission
         self.fetches = fetches
-        self.prefetch = QueuePrefetch(cache, slots)
-        self.candidates = ChunkCandidates(cache, slots, admission, fetches, self.prefetch, planner)
-        self.issuer = ChunkIssuer(cache, slots, admission)
+        self.chunks = PrefillChunks(cache, slots, admission, fetches, planner)
 
     def pack(self, config: SchedulerConfig, now: float, budget: StepBudget) -> list[PrefillChunk]:
         """Packs chunks of prefilling and of newly admitted sequences, in the order of the policy,
         as far as the budget and the pages go."""
         slots = self.slots
         policy = POLICIES[config.policy]
-        self.prefetch.look(policy, now)
+        self.chunks.prefetch.look(policy, now)
         if not (slots.prefilling or (slots.queue and slots.free)):
             return []
         step = self._begin(config, now, budget)
@@ -81,7 +77,7 @@ class PrefillPacker:
         prefilling = self.slots.prefilling
         while (
             len(prefilling) > 1
-            and not self.issuer.length_with_pages(prefilling[0], 1, 0)
+            and not self.chunks.length_with_pages(prefilling[0], 1, 0)
             and not self.slots.draining
         ):
             self.slots.withdraw(prefilling[-1], LEAVING)
@@ -105,14 +101,14 @@ class PrefillPacker:
         """Yields where the next chunks of these sequences would run. Those whose next blocks are
         fetched get their slot and wait for them there."""
         for sequence in sequences:
-            candidate = self.candidates.find(step, sequence)
+            candidate = self.chunks.find(step, sequence)
             if candidate is None:
                 continue
             first = candidate.first
             if first is None or first.fetch is None:
                 yield candidate
             else:
-                self.issuer.admit(step, candidate)
+                self.chunks.admit(step, candidate)
                 self.fetches.begin(sequence, first.fetch, step.now)
 
     def _pack_shared(
@@ -125,8 +121,8 @@ class PrefillPacker:
         a share of it.
         """
         long = candidate.sequence
-        self.issuer.admit(step, candidate)
-        candidate = self.candidates.find(step, long) or candidate._replace(first=None)
+        self.chunks.admit(step, candidate)
+        candidate = self.chunks.find(step, long) or candidate._replace(first=None)
         if len(candidate.lanes) < len(step.budget.lanes):
             self._add_sharers(step, candidate, order.ranked())
         work = SHARER_WORK_RATIO * long.prefill_seconds_left
@@ -146,7 +142,7 @@ class PrefillPacker:
                 share = 1.0 if apart else self._share(step, other.sequence)
                 limit = step.budget.limit(other.home, share)
                 length = self._length(step, other, limit)
-                misses = 0 if self.issuer.add(step, other, length) else misses + 1
+                misses = 0 if self.chunks.add(step, other, length) else misses + 1
             if misses == MAX_MISSES or tried == MAX_SHARERS_TRIED or step.out_of_pages:
                 return
 
@@ -181,4 +177,4 @@ class PrefillPacker:
         that something always runs."""
         if not length and not step.chunks:
             length = min(step.config.tile, self._capacity(step, candidate))
-        self.issuer.add(step, candidate, length)
+        self.chunks.add(step, candidate, length)

@@ -138,7 +138,7 @@ def test_the_planner_gives_long_prompts_more_lanes(tokens, alone, tmp_path, monk
         compile_cache=str(tmp_path),
     )
     real = build(config, progress=False, warm_up=False)
-    plan = real.scheduler.packer.prefill.candidates.planner
+    plan = real.scheduler.packer.prefill.chunks.planner
     for queues in ([0.0] * 4, [0.0, 9.0, 0.0, 9.0]):
         parts = plan(queues, 32, 1000)
         assert parts[-1].stop == 1000 and [part.stop for part in parts] == sorted(

@@ -310,7 +310,7 @@ class Growing:
 def moving_batches(alone: int, prompt: int) -> tuple[VirtualReplica, list[Batch]]:
     """The batches of a prompt that move pages."""
     made = replica("pass_q", "cdsp", chunking="static", cache={"pages": 3000})
-    made.scheduler.packer.prefill.candidates.planner = Growing(alone)
+    made.scheduler.packer.prefill.chunks.planner = Growing(alone)
     _, batches = run(made, [Arrival(0.0, prompt, 1)])
     return made, [batch for batch in batches if len(batch.moves)]
 
