@@ -40,9 +40,8 @@ SCHEDULER = SchedulerConfig(
 class RingSystem(System):
     """Lanes whose hops cost what Table 1 implies, whatever they carry."""
 
-    @property
-    def link(self) -> Link:
-        return Link(hop(LANES), super().link.bytes_per_s)
+    def link(self, lanes: int) -> Link:
+        return Link(hop(LANES), super().link(lanes).bytes_per_s)
 
 
 def replica(planner: str) -> VirtualReplica:

@@ -12,7 +12,7 @@ from jaxserve.engine.block_mover import Arrival
 from jaxserve.engine.command import StepCommand, StepResult
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.step_shapes import StepShape
-from jaxserve.lanes.rates import Link
+from jaxserve.lanes.rates import LaneLinks
 
 
 class CommandExecutor(Protocol):
@@ -84,8 +84,9 @@ class CommandExecutor(Protocol):
     def settle(self) -> None:
         """Waits until all that was issued is done, and drops the results."""
 
-    def measure_links(self) -> dict[str, Link]:
-        """Measures how fast the lanes of the last stage talk to each other; {} for one lane."""
+    def measure_links(self) -> dict[int, LaneLinks]:
+        """Measures how fast the lanes of the last stage talk to each other in groups of each size;
+        {} for one lane."""
 
     def members(self) -> list[dict[str, Any]]:
         """Describes for people the processes that have the devices, if there are several."""

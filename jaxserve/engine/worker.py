@@ -37,7 +37,7 @@ from jaxserve.engine.sampling_rows import VARIANTS
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.stages import HiddenStates, Loader, SampledTokens, Stages
 from jaxserve.engine.step_shapes import StepShape
-from jaxserve.lanes.rates import Link
+from jaxserve.lanes.rates import LaneLinks
 from jaxserve.store.peers import PeerBlocks
 from jaxserve.store.tiered import TieredBlocks
 
@@ -265,11 +265,10 @@ class Worker(CommandExecutor):
         if self.mover is not None:
             self.mover.close()
 
-    def measure_links(self) -> dict[str, Link]:
-        """Measures how fast the lanes of the last stage talk to each other; {} for one lane, or
-        where another process has them all."""
-        mesh = self.stages.last_mesh
-        return measure_links(mesh) if self.plan.mesh.kvp > 1 and self.stages.has_last else {}
+    def measure_links(self) -> dict[int, LaneLinks]:
+        """Measures how fast the lanes of the last stage talk to each other in groups of each size;
+        {} for one lane, or where another process has them all."""
+        return measure_links(self.stages.last_mesh) if self.stages.has_last else {}
 
     def settle(self) -> None:
         with _device_errors():

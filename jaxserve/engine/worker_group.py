@@ -28,7 +28,7 @@ from jaxserve.group.connection import ChannelError
 from jaxserve.group.handshake import Certificate
 from jaxserve.group.member import Member
 from jaxserve.group.messages import Hello, Kind
-from jaxserve.lanes.rates import Link
+from jaxserve.lanes.rates import LaneLinks, links_from_json
 from jaxserve.settings.schema import ConfigError
 
 HANGS = 3  # times hang_timeout that a step may take before the workers are given up
@@ -230,9 +230,9 @@ class WorkerGroup(CommandExecutor):
         while self.ready():
             self.wait()
 
-    def measure_links(self) -> dict[str, Link]:
-        answers = self._peers.ask("links")
-        return {name: Link(*link) for name, link in answers[0].items()}
+    def measure_links(self) -> dict[int, LaneLinks]:
+        measured = filter(None, self._peers.ask("links"))  # {} where a worker has no last stage
+        return links_from_json(next(measured, {}), self.plan.mesh.kvp)
 
     def members(self) -> list[dict[str, Any]]:
         return self._peers.members(self._issued)

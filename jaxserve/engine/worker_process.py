@@ -10,7 +10,6 @@ and its supervisor restarts it.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import logging
 import os
@@ -33,6 +32,7 @@ from jaxserve.group.handshake import StrangerError
 from jaxserve.group.layout import devices_each
 from jaxserve.group.member import LOST, REFUSED, SECRET_VARIABLE, Member, Pulse
 from jaxserve.group.messages import Kind, led_by
+from jaxserve.lanes.rates import links_to_json
 from jaxserve.settings.schema import ConfigError, EngineConfig
 from jaxserve.weights import open_checkpoint
 
@@ -211,8 +211,7 @@ class _Process:
 
     def _links(self) -> dict[str, Any]:
         self._settle()
-        links = self._worker.measure_links()
-        return {name: dataclasses.astuple(link) for name, link in links.items()}
+        return links_to_json(self._worker.measure_links())
 
     # --- beside it
 

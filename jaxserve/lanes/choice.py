@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxserve.api.batch import DEFAULT_EXCHANGE
 from jaxserve.lanes.exchange import EXCHANGES, decode_exchanges
-from jaxserve.lanes.rates import ExchangeTimes
+from jaxserve.lanes.rates import ExchangeTimes, GroupLinks, links_of
 from jaxserve.lanes.work import ExchangeWork, require, work_of_decodes
 
 
@@ -93,8 +93,9 @@ class ExchangeChooser(ExchangeTimes):
     chooser: a name of `CHOOSERS` or of an exchange, which is then always chosen, or a rule of one's
     own. decode_chooser: the exchange of steps whose spread rows are decodes alone; auto: that of
     least seconds. block: tokens of a page. moves: pages that a step moves from each lane to each,
-    where it moves some. corrections: by exchange, where steps were measured. Errors: ConfigError
-    that names the field.
+    where it moves some. corrections: by exchange, where steps were measured. links: for groups of
+    other sizes; empty: those of `rates`, whatever the size. Errors: ConfigError that names the
+    field.
     """
 
     chooser: str | Pick = "auto"
@@ -102,6 +103,7 @@ class ExchangeChooser(ExchangeTimes):
     block: int = 1
     moves: int = 0
     corrections: Mapping[str, Correction] = dataclasses.field(default_factory=dict)
+    links: GroupLinks = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -111,6 +113,13 @@ class ExchangeChooser(ExchangeTimes):
         names = list(DECODE_CHOICES)
         fits = self.decode_chooser in names
         require(fits, "decode_exchange", repr(self.decode_chooser), f"one of {', '.join(names)}")
+
+    def for_groups(self, lanes: int) -> ExchangeChooser:
+        """Returns the chooser for groups of `lanes` lanes, with the links that they have."""
+        rates = self.rates
+        if self.links:
+            rates = rates.with_links(links_of(self.links, lanes))
+        return dataclasses.replace(self, lanes=lanes, rates=rates)
 
     def decide(self, work: ExchangeWork) -> Decision:
         """Decides for the spread chunks of a step."""

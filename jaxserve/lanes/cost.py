@@ -252,7 +252,7 @@ class ExchangeCosts(GatherCosts):
         self._block = chooser.block
         self._nothing = SpreadChunks.none(chooser.lanes)
         self._choosers = {  # by size of the groups of lanes that meet
-            size: dataclasses.replace(chooser, lanes=size) for size in group_sizes(chooser.lanes)
+            size: chooser.for_groups(size) for size in group_sizes(chooser.lanes)
         }
 
     def _decide(self, chunks: SpreadChunks) -> ExchangedChunks:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 from jaxserve.lanes.work import Heads, require
 
@@ -19,6 +20,57 @@ class Link:
         return self.seconds + size / self.bytes_per_s
 
 
+LINKS = ("hop", "all_gather", "all_to_all")  # the fields of `LaneLinks`
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LaneLinks:
+    """Links between the lanes of a group."""
+
+    hop: Link  # to the next lane of the ring
+    all_gather: Link  # by the bytes that a lane receives
+    all_to_all: Link  # by the bytes that a lane sends
+
+    @classmethod
+    def alike(cls, link: Link) -> LaneLinks:
+        """Returns one link for all that is sent."""
+        return cls(link, link, link)
+
+    def by_name(self) -> dict[str, Link]:
+        """Returns the links by what they are for."""
+        return {name: getattr(self, name) for name in LINKS}
+
+
+# by the size of the group: a small one may lie in a node, a large one in several
+GroupLinks = Mapping[int, LaneLinks]
+
+
+def links_of(links: GroupLinks, size: int) -> LaneLinks:
+    """Returns the links in groups of `size` lanes: where no such group was measured, those of the
+    next larger one, or of the largest."""
+    return links[min((known for known in links if known >= size), default=max(links))]
+
+
+def links_to_json(links: GroupLinks) -> dict[str, Any]:
+    """Returns links as JSON has them: by size and name, the seconds of a message and its bytes per
+    second."""
+    return {
+        str(size): {name: dataclasses.astuple(link) for name, link in each.by_name().items()}
+        for size, each in links.items()
+    }
+
+
+def links_from_json(fields: dict[str, Any], lanes: int) -> dict[int, LaneLinks]:
+    """Reads links that `links_to_json` gave, or, as earlier profiles have them, one set without a
+    size: of `lanes` lanes, and so of groups of every size. Errors: KeyError, TypeError and
+    ValueError for anything else."""
+    by_size = {str(lanes): fields} if "hop" in fields else fields
+    return {
+        int(size): LaneLinks(**{name: Link(*map(float, link)) for name, link in each.items()})
+        for size, each in by_size.items()
+    }
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExchangeRates:
     """Rates at which one rank attends and sends: measured, not off a data sheet (section 3.4).
@@ -28,9 +80,9 @@ class ExchangeRates:
     flops_per_s: float  # attention of many queries
     read_bytes_per_s: float  # KV, by attention of few
     launch: float  # seconds that every call of attention takes besides
-    hop: Link  # to the next lane of the ring
-    all_gather: Link  # by the bytes that a lane receives
-    all_to_all: Link  # by the bytes that a lane sends
+    hop: Link  # as `LaneLinks` has these three
+    all_gather: Link
+    all_to_all: Link
     hidden: float = 1.0
 
     def __post_init__(self) -> None:
@@ -46,8 +98,11 @@ class ExchangeRates:
         """Seconds of a hop and the attention that runs beside it."""
         return max(hop, attention) + (1 - self.hidden) * min(hop, attention)
 
-
-LINKS = ("hop", "all_gather", "all_to_all")  # the rates that are links
+    def with_links(self, links: LaneLinks) -> ExchangeRates:
+        """Returns the rates with other links."""
+        return dataclasses.replace(
+            self, hop=links.hop, all_gather=links.all_gather, all_to_all=links.all_to_all
+        )
 
 
 class AttentionCosts(Protocol):

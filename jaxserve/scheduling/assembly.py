@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from jaxserve.cache import CacheManager, LaneRules
 from jaxserve.cache.hashes import CacheIdentity
@@ -18,7 +17,7 @@ from jaxserve.lanes.choice import Correction, ExchangeChooser
 from jaxserve.lanes.cost import lane_costs, moves_per_pair
 from jaxserve.lanes.exchange import PIECE_TOKENS
 from jaxserve.lanes.planner import LanePlanner, improvement_rates, instances_of
-from jaxserve.lanes.rates import Link
+from jaxserve.lanes.rates import GroupLinks
 from jaxserve.lanes.work import Heads
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
@@ -26,12 +25,13 @@ from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaProfile:
-    """Costs of a replica's steps. links: between lanes, by the name of a rate of `ExchangeRates`;
-    empty with one lane. improvement: the best improvement rate by requests per second, for each
-    planner that was searched. corrections: by exchange, from measured steps."""
+    """Costs of a replica's steps. links: between lanes, by the size of their group; empty with one
+    lane, or where `costs` say what messages take. improvement: the best improvement rate by
+    requests per second, for each planner that was searched. corrections: by exchange, from measured
+    steps."""
 
     costs: Costs
-    links: dict[str, Link]
+    links: GroupLinks
     improvement: Mapping[str, Mapping[float, float]] = dataclasses.field(default_factory=dict)
     corrections: Mapping[str, Correction] = dataclasses.field(default_factory=dict)
 
@@ -64,11 +64,10 @@ class ReplicaSizes:
         """Returns what chooses how lanes exchange KV and queries; None for one lane."""
         if self.mesh.kvp == 1:
             return None
-        links: dict[str, Any] = profile.links
-        return ExchangeChooser(
+        chooser = ExchangeChooser(
             self.mesh.kvp,
             self.heads,
-            dataclasses.replace(profile.costs.exchange_rates(self.heads), **links),
+            profile.costs.exchange_rates(self.heads),
             piece=PIECE_TOKENS,
             costs=profile.costs,
             chooser=self.scheduler.exchange,
@@ -76,7 +75,9 @@ class ReplicaSizes:
             block=self.cache.block_size,
             moves=self.moves,
             corrections=profile.corrections,
+            links=profile.links,
         )
+        return chooser.for_groups(self.mesh.kvp)
 
     def instances(self, profile: ReplicaProfile) -> Instances:
         """Returns the lanes as prefill instances to plan with."""

@@ -3,6 +3,8 @@ numbers where that is possible."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -16,7 +18,7 @@ from jaxserve.lanes.choice import ExchangeChooser
 from jaxserve.lanes.cost import lane_costs
 from jaxserve.lanes.groups import group_around, size_of
 from jaxserve.lanes.load import LaneLoad
-from jaxserve.lanes.rates import ExchangeRates, Link
+from jaxserve.lanes.rates import ExchangeRates, LaneLinks, Link
 from jaxserve.lanes.work import Heads
 from jaxserve.scheduling import Batch
 from jaxserve.scheduling.budget import StepBudget
@@ -255,6 +257,22 @@ def ringing(decode_exchange: str) -> Predictor:
     chooser = ExchangeChooser(4, Heads(8, 2, 64), RATES, decode_chooser=decode_exchange)
     costs = Costs(layers=1, decode_kv=1e-9)
     return Predictor(costs, MeshConfig(kvp=4), lane_costs(costs, 4, chooser))
+
+
+def test_pages_change_lanes_by_the_links_of_the_group_that_they_stay_in():
+    slow = Link(1e-3, 1e9)
+    links = {2: LaneLinks.alike(LINK), 4: LaneLinks.alike(slow)}
+    chooser = ExchangeChooser(4, Heads(8, 2, 64), RATES, block=16, moves=2, links=links)
+    predictor = Predictor(Costs(layers=1), MeshConfig(kvp=4), lane_costs(Costs(1), 4, chooser))
+
+    def seconds(to_lane: int) -> float:
+        moves = np.array([[0, 5, to_lane, 7]], np.int32)
+        batch = chunks((50, 1, [1, 0, 0, 0]))
+        return predictor.seconds(dataclasses.replace(batch, moves=moves))
+
+    page = 2 * 16 * 2 * 2 * 64 * 2  # two pages of 16 tokens, key and value of two heads
+    assert seconds(1) == pytest.approx(LINK(page))
+    assert seconds(2) == seconds(3) == pytest.approx(slow(3 * page))
 
 
 def of_decodes(predictor: Predictor, *rows) -> str:

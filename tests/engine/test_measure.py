@@ -194,6 +194,10 @@ def test_steps_with_spread_chunks_are_measured_and_kept(two_lanes, tmp_path):
     identity = profile.identity_of(worker, two_lanes.info.max_model_len)
     file = tmp_path / "kept.json"
     profile.write(file, identity, found)
+    assert profile.read(file, identity) == kept and list(kept.links) == [2]
+    older = json.loads(file.read_text())
+    older["links"] = older["links"]["2"]  # one set, for all sizes
+    file.write_text(json.dumps(older))
     assert profile.read(file, identity) == kept
     sizes = profile.replica_sizes(worker.plan, CacheConfig(), SchedulerConfig(), MAX_LEN)
     assert sizes.chooser(kept).corrections == kept.corrections

@@ -1,4 +1,4 @@
-"""Measures how fast the lanes of this mesh send to each other."""
+"""Measures how fast the lanes of this mesh send to each other, in groups of every size."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxserve.lanes.rates import Link
+from jaxserve.lanes.groups import group_sizes
+from jaxserve.lanes.rates import LaneLinks, Link
 from jaxserve.sharding.lane_groups import LaneGroups
 from jaxserve.sharding.mesh import KVP
 
@@ -21,38 +21,35 @@ REPEATS = 5
 CALLS = 4  # in a row, each of which needs the one before
 
 
-def measure_links(mesh: Mesh) -> dict[str, Link]:
-    """Measures the links of `lanes.rates.ExchangeRates`. All ranks of a stage talk at once, as
-    while serving."""
-    return {name: _fitted(mesh, f) for name, f in _PROGRAMS.items()}
+Program = Callable[[LaneGroups, jax.Array], jax.Array]
 
 
-def _hop(x: jax.Array) -> jax.Array:
-    return LaneGroups(lax.axis_size(KVP)).send_to_next(x)
+def measure_links(mesh: Mesh) -> dict[int, LaneLinks]:
+    """Measures the links in groups of each size that the lanes of the mesh form; none for one lane.
+    All groups of a size, and all ranks of a stage, talk at once, as while serving."""
+    return {
+        size: LaneLinks(
+            hop=_fitted(mesh, size, LaneGroups.send_to_next),
+            all_gather=_fitted(mesh, size, _all_gather),
+            all_to_all=_fitted(mesh, size, _all_to_all),
+        )
+        for size in group_sizes(mesh.shape[KVP])[1:]
+    }
 
 
-def _all_gather(x: jax.Array) -> jax.Array:
+def _all_gather(groups: LaneGroups, x: jax.Array) -> jax.Array:
     """A lane receives as much as x from the others."""
-    lanes = lax.axis_size(KVP)
-    return lax.all_gather(x[: len(x) // (lanes - 1)], KVP, tiled=True)[: len(x)]
+    return groups.gather_rows(x[: len(x) // (groups.size - 1)])[: len(x)]
 
 
-def _all_to_all(x: jax.Array) -> jax.Array:
+def _all_to_all(groups: LaneGroups, x: jax.Array) -> jax.Array:
     """A lane sends as much as x to the others."""
-    lanes = lax.axis_size(KVP)
-    part = len(x) // (lanes - 1)
-    return lax.all_to_all(jnp.resize(x, (lanes, part)), KVP, 0, 0).reshape(-1)[: len(x)]
+    part = len(x) // (groups.size - 1)
+    return groups.all_to_all(jnp.resize(x, (groups.size, part))).reshape(-1)[: len(x)]
 
 
-_PROGRAMS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "hop": _hop,
-    "all_gather": _all_gather,
-    "all_to_all": _all_to_all,
-}
-
-
-def _fitted(mesh: Mesh, f: Callable[[jax.Array], jax.Array]) -> Link:
-    lanes = mesh.shape[KVP]
+def _fitted(mesh: Mesh, lanes: int, program: Program) -> Link:
+    f = functools.partial(program, LaneGroups(lanes))
     # which all programs split without rest
     sizes = [size // (lanes * (lanes - 1)) * lanes * (lanes - 1) for size in SIZES]
     small, large = (_seconds(mesh, f, size) for size in sizes)

@@ -37,11 +37,17 @@ from jaxserve.kernels.cpu import library
 from jaxserve.kernels.kv_pages import FP8
 from jaxserve.lanes.choice import Correction
 from jaxserve.lanes.exchange import EXCHANGES
-from jaxserve.lanes.rates import Link
+from jaxserve.lanes.rates import GroupLinks, links_from_json, links_to_json
 from jaxserve.lanes.work import Heads, stored_bytes
 from jaxserve.progress import progress_bar
 from jaxserve.scheduling.assembly import ReplicaProfile, ReplicaSizes
-from jaxserve.settings.schema import CacheConfig, ConfigError, EngineConfig, SchedulerConfig
+from jaxserve.settings.schema import (
+    CacheConfig,
+    ConfigError,
+    EngineConfig,
+    MeshConfig,
+    SchedulerConfig,
+)
 
 log = logging.getLogger(__name__)
 FORMAT = 6  # of the file
@@ -126,7 +132,7 @@ def measure_costs(
 
 
 def fitted(
-    plan: StagePlan, links: dict[str, Link], steps: list[MeasuredStep], on_cpu: bool
+    plan: StagePlan, links: GroupLinks, steps: list[MeasuredStep], on_cpu: bool
 ) -> MeasuredProfile:
     """Fits a profile to measured steps: to local ones, then to those with spread chunks."""
     local = [_sample(one) for one in steps if one.point.group_size == 1]
@@ -247,7 +253,7 @@ def write(
                 for (exchange, size), error in measured.spread_held_out.items()
             },
             "costs": to_json(profile.costs),
-            "links": {name: dataclasses.astuple(link) for name, link in profile.links.items()},
+            "links": links_to_json(profile.links),
             "corrections": {
                 name: dataclasses.astuple(each) for name, each in profile.corrections.items()
             },
@@ -276,7 +282,7 @@ def read(file: Path, identity: dict[str, Any]) -> ReplicaProfile:
         content = json.loads(file.read_text())
         given = {name: content[name] for name in identity}
         costs = content["costs"]
-        links = {name: Link(*map(float, values)) for name, values in content["links"].items()}
+        links = links_from_json(content["links"], MeshConfig.parse(identity["mesh"]).kvp)
         corrections = {
             name: Correction(*map(float, values)) for name, values in content["corrections"].items()
         }
@@ -286,7 +292,7 @@ def read(file: Path, identity: dict[str, Any]) -> ReplicaProfile:
         }
     except OSError as error:
         raise ConfigError("profile", f"{file}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError("profile", f"{file} is not a profile: {error!r}") from None
     for name, value in identity.items():
         if given[name] != value:

@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxserve.cli.display import table
 from jaxserve.cli.engine_flags import engine_config, engine_groups
+from jaxserve.lanes.rates import GroupLinks
 from jaxserve.observe.machine import described, machine
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option
@@ -85,7 +86,19 @@ def run(values: dict[str, Any]) -> int:
         ]
         print("\nsteps with chunks on several lanes, of points left out of the fit:")
         print(table(["exchange", "lanes", "mean error"], errors))
+    if measured.profile.links:
+        print("\nlinks between lanes of a group:")
+        print(table(["lanes", "link", "us", "GB/s"], link_rows(measured.profile.links)))
     return 0
+
+
+def link_rows(links: GroupLinks) -> list[list[str]]:
+    """Describes links: the lanes of a group, name, microseconds of a message, and rate."""
+    return [
+        [str(size), name, f"{link.seconds * 1e6:.1f}", f"{link.bytes_per_s / 1e9:.2f}"]
+        for size, each in links.items()
+        for name, link in each.by_name().items()
+    ]
 
 
 def improvement(values: dict[str, Any], config: EngineConfig, plan: Any, max_len: int) -> Any:

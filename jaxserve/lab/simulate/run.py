@@ -2,8 +2,8 @@
 requests through it, and sums up what came of them.
 
 Lanes, their placements, exchanges and plans are those of an engine. Links between lanes are those
-of the device's table (`costs/profiles.json`): inside a node where all lanes and ranks of a stage
-fit one, else the adapters between nodes.
+of the device's table (`costs/profiles.json`): inside a node for groups of lanes that fit one with
+their ranks, the adapters between nodes for larger ones.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from jaxserve.lab.quotients import quotient
 from jaxserve.lab.simulate.arrival import Arrival, kind_of, to_request
 from jaxserve.lab.simulate.recorder import Outcome, Recorder, RequestRecord, span_of
 from jaxserve.lab.simulate.replica import VirtualReplica
-from jaxserve.lanes.rates import LINKS, Link
+from jaxserve.lanes.groups import group_sizes
+from jaxserve.lanes.rates import LaneLinks, Link
 from jaxserve.lanes.work import ITEM, Heads, stored_bytes
 from jaxserve.scheduling.assembly import ReplicaProfile, ReplicaSizes, assemble
 from jaxserve.settings.schema import (
@@ -37,7 +38,7 @@ from jaxserve.settings.schema import (
     check_lanes,
 )
 
-NODE_DEVICES = 8  # ranks of tp stay within a node
+NODE_DEVICES = 8  # of a node, unless said otherwise
 MEMORY_SHARE = 0.9  # of a device's memory, for weights and KV
 UNLIMITED = 2**31 - 1  # tokens of a sequence, but for the pages
 PLANNED_TOKENS = 2**19  # of the longest prompt that plans' latencies are fitted to
@@ -59,7 +60,8 @@ def shape_of(name: str) -> ModelConfig:
 class System:
     """A simulated system: a model's shape on `mesh` of `device`s. A replica has no limit on a
     sequence but its pages. memory: share of a device's that weights and KV may fill. kv_gib: memory
-    for KV per device, where it is given. kv_cache_dtype: see CacheConfig."""
+    for KV per device, where it is given. kv_cache_dtype: see CacheConfig. node_devices: that one
+    node has; all ranks of a lane are in one."""
 
     shape: ModelConfig
     device: str
@@ -67,6 +69,7 @@ class System:
     memory: float = MEMORY_SHARE
     kv_gib: float | None = None
     kv_cache_dtype: str = "auto"
+    node_devices: int = NODE_DEVICES
 
     def with_cache(self, cache: CacheConfig) -> System:
         """The system with what these settings say of memory and KV. Errors: ConfigError for tiers
@@ -99,18 +102,19 @@ class System:
         """Bytes of a key or a value of one head."""
         return stored_bytes(self.shape.head_dim, ITEM, self.kv_cache_dtype == "fp8")
 
-    @property
-    def link(self) -> Link:
-        """From a lane to another, for one rank."""
+    def link(self, lanes: int) -> Link:
+        """Returns the link from a lane to another of its group of `lanes` lanes, for one rank."""
         device = devices()[self.device]
-        if self.mesh.kvp * self.mesh.tp <= NODE_DEVICES:
+        if lanes * self.mesh.tp <= self.node_devices:
             return device.ranks[min(device.ranks)]
         return device.node
 
     @property
     def profile(self) -> ReplicaProfile:
         """Costs of steps on the devices of this system."""
-        return ReplicaProfile(self.costs, dict.fromkeys(LINKS, self.link))
+        sizes = group_sizes(self.mesh.kvp)[1:]
+        links = {lanes: LaneLinks.alike(self.link(lanes)) for lanes in sizes}
+        return ReplicaProfile(self.costs, links)
 
     def sizes(
         self, scheduler: SchedulerConfig, cache: CacheConfig, longest: int = PLANNED_TOKENS
@@ -129,8 +133,8 @@ class System:
     def obstacle(self) -> str:
         """Returns why the model cannot run on the mesh; '' if it can."""
         mesh, shape = self.mesh, self.shape
-        if mesh.tp > NODE_DEVICES:
-            return f"more ranks than the {NODE_DEVICES} devices of a node"
+        if mesh.tp > self.node_devices:
+            return f"more ranks than the {self.node_devices} devices of a node"
         if mesh.tp not in (1, *devices()[self.device].ranks):
             return f"sums over {mesh.tp} ranks were not measured on {self.device}"
         if shape.heads % mesh.tp:

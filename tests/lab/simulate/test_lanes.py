@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,7 +24,7 @@ from jaxserve.lanes.cost import ExchangeCosts, GatherCosts, moves_per_pair
 from jaxserve.lanes.exchange import EXCHANGES
 from jaxserve.lanes.load import LaneLoad, SpreadChunks
 from jaxserve.lanes.planner import PlanPart
-from jaxserve.lanes.rates import Link
+from jaxserve.lanes.rates import LaneLinks, Link
 from jaxserve.lanes.work import SCALE_ITEM
 from jaxserve.scheduling import Batch
 from jaxserve.scheduling.assembly import ReplicaProfile
@@ -133,20 +134,17 @@ def test_decodes_are_simulated_by_every_exchange(decode_exchange):
 class Silent(System):
     """Lanes that say what they must in no time."""
 
-    @property
-    def link(self) -> Link:
+    def link(self, lanes: int) -> Link:
         return Link(0.0, 1e18)
 
 
 class Slow(System):
-    @property
-    def link(self) -> Link:
+    def link(self, lanes: int) -> Link:
         return Link(2e-4, 2e9)
 
 
 class Narrow(System):
-    @property
-    def link(self) -> Link:
+    def link(self, lanes: int) -> Link:
         return Link(1e-6, 1e8)
 
 
@@ -372,14 +370,47 @@ def test_prompts_on_disjoint_groups_of_lanes_take_as_long_as_one():
 # --- the model of the system
 
 
-def test_lanes_of_a_node_are_joined_as_its_ranks_are():
+def test_groups_within_a_node_are_joined_as_its_ranks_are_and_larger_ones_by_the_network():
     device = devices()["h100"]
-    links = {
-        (kvp, tp): System(SHAPE, "h100", MeshConfig(kvp=kvp, tp=tp)).link
-        for kvp, tp in ((4, 2), (2, 8), (8, 1), (16, 1))
-    }
-    assert links[4, 2] == links[8, 1] == device.ranks[2]
-    assert links[2, 8] == links[16, 1] == device.node
+
+    def node_of(kvp: int, tp: int, **fields) -> dict[int, bool]:
+        """By size of group, whether it has the links of a node."""
+        system = System(SHAPE, "h100", MeshConfig(kvp=kvp, tp=tp), **fields)
+        kinds = {LaneLinks.alike(device.ranks[2]): True, LaneLinks.alike(device.node): False}
+        return {size: kinds[links] for size, links in system.profile.links.items()}
+
+    assert node_of(1, 8) == {}
+    assert node_of(4, 2) == {2: True, 4: True} and node_of(2, 8) == {2: False}
+    assert node_of(16, 1) == {2: True, 4: True, 8: True, 16: False}
+    assert node_of(6, 2) == {2: True, 6: False}
+    assert node_of(16, 1, node_devices=4) == {2: True, 4: True, 8: False, 16: False}
+
+
+def test_what_a_group_exchanges_depends_on_the_node_that_it_leaves_or_not():
+    """Of sixteen lanes, groups of eight take what they do where there is one node alone."""
+    one, two = (
+        replica("gather", mesh=MeshConfig(kvp=lanes)).scheduler.predictor for lanes in (8, 16)
+    )
+    slow = replica(
+        "gather", mesh=MeshConfig(kvp=16), system=functools.partial(System, node_devices=1)
+    ).scheduler.predictor
+
+    def seconds(predictor: Predictor, size: int) -> float:
+        loads = [LaneLoad()] * predictor.mesh.kvp
+        blocks = [1] * size + [0] * (predictor.mesh.kvp - size)
+        predictor.add_chunk(loads, 0, blocks, 50_000, 4096)
+        return predictor.stage(loads)
+
+    assert seconds(two, 8) == seconds(one, 8) < seconds(slow, 8)
+    assert seconds(two, 16) == seconds(slow, 16)
+    latencies = [
+        replica(
+            "gather", "fixed-8", mesh=MeshConfig(kvp=16), system=system
+        ).scheduler.packer.prefill.candidates.planner.instances.latencies
+        for system in (System, functools.partial(System, node_devices=1))
+    ]
+    assert latencies[0][8](0, 50_000) < latencies[1][8](0, 50_000)
+    assert latencies[0][16] == latencies[1][16]
 
 
 def test_kv_in_fp8_has_half_the_bytes_and_a_scale():
