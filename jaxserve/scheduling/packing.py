@@ -64,27 +64,27 @@ class BatchPacker:
         if not chunks and not decodes.size:
             return None
         batch = self._batch(number, decodes, chunks, max(budget.lane_seconds))
-        if batch.block_lane.size or len(batch.moves):
-            batch = self._exchanged(batch)
-        elif batch.spread.any():
-            batch = dataclasses.replace(batch, exchange=self._decode_exchange(budget))
+        if self.mesh.kvp > 1:
+            batch = self._exchanged(batch, budget)
         return batch, chunks
 
-    def _exchanged(self, batch: Batch) -> Batch:
-        """Returns the batch with the exchange of its spread chunks, and its seconds with that and
-        with the pages that it moves, now that it is known where blocks are. Decodes alone, beside
-        moves, have the default: no other programs move pages without chunks."""
-        exchanged = self.predictor.lane_costs.exchanged(batch)
-        if exchanged is None:
-            chosen = _fixed(self.config.exchange) if batch.block_lane.size else DEFAULT_EXCHANGE
-            return dataclasses.replace(batch, exchange=chosen)
-        seconds = self.predictor.seconds(batch, exchanged)
-        return dataclasses.replace(batch, exchange=exchanged.strategy, seconds=seconds)
-
-    def _decode_exchange(self, budget: StepBudget) -> str:
-        """Returns the exchange by which spread decodes reach KV on other lanes."""
+    def _exchanged(self, batch: Batch, budget: StepBudget) -> Batch:
+        """Returns the batch with the exchange by which its spread chunks reach KV on other lanes,
+        and its seconds with that and with the pages that it moves, now that it is known where
+        blocks are. Decodes alone, beside moves, have the default: no other programs move pages
+        without chunks."""
+        if batch.block_lane.size or len(batch.moves):
+            exchanged = self.predictor.lane_costs.exchanged(batch)
+            if exchanged is None:
+                chosen = _fixed(self.config.exchange) if batch.block_lane.size else DEFAULT_EXCHANGE
+                return dataclasses.replace(batch, exchange=chosen)
+            seconds = self.predictor.seconds(batch, exchanged)
+            return dataclasses.replace(batch, exchange=exchanged.strategy, seconds=seconds)
+        if not batch.spread.any():
+            return batch
         choice = budget.lanes[0].decode_choice
-        return _fixed(self.config.decode_exchange) if choice is None else choice.strategy
+        exchange = _fixed(self.config.decode_exchange) if choice is None else choice.strategy
+        return dataclasses.replace(batch, exchange=exchange)
 
     def _budget(self, decodes: np.ndarray) -> StepBudget:
         """Returns the budget that a step with these decodes has for prefill. A token passes all
