@@ -182,7 +182,7 @@ class BatchPacker:
         length = np.ones(slot.size, np.int32)
         is_decode = np.ones(slot.size, bool)
         tokens = block_lane = NOTHING
-        sample = slots.phase[slot] == DECODE
+        sample = is_decode.copy()
         group_size = cache.group_size[slot]
         if chunks:
             group_size[decodes.size :] = [chunk.group_size for chunk in chunks]
@@ -193,8 +193,9 @@ class BatchPacker:
                 [slots.by_slot[chunk.slot].history(chunk.start, chunk.stop) for chunk in chunks]
             )
             block_lane = self._block_lane(chunks)
-            sample[decodes.size :] &= [
-                not slots.by_slot[chunk.slot].request.embed for chunk in chunks
+            sample[decodes.size :] = [
+                slots.phase[chunk.slot] == DECODE and not slots.by_slot[chunk.slot].request.embed
+                for chunk in chunks
             ]
         slots.issued[decodes] += 1
         slots.in_flight[slot] += 1

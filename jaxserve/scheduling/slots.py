@@ -68,7 +68,7 @@ class SlotTable:
     @property
     def decodable(self) -> np.ndarray:
         """Slots [n] of which another token is to be decoded, ascending."""
-        return np.flatnonzero((self.phase == DECODE) & (self.issued < self.max_positions))
+        return ((self.phase == DECODE) & (self.issued < self.max_positions)).nonzero()[0]
 
     @property
     def backlog(self) -> float:
