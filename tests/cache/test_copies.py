@@ -214,8 +214,10 @@ class Copies(RuleBasedStateMachine):
     def retract(self, slot: int, number: int) -> None:
         """Not each time, so that blocks live long enough to be copied."""
         if number:
+            pages = self.cache.pages
+            keys = {pages.key_of.get(page) for page in self.cache.layouts[slot].pages}
             self.cache.retract(slot)
-            assert not set(self.blocks.get(slot, ())) & set(self.cache.pages.with_key)
+            assert not keys & set(pages.with_key)
 
     @rule(slot=st.integers(0, SLOTS - 1), lanes=st.sets(st.integers(0, LANES - 1), min_size=1))
     def regroup(self, slot: int, lanes: set[int]) -> None:
