@@ -14,9 +14,9 @@ from typing import Any
 from experiments.mooncake.cache_replay import NODE_TOKENS
 from experiments.mooncake.figure import MooncakeSettings
 from experiments.mooncake.node import CHUNK, SYSTEM, TRANSFER_BYTES_PER_S
+from experiments.virtual_cluster.cluster import ClusterReport, ClusterSpec, run
 from jaxserve.cluster.roles import Role
 from jaxserve.lab.simulate.arrival import BLOCK
-from jaxserve.lab.simulate.cluster import ClusterReport, ClusterSpec, run
 
 NODES = 16
 TTFT = 30.0  # seconds, the objective of 7.1

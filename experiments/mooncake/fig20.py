@@ -9,7 +9,7 @@ from experiments.figures import Claim, Figure, Panel, Row, cell
 from experiments.mooncake.figure import MooncakeSettings
 from experiments.mooncake.node import KV_BYTES, TRANSFER_BYTES_PER_S
 from experiments.papers import main
-from jaxserve.lab.simulate.network import Network
+from experiments.virtual_cluster.network import Network
 
 SIZES = (1, 2, 5, 10, 20, 40)  # GB
 CONTEXT = 128 * 1024  # tokens, whose KV is 40 GiB

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from experiments.mooncake.clusters import disaggregated, simulated
 from experiments.mooncake.figure import MooncakeSettings
-from jaxserve.lab.simulate.cluster import ClusterReport
+from experiments.virtual_cluster.cluster import ClusterReport
 
 POLICIES = ("baseline", "early", "predicted")
 WORKLOAD = "toolagent"

@@ -20,5 +20,5 @@ The live conductor is a `Replica` made of replicas:
     role_changes RoleChanges: members that change sides where one side is more loaded
     merge        what all members are and say together
 
-Decisions get time as an argument; the simulated cluster (`simulate.cluster`) makes the same ones.
+Decisions get time as an argument, so that simulated clusters make the same ones.
 """

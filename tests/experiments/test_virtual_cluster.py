@@ -8,11 +8,11 @@ import dataclasses
 import numpy as np
 import pytest
 
+from experiments.virtual_cluster.cluster import ClusterSpec, run
 from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.cluster.admission import ADMISSION
 from jaxserve.cluster.roles import Role
 from jaxserve.lab.simulate.arrival import Arrival
-from jaxserve.lab.simulate.cluster import ClusterSpec, run
 from jaxserve.lab.simulate.run import System
 from jaxserve.settings.schema import ConfigError, MeshConfig
 

@@ -20,6 +20,14 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from experiments.virtual_cluster.network import Network
+from experiments.virtual_cluster.node import ClusterSpec, Node
+from experiments.virtual_cluster.report import (
+    ClusterRecord,
+    ClusterReport,
+    LoadSample,
+    slowest_mean,
+)
 from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Event, Finished, Token
 from jaxserve.api.request import Request, Slo
@@ -36,14 +44,6 @@ from jaxserve.cluster.routing import (
 )
 from jaxserve.lab.quotients import quotient
 from jaxserve.lab.simulate.arrival import Arrival, to_request
-from jaxserve.lab.simulate.cluster_node import ClusterSpec, Node
-from jaxserve.lab.simulate.cluster_report import (
-    ClusterRecord,
-    ClusterReport,
-    LoadSample,
-    slowest_mean,
-)
-from jaxserve.lab.simulate.network import Network
 from jaxserve.replica.protocol import Sink
 
 __all__ = ["ClusterRecord", "ClusterReport", "ClusterSpec", "LoadSample", "VirtualCluster", "run"]
