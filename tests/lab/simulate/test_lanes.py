@@ -16,6 +16,7 @@ from jaxserve.costs.coefficients import Costs, ShapeCost, SpreadShape
 from jaxserve.costs.predictor import Predictor
 from jaxserve.costs.profiles import devices
 from jaxserve.kernels.kv_pages import SCALE_DTYPE
+from jaxserve.lab.research.predicted import lanes as instances
 from jaxserve.lab.simulate.arrival import Arrival
 from jaxserve.lab.simulate.replica import VirtualReplica
 from jaxserve.lab.simulate.run import Outcome, System, execute
@@ -404,10 +405,8 @@ def test_what_a_group_exchanges_depends_on_the_node_that_it_leaves_or_not():
     assert seconds(two, 8) == seconds(one, 8) < seconds(slow, 8)
     assert seconds(two, 16) == seconds(slow, 16)
     latencies = [
-        replica(
-            "gather", "fixed-8", mesh=MeshConfig(kvp=16), system=system
-        ).scheduler.packer.prefill.candidates.planner.instances.latencies
-        for system in (System, functools.partial(System, node_devices=1))
+        instances(System(SHAPE, "h100", MeshConfig(kvp=16), **fields), 100_000).latencies
+        for fields in ({}, {"node_devices": 1})
     ]
     assert latencies[0][8](0, 50_000) < latencies[1][8](0, 50_000)
     assert latencies[0][16] == latencies[1][16]
