@@ -4,7 +4,9 @@ A page's life: `CacheManager.match` finds published pages for the blocks that a 
 begins with; `admit` gives these to a slot, with a home lane; `extend` allocates a page per further
 block, on the lane that the placement names. A full block is `publish`ed under its key, so that
 later sequences can share its page. `release` gives the slot's pages back: published ones stay
-cached until their lane needs the room, least recently used first. What the device's page tables do
+cached until their lane needs the room, least recently used first. A published block can be on
+several pages: `copy` has the next batch copy it to another lane, `repoint` has a slot read it
+there. What the device's page tables do
 not have yet travels with the next batch (`table_updates`, `moves`). Where the blocks of a sequence
 lie, and how they move: see `jaxserve.lanes`.
 

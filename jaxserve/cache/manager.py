@@ -216,6 +216,7 @@ class CacheManager:
                 lane = self.placement.next_lane(layout, available)
                 available[lane] -= 1
             page = self.pages.allocate(lane)
+            self.moves.cancel(page)
             self.stores.renewed(page)
             index = layout.append(page, lane)
             self.table_updates.add(lane, slot, index, page - lane * per_lane, block)
@@ -240,20 +241,57 @@ class CacheManager:
             self._changed(layout, moved.targets, moved.sources)
         return len(moved.sources)
 
+    def copy(self, page: int, lane: int) -> int | None:
+        """Has the next batch copy a published page to a lane. Returns the copy, which is cached
+        until a slot takes it, and can be found and held from now on; None where the lane has the
+        block or no room for it, where the batch copies no more pages from lane to lane, or the page
+        is itself written by it."""
+        from_lane = page // self.pages.per_lane
+        lanes = {copy // self.pages.per_lane for copy in self.pages.copies(page)}
+        if page not in self.pages.key_of or lane in lanes or self.moves.writes(page):
+            return None
+        if self.moves.room(from_lane, lane) < 1 or not self.pages.available()[lane]:
+            return None
+        copy = self.pages.copy(page, lane)
+        self.moves.add(from_lane, lane, [page], [copy])
+        self.stores.renewed(copy)
+        self.stores.moved([page], [copy])
+        return copy
+
+    def repoint(self, slot: int, block: int, page: int, before: int) -> None:
+        """Has the slot read its `block` on another published page that has it. before: the slot's
+        blocks below this number, of which this is one, are full and part of an issued batch."""
+        layout = self.layouts[slot]
+        old = layout.pages[block]
+        assert block < before and page in self.pages.key_of, f"block {block} is not on page {page}"
+        if page == old:
+            return
+        self.pages.ref(np.array([page]))
+        for lane, start in layout.repoint(block, page, before).items():
+            self.table_updates.rewrite(lane, slot, start, layout.entries(lane, start))
+        self.pages.unref([old])
+        self.stores.retain_longer([page], self._retention[slot])
+        if layout.surplus:
+            regroup(layout, layout.group, self.pages)
+        self._changed(layout, [page], [old])
+
     def fetch(
         self,
         slot: int,
         keys: list[bytes],
         source: KvSource | None = None,
         far: SourceBlocks | None = None,
-    ) -> int:
+    ) -> int | None:
         """Gives the slot pages for its next blocks, which have these keys, and asks lower tiers to
         fill them, and `source` (see Fetch) for those that they do not hold; pages must be
-        available. Returns the fetch's ticket."""
+        available. Returns the fetch's ticket; None where nothing is asked, for the pages have what
+        the next batch copies to others: blocks may come before it."""
         table = self.layouts[slot].pages
         first = len(table)
         self.below.keep(keys, self._retention[slot])
         self.extend(slot, len(keys))
+        if self.moves.reads(table[first:]):
+            return None
         places = np.stack(divmod(np.array(table[first:], np.int32), self.pages.per_lane), axis=1)
         return self.below.fetch(keys, places, source, far)
 

@@ -146,6 +146,15 @@ class PageAllocator:
         self.with_key[key] += (page,)
         self.key_of[page] = key
 
+    def copy(self, page: int, lane: int) -> int:
+        """Allocates a page of another lane for the block on a published page, cached and found by
+        its key from now on. Returns it. Errors: KeyError where the lane has none available."""
+        key = self.key_of[page]
+        copy = self.allocate(lane)
+        self.add_copy(copy, key)
+        self.unref([copy])
+        return copy
+
     def retract(self, pages: Iterable[int]) -> None:
         """Takes the keys from these pages and from all copies of their blocks, so that they are not
         found again."""

@@ -119,6 +119,23 @@ class SequenceLayout:
         self.by_lane[to_lane] += len(blocks)
         return {lane: start, to_lane: self._insert(to_lane, blocks, before)}
 
+    def repoint(self, block: int, page: int, before: int) -> dict[int, int]:
+        """Puts a block on another page that has it, as `move` does; returns the same."""
+        lane = self.pages[block] // self.per_lane
+        to_lane = page // self.per_lane
+        if lane == to_lane:
+            self.pages[block] = page
+            return {lane: self.rows[lane].index(block)}
+        return self.local_row(self.move([block], to_lane, [page], before))
+
+    def local_row(self, starts: dict[int, int]) -> dict[int, int]:
+        """Sorts the row of a sequence that blocks have come to, and that lies on its home lane
+        alone now. starts: by lane the index from which a row differs. Returns the new ones."""
+        if self.group_size > 1:
+            return starts
+        self.rows[self.home].sort()
+        return {self.home: 0}
+
     def _insert(self, lane: int, blocks: list[int], before: int) -> int:
         """Puts blocks into a lane's row, in front of those from number `before` on; returns where
         the row begins to differ."""

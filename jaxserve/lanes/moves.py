@@ -1,10 +1,10 @@
-"""Moves blocks of a sequence to other lanes: a few with each batch, until its lanes have equally
-many."""
+"""Moves and copies pages from lane to lane, a few with each batch: blocks of a sequence, until its
+lanes have equally many, and copies of blocks that many sequences read."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -13,8 +13,11 @@ from jaxserve.lanes.layout import SequenceLayout
 
 
 class PageMoves:
-    """Pages that the next batch moves from lane to lane, all at once: all are read before any is
-    written. per_lane: pages of a lane. limit: pages that a batch moves from a lane to another."""
+    """Pages that the next batch copies from lane to lane, all at once: all are read before any is
+    written. Its source is free after a move, and stays as it was where a block is copied.
+
+    per_lane: pages of a lane. limit: pages that a batch copies from a lane to another.
+    """
 
     def __init__(self, per_lane: int, limit: int):
         self._per_lane = per_lane
@@ -30,6 +33,14 @@ class PageMoves:
         """Returns whether the page is a target: what it will hold cannot move on in the same
         batch."""
         return page in self._source
+
+    def reads(self, pages: Iterable[int]) -> bool:
+        """Returns whether any of these pages is a source."""
+        return bool(self._source) and not set(pages).isdisjoint(self._source.values())
+
+    def cancel(self, page: int) -> None:
+        """Leaves out the move to a page, if there is one: the page has another block now."""
+        self._source.pop(page, None)
 
     def add(self, lane: int, to_lane: int, pages: Sequence[int], targets: Sequence[int]) -> None:
         """Moves pages of a lane to those of another. A target that was one before has lost the
@@ -107,9 +118,8 @@ class Rebalance:
                     self._move(blocks, lane, to_lane)
         if max(surplus) <= 0 or min(surplus) >= 0:
             layout.surplus = []
-        if self.sources and layout.group_size == 1:
-            layout.rows[layout.home].sort()
-            self.starts = {layout.home: 0}
+        if self.sources:
+            self.starts = layout.local_row(self.starts)
 
     def _movable(self, lane: int, count: int) -> list[int]:
         """Returns the last `count` blocks of a lane's row, in its order, of those that the sequence

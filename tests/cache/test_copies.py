@@ -18,10 +18,13 @@ from jaxserve.settings.schema import CacheConfig
 from tests.cache.test_hashes import chain
 from tests.cache.test_tiers import Lower
 from tests.examples import examples
+from tests.lanes.test_moves import Watcher
 
+NOTHING = np.empty(0, np.intp)
 LANES = 3
 SIZE = 4
 SLOTS = 3
+ROOM = LaneRules(most_moves=6)
 
 
 class Mirror:
@@ -103,29 +106,14 @@ def test_a_wrong_list_of_copies_is_noticed():
         pages.check([one, two])
 
 
-def copied(cache: CacheManager, key: bytes, lane: int) -> int | None:
-    """Copies a published block to a page of a lane, cached from then on; returns the page, None
-    where the lane has no room. The source is held, so that it does not leave for the copy."""
-    (source, *_) = cache.pages.with_key[key]
-    cache.pages.ref(np.array([source]))
-    page = None
-    if cache.pages.available()[lane]:
-        page = cache.pages.allocate(lane)
-        cache.stores.moved([source], [page])
-        cache.pages.add_copy(page, key)
-        cache.pages.unref([page])
-    cache.pages.unref([source])
-    return page
-
-
 def test_a_match_takes_the_page_that_is_chosen_and_stays_with_it():
-    cache = CacheManager(CacheConfig(block_size=SIZE, pages=9), 2, SLOTS)
+    cache = CacheManager(CacheConfig(block_size=SIZE, pages=9), 2, SLOTS, rules=ROOM)
     hashes = chain(range(100))
     cache.admit(0, cache.match(hashes, 0).pages, 0)
     cache.extend(0, 3)
     cache.publish(0, 0, 3, hashes)
     table = cache.layouts[0].pages
-    page = copied(cache, hashes[1], 1)
+    page = cache.copy(table[1], 1)
     first = cache.match(hashes, 3)
     assert first.pages.tolist() == table
     cache.published.choose = max
@@ -138,12 +126,12 @@ def test_a_match_takes_the_page_that_is_chosen_and_stays_with_it():
 
 def test_a_block_leaves_the_devices_with_its_last_page_and_its_strongest_wish():
     """The wish of the copy that goes first is passed on to the one that stays."""
-    cache = CacheManager(CacheConfig(block_size=SIZE, pages=2), 2, SLOTS, lower=Lower())
+    cache = CacheManager(CacheConfig(block_size=SIZE, pages=2), 2, SLOTS, lower=Lower(), rules=ROOM)
     hashes = chain(range(100))
     cache.admit(0, cache.match(hashes, 0).pages, 0, retention=EPHEMERAL)
     cache.extend(0, 1)
     cache.publish(0, 0, 1, hashes)
-    page = copied(cache, hashes[0], 1)
+    page = cache.copy(cache.layouts[0].pages[0], 1)
     cache.release(0)
     cache.published.choose = max
     cache.admit(0, cache.match(hashes, 1).pages, 1, retention=60)
@@ -160,19 +148,92 @@ def test_a_block_leaves_the_devices_with_its_last_page_and_its_strongest_wish():
     assert stores.keys == [hashes[0]] and stores.retention.tolist() == [60]
 
 
+def test_what_cannot_be_copied():
+    """To a lane that has the block, one without room, beyond what a batch copies, from a page that
+    the batch writes, a block without a key."""
+    config = CacheConfig(block_size=SIZE, pages=4)
+    cache = CacheManager(config, 3, SLOTS, rules=LaneRules(most_moves=1))
+    hashes = chain(range(100))
+    cache.admit(0, NOTHING, 0)
+    cache.extend(0, 3)
+    cache.publish(0, 0, 2, hashes)
+    first, second, third = cache.layouts[0].pages
+    assert cache.copy(first, 0) is None and cache.copy(third, 1) is None
+    copy = cache.copy(first, 1)
+    assert copy is not None and cache.pages.cached[1].keys() == {copy}
+    assert cache.copy(first, 1) is None and cache.copy(copy, 2) is None
+    assert cache.copy(second, 1) is None
+    cache.moves.take()
+    assert cache.copy(second, 1) is not None
+    cache.admit(1, NOTHING, 2)
+    cache.extend(1, 4)
+    assert cache.copy(copy, 2) is None
+    cache.check()
+
+
+def test_a_slot_that_reads_a_copy_at_home_is_local_and_its_row_ascends():
+    cache = CacheManager(CacheConfig(block_size=SIZE, pages=6), 2, SLOTS, rules=ROOM)
+    hashes = chain(range(100))
+    cache.admit(0, NOTHING, 0)
+    cache.extend(0, 3)
+    cache.publish(0, 0, 3, hashes)
+    cache.admit(1, cache.match(hashes, 3).pages, 1)
+    cache.extend(1, 1)
+    for block in (1, 0, 2):
+        copy = cache.copy(cache.layouts[0].pages[block], 1)
+        cache.repoint(1, block, copy, 3)
+        assert cache.group_size[1] == (1 if block == 2 else 2)
+        cache.check()
+    assert cache.layouts[1].rows == [[], [0, 1, 2, 3]]
+    assert cache.capacity[1] == 4 * SIZE and cache.pages.refs.sum() == 3 + 4
+
+
+def test_a_copy_that_is_not_there_yet_cannot_move_on():
+    config = CacheConfig(block_size=SIZE, pages=6, placement="striped")
+    cache = CacheManager(config, 3, SLOTS, rules=ROOM)
+    hashes = chain(range(100))
+    cache.admit(0, NOTHING, 0)
+    cache.extend(0, 2)
+    cache.publish(0, 0, 2, hashes)
+    for block in range(2):
+        cache.repoint(0, block, cache.copy(cache.layouts[0].pages[block], 1), 2)
+    cache.regroup(0, (2,))
+    assert cache.rebalance(0, 2) == 0
+    cache.moves.take()
+    cache.regroup(0, (2,))
+    assert cache.rebalance(0, 2) == 2
+    cache.check()
+
+
+def test_a_page_that_is_given_away_is_not_copied_to():
+    cache = CacheManager(CacheConfig(block_size=SIZE, pages=2), 2, SLOTS, rules=ROOM)
+    hashes = chain(range(100))
+    cache.admit(0, NOTHING, 0)
+    cache.extend(0, 1)
+    cache.publish(0, 0, 1, hashes)
+    copy = cache.copy(cache.layouts[0].pages[0], 1)
+    cache.admit(1, NOTHING, 1)
+    cache.extend(1, 2)
+    assert copy in cache.layouts[1].pages and not len(cache.moves.take())
+    cache.check()
+
+
 class Copies(RuleBasedStateMachine):
-    """Publish, copy, evict, move, retract and flush in any order: every page with a key holds its
-    block, every sequence reads its own blocks, listeners know exactly the keys that are there."""
+    """Publish, copy, read copies, evict, move, fetch, retract and flush in any order, a batch now
+    and then: every page with a key holds its block once the batch is done, every sequence reads its
+    own blocks, each in one row, listeners know exactly the keys that are there."""
 
     def __init__(self) -> None:
         super().__init__()
         config = CacheConfig(block_size=SIZE, pages=6, placement="round_robin")
-        self.cache = CacheManager(config, LANES, SLOTS, rules=LaneRules(most_moves=6))
+        self.cache = CacheManager(config, LANES, SLOTS, rules=ROOM)
         self.cache.published.choose = self.choose
         self.turn = 0
         self.mirror = Mirror()
         self.cache.events.subscribe(self.mirror)
+        self.watcher = Watcher(self.cache, SLOTS)
         self.content: dict[int, bytes] = {}  # by page
+        self.rows: dict[tuple[int, int, int], tuple[int, int]] = {}  # page tables of the device
         self.blocks: dict[int, list[bytes]] = {}  # by slot in use
 
     def choose(self, copies: Sequence[int]) -> int:
@@ -180,30 +241,51 @@ class Copies(RuleBasedStateMachine):
         self.turn += 1
         return copies[self.turn % len(copies)]
 
-    @rule(slot=st.integers(0, SLOTS - 1), document=st.integers(0, 2), blocks=st.integers(1, 5))
-    def run(self, slot: int, document: int, blocks: int) -> None:
-        if slot in self.blocks or self.cache.available < blocks:
+    @rule(
+        slot=st.integers(0, SLOTS - 1),
+        document=st.integers(0, 2),
+        blocks=st.integers(1, 5),
+        fetched=st.booleans(),
+    )
+    def run(self, slot: int, document: int, blocks: int, fetched: bool) -> None:
+        cache = self.cache
+        if slot in self.blocks or cache.available < blocks:
             return
         hashes = chain(range(document * 1000, document * 1000 + blocks * SIZE))
-        match = self.cache.match(hashes, blocks)
+        match = cache.match(hashes, blocks)
         new = range(len(match.pages), blocks)
-        if len(new) + self.cache.pages.evictable(match.pages) > self.cache.available:
+        if len(new) + cache.pages.evictable(match.pages) > cache.available:
             return
-        self.cache.admit(slot, match.pages, document, blocks)
-        self.cache.extend(slot, len(new))
+        cache.admit(slot, match.pages, document, blocks)
+        comes = False
+        if fetched and new:
+            comes = cache.fetch(slot, [hashes[block] for block in new]) is not None
+        else:
+            cache.extend(slot, len(new))
+        if not comes:  # computed by the batch: after its moves
+            self.step()
         for block in new:
-            self.content[self.cache.layouts[slot].pages[block]] = hashes[block]
-        self.cache.publish(slot, 0, blocks, hashes)
+            self.content[cache.layouts[slot].pages[block]] = hashes[block]
+        cache.publish(slot, 0, blocks, hashes)
         self.blocks[slot] = [hashes[block] for block in range(blocks)]
 
     @precondition(lambda self: self.cache.pages.with_key)
     @rule(number=st.integers(0, 99), lane=st.integers(0, LANES - 1))
     def copy(self, number: int, lane: int) -> None:
-        keys = list(self.cache.pages.with_key)
-        key = keys[number % len(keys)]
-        page = copied(self.cache, key, lane)
-        if page is not None:
-            self.content[page] = key
+        pages = list(self.cache.pages.key_of)
+        page = pages[number % len(pages)]
+        copy = self.cache.copy(page, lane)
+        assert copy is None or copy in self.cache.pages.copies(page)
+
+    @precondition(lambda self: self.blocks)
+    @rule(number=st.integers(0, 99), block=st.integers(0, 4), turn=st.integers(0, LANES - 1))
+    def repoint(self, number: int, block: int, turn: int) -> None:
+        slot = sorted(self.blocks)[number % len(self.blocks)]
+        keys = self.blocks[slot]
+        block %= len(keys)
+        pages = self.cache.pages.with_key.get(keys[block])
+        if pages is not None:
+            self.cache.repoint(slot, block, pages[turn % len(pages)], len(keys))
 
     @rule(slot=st.integers(0, SLOTS - 1))
     def release(self, slot: int) -> None:
@@ -229,19 +311,35 @@ class Copies(RuleBasedStateMachine):
     def flush(self) -> None:
         self.cache.flush()
 
-    @invariant()
-    def every_page_holds_its_block(self) -> None:
-        moves = self.cache.moves.take()
-        per_lane = self.cache.pages.per_lane
+    @rule()
+    def step(self) -> None:
+        """Moves pages and changes the page tables as the device does."""
+        cache = self.cache
+        per_lane = cache.pages.per_lane
+        moves = cache.moves.take()
         sources = (moves[:, 0] * per_lane + moves[:, 1]).tolist()
         targets = (moves[:, 2] * per_lane + moves[:, 3]).tolist()
+        assert len(set(targets)) == len(targets), "a page is written twice"
         self.content |= dict(zip(targets, [self.content[page] for page in sources]))
-        self.cache.check()
+        cache.stores.take()
+        for lane, slot, index, page, block in cache.table_updates.take().tolist():
+            self.rows[slot, lane, index] = page, block
         for slot, keys in self.blocks.items():
-            assert [self.content[page] for page in self.cache.layouts[slot].pages] == keys
-        for key, copies in self.cache.pages.with_key.items():
+            read: dict[int, bytes] = {}
+            for lane, count in enumerate(cache.blocks_per_lane[slot].tolist()):
+                for index in range(count):
+                    page, block = self.rows[slot, lane, index]
+                    assert block not in read, "a block is read twice"
+                    read[block] = self.content[page + lane * per_lane]
+            assert [read[block] for block in sorted(read)] == keys
+        for key, copies in cache.pages.with_key.items():
             assert {self.content[page] for page in copies} == {key}
+
+    @invariant()
+    def all_counts_agree(self) -> None:
+        self.cache.check()
         assert self.mirror.keys == set(self.cache.pages.with_key)
+        assert self.watcher.agrees(self.cache)
 
 
 TestCopies = Copies.TestCase
