@@ -17,20 +17,29 @@ from experiments.mooncake.node import CHUNK, SYSTEM, TRANSFER_BYTES_PER_S
 from experiments.virtual_cluster.cluster import ClusterReport, ClusterSpec, run
 from jaxserve.cluster.roles import Role
 from jaxserve.lab.simulate.arrival import BLOCK
+from jaxserve.settings.schema import CacheConfig, SchedulerConfig
 
 NODES = 16
 TTFT = 30.0  # seconds, the objective of 7.1
 DECODE_CHUNK = 512  # tokens of a step of vLLM 0.5.1 with chunked prefill
 DECODED_REQUESTS = 400  # of a run in which tokens are decoded
 
+UNCACHED = CacheConfig(block_size=BLOCK, prefix_caching=False)
+
+
+def chunks_of(tokens: int) -> SchedulerConfig:
+    """Settings of a node whose prefill steps have this many tokens."""
+    return SchedulerConfig(max_seqs=256, max_queue=10**6, chunk_tokens=tokens)
+
+
 SPEC = ClusterSpec(
     SYSTEM,
     roles=(Role.PREFILL,),
     ttft=TTFT,
-    block_size=BLOCK,
+    cache=CacheConfig(block_size=BLOCK),
     cache_tokens=NODE_TOKENS,
     bytes_per_s=TRANSFER_BYTES_PER_S,
-    chunk_tokens=CHUNK,
+    scheduler=chunks_of(CHUNK),
 )
 
 
@@ -47,7 +56,7 @@ def disaggregated(prefill: int = 8, decode: int = 8, **changes: Any) -> ClusterS
 
 def coupled(**changes: Any) -> ClusterSpec:
     """vLLM: nodes that do both, and cache no more than fits on their devices."""
-    kept: dict[str, Any] = dict(routing="load_balanced", cache_tokens=None, prefix_caching=False)
+    kept: dict[str, Any] = dict(routing="load_balanced", cache_tokens=None, cache=UNCACHED)
     return replace(SPEC, roles=(Role.MIXED,) * NODES, **(kept | changes))
 
 
@@ -55,8 +64,8 @@ def coupled(**changes: Any) -> ClusterSpec:
 SYSTEMS: dict[str, ClusterSpec] = {
     "mooncake": disaggregated(),
     "vllm": coupled(),
-    "vllm, prefix caching": coupled(prefix_caching=True),
-    "vllm, chunked prefill": coupled(chunk_tokens=DECODE_CHUNK),
+    "vllm, prefix caching": coupled(cache=SPEC.cache),
+    "vllm, chunked prefill": coupled(scheduler=chunks_of(DECODE_CHUNK)),
 }
 
 

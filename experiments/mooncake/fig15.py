@@ -12,6 +12,8 @@ from experiments.figures import Claim, Figure, Panel, Row, ratio
 from experiments.mooncake.clusters import (
     DECODE_CHUNK,
     NODES,
+    UNCACHED,
+    chunks_of,
     gpu_seconds,
     prefill_only,
     simulated,
@@ -19,14 +21,14 @@ from experiments.mooncake.clusters import (
 from experiments.mooncake.figure import WORKLOADS, MooncakeSettings
 from experiments.papers import main
 
-VLLM = prefill_only(NODES, routing="load_balanced", cache_tokens=None, prefix_caching=False)
+VLLM = prefill_only(NODES, routing="load_balanced", cache_tokens=None, cache=UNCACHED)
 CACHING = prefill_only(NODES, routing="load_balanced", cache_tokens=None)
 CHUNKED = prefill_only(
     NODES,
     routing="load_balanced",
     cache_tokens=None,
-    prefix_caching=False,
-    chunk_tokens=DECODE_CHUNK,
+    cache=UNCACHED,
+    scheduler=chunks_of(DECODE_CHUNK),
 )
 SYSTEMS = {
     "mooncake": prefill_only(NODES // 2),

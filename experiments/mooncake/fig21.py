@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from experiments.figures import Claim, Figure, Panel, Row, Rows, cell, ratio
-from experiments.mooncake.clusters import prefill_only, simulated
+from experiments.mooncake.clusters import SPEC, UNCACHED, prefill_only, simulated
 from experiments.mooncake.fig17 import PREFILL
 from experiments.mooncake.figure import MooncakeSettings
 from experiments.mooncake.node import GBPS, KV_BYTES
@@ -16,17 +16,14 @@ from experiments.papers import main
 BANDWIDTHS = (24, 50, 100, 200, 400)  # Gbps
 RECOMPUTED = "computed again"
 FETCHED = "global cache"
+SYSTEMS = {FETCHED: SPEC.cache, RECOMPUTED: UNCACHED}
 
 
 def sweep(settings: MooncakeSettings) -> Iterator[Row]:
     for gbps in BANDWIDTHS:
-        for system in (FETCHED, RECOMPUTED):
+        for system in SYSTEMS:
             report = simulated(
-                prefill_only(
-                    PREFILL,
-                    bytes_per_s=gbps * GBPS,
-                    prefix_caching=system == FETCHED,
-                ),
+                prefill_only(PREFILL, bytes_per_s=gbps * GBPS, cache=SYSTEMS[system]),
                 "synthetic",
                 settings,
             )

@@ -28,6 +28,7 @@ from experiments.virtual_cluster.report import (
     LoadSample,
     slowest_mean,
 )
+from experiments.virtual_cluster.routers import ROUTERS, RouterQuery
 from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Event, Finished, Token
 from jaxserve.api.request import Request, Slo
@@ -166,18 +167,25 @@ class VirtualCluster:
         """Chooses where a prompt of `total` tokens is prefilled; its last token is always
         computed."""
         spec = self.spec
-        blocks = (total - 1) // spec.block_size if spec.prefix_caching else 0
+        size = spec.cache.block_size
+        blocks = (total - 1) // size if spec.cache.prefix_caching else 0
         views = [
             PrefillView(
                 node.number,
-                node.prefix(chain, blocks) * spec.block_size,
+                node.prefix(chain, blocks) * size,
                 node.work.queue(self._now),
                 node.work.prefills,
             )
             for node in self.prefilling
         ]
         draw = self._random.random()
-        return ROUTING[spec.routing](RoutingQuery(views, total, self, spec.threshold, draw))
+        query = RoutingQuery(views, total, self, spec.threshold, draw)
+        if spec.routing in ROUTING:
+            return ROUTING[spec.routing](query)
+        active = [node.active for node in self.prefilling]
+        kept = [node.kept for node in self.prefilling]
+        name = chain[max(min(total, spec.name_tokens) // size, 1) - 1]
+        return ROUTERS[spec.routing](RouterQuery(query, active, kept, name, spec.ttft))
 
     def prefill(self, member: int, cached: int, total: int) -> float:
         """Seconds to compute a part of a prompt; see `RoutingCosts`."""
@@ -238,7 +246,7 @@ class VirtualCluster:
         size = fetch.tokens * self._token_bytes
         self.bytes_fetched += size
         arrival = self.network.send(fetch.source, node.number, size, now)
-        self._at(arrival, lambda: self._fetched(passage, fetch.stop // self.spec.block_size))
+        self._at(arrival, lambda: self._fetched(passage, fetch.stop // self.spec.cache.block_size))
 
     def _fetched(self, passage: Passage, blocks: int) -> None:
         passage.prefill_on.replica.advance(self._now)
@@ -278,7 +286,9 @@ class VirtualCluster:
             self._end(passage, passage.prefill_on.replica.now())
             return
         begun = record.arrival + end.timing.queued
-        size = record.prompt * self._token_bytes
+        blocks = record.prompt // self.spec.cache.block_size if self.spec.decode_caching else 0
+        missing = record.prompt - node.prefix(passage.chain, blocks) * self.spec.cache.block_size
+        size = missing * self._token_bytes
         record.transferred = self.network.stream(
             passage.prefill_on.number, node.number, size, begun, record.first, size / self._layers
         )
@@ -302,6 +312,8 @@ class VirtualCluster:
             record.refusal = error.reason
             self._forget(passage)
             return
+        if self.spec.decode_caching:
+            node.receive(passage.chain, record.prompt // self.spec.cache.block_size)
         request = passage.request
         sampling = dataclasses.replace(request.sampling, max_tokens=record.output - 1)
         prompt = np.append(request.prompt, np.int32(0))  # with its first token
@@ -326,6 +338,7 @@ class VirtualCluster:
         record = passage.record
         record.end = time
         record.tbt = slowest_mean(passage.times)
+        record.longest_gap = float(np.diff(passage.times).max(initial=0.0))
         record.reason = "length"
         self._forget(passage)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from experiments.virtual_cluster.routers import ROUTERS
 from jaxserve.api.batch import Batch
 from jaxserve.cache import CacheManager
 from jaxserve.cache.hashes import BlockHashes
@@ -21,30 +23,34 @@ from jaxserve.settings.schema import CacheConfig, ConfigError, SchedulerConfig
 class ClusterSpec:
     """A simulated cluster.
 
-    system: one replica of it. roles: of all replicas. routing, admission: rows of
-    `cluster.routing.ROUTING` and `cluster.admission.ADMISSION`. ttft, tbt: objectives in seconds,
-    which admission compares with. cache_tokens: of KV that a replica that prefills keeps, in
-    whatever memory; None: what fits on the devices. decode_tokens: the same of one that only
-    decodes. bytes_per_s: of each node's network, in either direction (default: 87 GB/s, measured
-    over four 200 Gbps NICs, Mooncake 7.4.1). chunk_tokens: of a prefill step. completion: seconds
+    system: one replica of it. roles: of all replicas. cache, scheduler: settings of each replica;
+    its pages are those that follow. routing: a row of `cluster.routing.ROUTING` or of `ROUTERS`.
+    admission: a row of `cluster.admission.ADMISSION`. ttft, tbt: objectives in seconds, which
+    admission compares with. cache_tokens: of KV that a replica that prefills keeps, in whatever
+    memory; None: what fits on the devices. decode_tokens: the same of one that only decodes, which
+    caches prefixes where decode_caching says so. bytes_per_s: of each node's network, in either
+    direction (default: 87 GB/s, measured over four 200 Gbps NICs, Mooncake 7.4.1). name_tokens:
+    first tokens of a prompt, by which a router that hashes knows its prefix. completion: seconds
     that a sequence is taken to decode, for predictions. sample_every: seconds between samples of
     the loads; None: none are taken.
     """
 
     system: System
     roles: tuple[Role, ...]
+    cache: CacheConfig = CacheConfig(block_size=512)  # noqa: RUF009 (frozen)
+    scheduler: SchedulerConfig = SchedulerConfig(  # noqa: RUF009 (frozen)
+        max_seqs=256, max_queue=10**6, chunk_tokens=8192
+    )
     routing: str = "cache_aware"
     admission: str = "none"
     ttft: float = 30.0
     tbt: float = 0.1
-    block_size: int = 512
     cache_tokens: int | None = 3_000_000
     decode_tokens: int | None = None
+    decode_caching: bool = False
     bytes_per_s: float = 87e9
     threshold: float = BALANCING_THRESHOLD
-    prefix_caching: bool = True
-    chunk_tokens: int = 8192
-    max_seqs: int = 256
+    name_tokens: int = 2048
     completion: float = 20.0
     sample_every: float | None = None
     seed: int = 0
@@ -53,7 +59,7 @@ class ClusterSpec:
         if not any(role.prefills for role in self.roles):
             raise ConfigError("roles", "none of the replicas prefills")
         for name, value, table in (
-            ("routing", self.routing, ROUTING),
+            ("routing", self.routing, (*ROUTING, *ROUTERS)),
             ("admission", self.admission, ADMISSION),
         ):
             if value not in table:
@@ -73,15 +79,14 @@ class Node:
     def __post_init__(self) -> None:
         spec = self.spec
         tokens = spec.cache_tokens if self.role.prefills else spec.decode_tokens
-        cache = CacheConfig(
-            block_size=spec.block_size,
-            pages=None if tokens is None else max(tokens // spec.block_size, 1),
-            prefix_caching=spec.prefix_caching and self.role.prefills,
+        size = spec.cache.block_size * spec.system.mesh.kvp
+        cache = dataclasses.replace(
+            spec.cache,
+            pages=None if tokens is None else max(tokens // size, 2),
+            prefix_caching=spec.cache.prefix_caching
+            and (self.role.prefills or spec.decode_caching),
         )
-        scheduler = SchedulerConfig(
-            max_seqs=spec.max_seqs, max_queue=10**6, chunk_tokens=spec.chunk_tokens
-        )
-        self.replica = spec.system.replica(scheduler, cache)
+        self.replica = spec.system.replica(spec.scheduler, cache)
         self.replica.listeners.append(self)
         self.replica.start()
         self.predictor = self.replica.scheduler.predictor
@@ -97,7 +102,7 @@ class Node:
         return self.replica.scheduler.cache
 
     def prefill_seconds(self, cached: int, total: int) -> float:
-        return self.predictor.prefill(cached, total, self.spec.chunk_tokens)
+        return self.predictor.prefill(cached, total, self.spec.scheduler.chunk_tokens)
 
     def prefix(self, chain: BlockHashes, blocks: int) -> int:
         """Blocks of a chain, at most `blocks`, that are cached here."""
@@ -121,10 +126,22 @@ class Node:
             cached.append(page)
         pages.unref(cached)
 
+    @property
+    def active(self) -> int:
+        """Requests that have not ended, those that wait among them."""
+        load = self.replica.load()
+        return load.running + load.waiting
+
+    @property
+    def kept(self) -> int:
+        """Tokens of KV that it has, in use or not."""
+        load = self.replica.load()
+        return (load.pages_total - load.pages_free) * self.spec.cache.block_size
+
     def decode_view(self, tokens: int) -> DecodeView:
         """Describes this replica with one more sequence of `tokens` tokens."""
         load = self.replica.load()
-        size = self.spec.block_size
+        size = self.spec.cache.block_size
         free = (load.pages_free + load.pages_cached) * size
         context = load.pages_total * size - free
         seconds = tbt(self.predictor, load.running + load.waiting + 1, context + tokens)

@@ -30,7 +30,8 @@ class ClusterRecord:
     that were not computed, of which `fetched` came from another replica. transferred: clock second
     at which its KV was where it is decoded. reason: 'length'; 'unfinished'; 'refused' on arrival or
     'refused_late' after its prefill, in vain, for `refusal` (a reason of metrics). first, end: 0
-    where that did not happen. tbt: mean of the slowest tenth of the gaps between its tokens.
+    where that did not happen. tbt: mean of the slowest tenth of the gaps between its tokens, of
+    which the longest is longest_gap.
     """
 
     id: str
@@ -47,6 +48,7 @@ class ClusterRecord:
     transferred: float = 0.0
     end: float = 0.0
     tbt: float = 0.0
+    longest_gap: float = 0.0
     reason: str = "unfinished"
     refusal: str = ""
 

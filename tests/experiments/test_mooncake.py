@@ -205,8 +205,8 @@ def test_generated_traces_come_at_the_recorded_rate():
 def test_systems_have_the_nodes_of_the_paper():
     assert all(len(spec.roles) == clusters.NODES for spec in clusters.SYSTEMS.values())
     mooncake = clusters.SYSTEMS["mooncake"]
-    assert mooncake.cache_tokens == NODE_TOKENS and mooncake.prefix_caching
-    assert not clusters.SYSTEMS["vllm"].prefix_caching
+    assert mooncake.cache_tokens == NODE_TOKENS and mooncake.cache.prefix_caching
+    assert not clusters.SYSTEMS["vllm"].cache.prefix_caching
 
 
 def test_equal_runs_are_simulated_once():

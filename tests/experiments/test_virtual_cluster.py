@@ -116,7 +116,7 @@ def test_caches_pay_in_the_order_of_the_paper():
 def test_decodes_beside_no_prefill_have_steady_gaps():
     arrivals = chats(30, 1.0, 40)
     apart = run(spec(PREFILL, DECODE), arrivals)
-    together = run(spec(MIXED, MIXED, chunk_tokens=8192, routing="load_balanced"), arrivals)
+    together = run(spec(MIXED, MIXED, routing="load_balanced"), arrivals)
     assert apart.tbt().mean() < 0.05 < together.tbt().mean()
 
 

@@ -26,6 +26,7 @@ from jaxserve.lab.simulate.run import (
     shape_of,
     tpot_by_kind,
 )
+from jaxserve.lab.simulate.shared_prefixes import WORKLOADS
 from jaxserve.lab.simulate.workload import parse
 from jaxserve.progress import terminal_bar
 from jaxserve.settings.flags import Command
@@ -43,6 +44,7 @@ were fitted to public measurements of the GPU. All figures are simulated.
 
 A workload is a generator or a file, which may end in .gz too:
 poisson:mix=NAME or burst:mix=NAME, with mixes {", ".join(MIXES)};
+a workload of shared prefixes, {", ".join(WORKLOADS)};
 poisson:prompt=LENGTHS,output=LENGTHS, with N, LOW:HIGH, exponential:MEAN or
 lognormal:MEDIAN:SIGMA[:LOW:HIGH], and prefix=N,groups=N for shared prefixes; likewise
 gamma (with burstiness=X) and constant;

@@ -17,6 +17,8 @@ mixes of lengths calibrated to them.
     constant:OPTIONS  Gaps of 1 / qps.
     burst:OPTIONS     A Poisson process whose rate is a square wave of mean qps: `period` (60 s), of
                       which the last `duty` (0.25) is at `factor` (4) times the rate of the rest.
+    NAME[:OPTIONS]    A row of shared_prefixes.WORKLOADS, whose prompts begin alike and which has
+                      times of its own at a mean rate of qps, such as `loogle:zipf=0.9`.
 
 OPTIONS name the lengths in tokens: `mix=NAME`, a row of MIXES, or `prompt=LENGTHS,output=LENGTHS`
 (with or without `mix=fixed`). LENGTHS is N, LOW:HIGH or uniform:LOW:HIGH, exponential:MEAN or
@@ -42,6 +44,7 @@ import numpy as np
 
 from jaxserve.lab.simulate import mixes, traces
 from jaxserve.lab.simulate.arrival import Arrival
+from jaxserve.lab.simulate.shared_prefixes import WORKLOADS, named
 from jaxserve.lab.simulate.spec import did_you_mean, fault, to_number, to_options
 from jaxserve.settings.schema import ConfigError
 
@@ -66,10 +69,14 @@ def parse(
             mixes.drawn(options, count, seed),
             TIMES[name][0](_rate(qps, name), count, seed, options),
         )
+    if name in WORKLOADS:
+        count = requests or GENERATED_REQUESTS
+        return named(name, text).arrivals(_rate(qps, name), count, seed)
+    names = (*TIMES, *WORKLOADS)
     if not (file := re.fullmatch(r"(.+?\.(?:jsonl|csv)(?:\.gz)?)(?::(.*))?", spec, re.DOTALL)):
         fault(
-            f"{spec!r} is neither a generator ({', '.join(TIMES)}) nor a file named .jsonl, .csv "
-            "or one of these and .gz" + did_you_mean(name, TIMES)
+            f"{spec!r} is neither a generator ({', '.join(names)}) nor a file named .jsonl, .csv "
+            "or one of these and .gz" + did_you_mean(name, names)
         )
     path = Path(file[1])
     if path.name.removesuffix(".gz").endswith(".jsonl"):

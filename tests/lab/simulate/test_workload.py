@@ -566,7 +566,11 @@ def test_a_malformed_file_is_named_with_line_and_field(tmp_path, name, text, sai
 @pytest.mark.parametrize(
     "spec, said",
     [
-        ("", "'' is neither a generator .poisson, gamma, constant, burst. nor a file"),
+        (
+            "",
+            "'' is neither a generator .poisson, gamma, constant, burst, loogle, scbench, "
+            "sharegpt-o3. nor a file",
+        ),
         ("poison:mix=medha-5", "did you mean poisson"),
         ("poisson", "lengths are needed"),
         ("poisson:mix=medha5", "unknown mix 'medha5'.*did you mean medha-5"),
