@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from experiments.virtual_cluster.admission import POLICIES, tbt_at
 from experiments.virtual_cluster.network import Network
 from experiments.virtual_cluster.node import ClusterSpec, Node
 from experiments.virtual_cluster.report import (
@@ -33,7 +34,7 @@ from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Event, Finished, Token
 from jaxserve.api.request import Request, Slo
 from jaxserve.cache.hashes import BlockHashes
-from jaxserve.cluster.admission import ADMISSION, AdmissionView, tbt_at
+from jaxserve.cluster.admission import AdmissionView
 from jaxserve.cluster.roles import Role
 from jaxserve.cluster.routing import (
     ROUTING,
@@ -153,7 +154,7 @@ class VirtualCluster:
         record.prefill_seconds = choice.prefill
         self.records.append(record)
         try:
-            ADMISSION[self.spec.admission].check_arrival(
+            POLICIES[self.spec.admission].check_arrival(
                 self._admission_view(choice, decode, total + output)
             )
         except RequestError as error:
@@ -306,7 +307,7 @@ class VirtualCluster:
         now = self._tbt_now(node, record.prompt + record.output)
         view = AdmissionView(0.0, now, now, self.spec.ttft, self.spec.tbt, self.spec.completion)
         try:
-            ADMISSION[self.spec.admission].check_decode(view)
+            POLICIES[self.spec.admission].check_decode(view)
         except RequestError as error:
             record.reason = "refused_late"
             record.refusal = error.reason

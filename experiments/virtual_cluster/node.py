@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from experiments.virtual_cluster.admission import POLICIES, tbt
 from experiments.virtual_cluster.routers import ROUTERS
 from jaxserve.api.batch import Batch
 from jaxserve.cache import CacheManager
 from jaxserve.cache.hashes import BlockHashes
-from jaxserve.cluster.admission import ADMISSION, tbt
 from jaxserve.cluster.assignments import Assignments
 from jaxserve.cluster.roles import Role
 from jaxserve.cluster.routing import BALANCING_THRESHOLD, ROUTING, DecodeView
@@ -25,7 +25,7 @@ class ClusterSpec:
 
     system: one replica of it. roles: of all replicas. cache, scheduler: settings of each replica;
     its pages are those that follow. routing: a row of `cluster.routing.ROUTING` or of `ROUTERS`.
-    admission: a row of `cluster.admission.ADMISSION`. ttft, tbt: objectives in seconds, which
+    admission: a row of `admission.POLICIES`. ttft, tbt: objectives in seconds, which
     admission compares with. cache_tokens: of KV that a replica that prefills keeps, in whatever
     memory; None: what fits on the devices. decode_tokens: the same of one that only decodes, which
     caches prefixes where decode_caching says so. bytes_per_s: of each node's network, in either
@@ -60,7 +60,7 @@ class ClusterSpec:
             raise ConfigError("roles", "none of the replicas prefills")
         for name, value, table in (
             ("routing", self.routing, (*ROUTING, *ROUTERS)),
-            ("admission", self.admission, ADMISSION),
+            ("admission", self.admission, POLICIES),
         ):
             if value not in table:
                 raise ConfigError(name, f"must be one of {', '.join(table)}, not {value!r}")

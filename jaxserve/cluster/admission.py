@@ -1,20 +1,17 @@
 """Refuses requests that would miss their objectives, at overload (Mooncake, section 4.3).
 
-A policy is two lists of checks: those on arrival, before anything is computed, and those made when
-a request's prefill has ended and its decode would begin. What is refused only then has been
-prefilled in vain: that is why decoding is checked early, and why with the load that decoding will
-have at the end of the prefill, which today's load does not tell (section 4.3.3).
+A policy is a tuple of checks, made before anything is computed: a request that is refused when its
+decode would begin has been prefilled in vain. That is why decoding is checked early, and why with
+the load that decoding will have at the end of the prefill, which today's load does not tell
+(section 4.3.3).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 from jaxserve.api.errors import RequestError
-from jaxserve.cluster.assignments import Assignments
-from jaxserve.costs.predictor import Predictor
-from jaxserve.lanes.load import LaneLoad
 
 MIN_RETRY_AFTER = 0.05  # seconds
 
@@ -35,24 +32,8 @@ class AdmissionView(NamedTuple):
     completion: float = 1.0
 
 
+# raises RequestError of status RESOURCE_EXHAUSTED, with `retry_after`
 Check = Callable[[AdmissionView], None]
-
-
-class AdmissionPolicy(NamedTuple):
-    """Checks that raise RequestError of status RESOURCE_EXHAUSTED, with `retry_after`."""
-
-    on_arrival: tuple[Check, ...] = ()
-    before_decode: tuple[Check, ...] = ()
-
-    def check_arrival(self, view: AdmissionView) -> None:
-        """Checks a request that comes now. Errors: RequestError if it is refused."""
-        for check in self.on_arrival:
-            check(view)
-
-    def check_decode(self, view: AdmissionView) -> None:
-        """Checks a request whose prefill has ended. Errors: RequestError if it is refused."""
-        for check in self.before_decode:
-            check(view)
 
 
 def check_ttft(view: AdmissionView) -> None:
@@ -88,36 +69,12 @@ def _check_tbt(view: AdmissionView, tbt: float, when: str) -> None:
         )
 
 
-ADMISSION: dict[str, AdmissionPolicy] = {
-    "none": AdmissionPolicy(),
-    "baseline": AdmissionPolicy((check_ttft,), (check_tbt_now,)),
-    "early": AdmissionPolicy((check_ttft, check_tbt_now), (check_tbt_now,)),
-    "predicted": AdmissionPolicy((check_ttft, check_tbt_later), (check_tbt_now,)),
+# what a policy checks on arrival
+ADMISSION: dict[str, tuple[Check, ...]] = {
+    "none": (),
+    "early": (check_ttft, check_tbt_now),
+    "predicted": (check_ttft, check_tbt_later),
 }
-
-
-def tbt(predictor: Predictor, sequences: float, tokens: float) -> float:
-    """Predicts seconds per token of decoding sequences with `tokens` tokens of context
-    together."""
-    lanes = predictor.mesh.kvp
-    longest = tokens / sequences if sequences else 0.0
-    count = round(sequences / lanes)
-    load = LaneLoad(count, tokens / lanes, longest, samples=count)
-    stage = predictor.lane(load)
-    return predictor.latency(stage, count, count)
-
-
-def tbt_at(
-    predictor: Predictor, pool: Sequence[Assignments], at: float, completion: float, tokens: int
-) -> float:
-    """Predicted seconds per token on the average replica of a pool at clock second `at`, with one
-    more sequence of `tokens` tokens: by then some of those that are prefilled now have come, and
-    those that have decoded for `completion` seconds have left (Mooncake, section 4.3.4)."""
-    counts = [member.decodes_at(at, completion) for member in pool]
-    size = max(len(pool), 1)
-    sequences = sum(count for count, _ in counts) / size + 1
-    context = sum(held for _, held in counts) / size + tokens
-    return tbt(predictor, sequences, context)
 
 
 def _refused(message: str, reason: str, after: float) -> RequestError:

@@ -12,9 +12,6 @@ from jaxserve.cluster.member_table import MemberTable
 from jaxserve.cluster.router import Placement
 from jaxserve.settings.schema import ConfigError
 
-# rows of ADMISSION that decide on arrival alone; `baseline` refuses what was prefilled already
-OVERLOAD_POLICIES = ("none", "early", "predicted")
-
 
 class ArrivalCheck:
     """Checks where a request would go. Its caller keeps the members' work from changing meanwhile.
@@ -25,31 +22,29 @@ class ArrivalCheck:
     """
 
     def __init__(self, table: MemberTable, policy: str):
-        if policy not in OVERLOAD_POLICIES:
-            raise ConfigError(
-                "overload", f"must be one of {', '.join(OVERLOAD_POLICIES)}, not {policy!r}"
-            )
+        if policy not in ADMISSION:
+            raise ConfigError("overload", f"must be one of {', '.join(ADMISSION)}, not {policy!r}")
         self._table = table
-        self._policy = ADMISSION[policy]
+        self._checks = ADMISSION[policy]
 
     def check(self, request: Request, placement: Placement, now: float) -> None:
         """Checks a request that comes now. Errors: RequestError, RESOURCE_EXHAUSTED with
         `retry_after`, if it is refused."""
-        if not self._policy.on_arrival:
+        if not self._checks:
             return
         objectives = self._table.objectives.of(request.slo.class_name)
         member = placement.member
         whole = (placement.prefill_on or member).prefill(0, len(request.prompt))
-        self._policy.check_arrival(
-            AdmissionView(
-                ttft=placement.ttft,
-                tbt_now=member.decode_rate.seconds(member.decodes + 1),
-                tbt_later=self._tbt_at(member, now + placement.ttft),
-                ttft_objective=objectives.ttft_budget(request, whole),
-                tbt_objective=objectives.tpot_of(request),
-                completion=member.completion,
-            )
+        view = AdmissionView(
+            ttft=placement.ttft,
+            tbt_now=member.decode_rate.seconds(member.decodes + 1),
+            tbt_later=self._tbt_at(member, now + placement.ttft),
+            ttft_objective=objectives.ttft_budget(request, whole),
+            tbt_objective=objectives.tpot_of(request),
+            completion=member.completion,
         )
+        for check in self._checks:
+            check(view)
 
     def _tbt_at(self, member: Member, at: float) -> float:
         """Predicted seconds per token at clock second `at` on the average member of that one's

@@ -8,9 +8,9 @@ import dataclasses
 import numpy as np
 import pytest
 
+from experiments.virtual_cluster.admission import POLICIES
 from experiments.virtual_cluster.cluster import ClusterSpec, run
 from jaxserve.checkpoint.zoo import MODELS
-from jaxserve.cluster.admission import ADMISSION
 from jaxserve.cluster.roles import Role
 from jaxserve.lab.simulate.arrival import Arrival
 from jaxserve.lab.simulate.run import System
@@ -122,7 +122,7 @@ def test_decodes_beside_no_prefill_have_steady_gaps():
 
 def test_overload_is_refused_on_arrival_or_in_vain():
     arrivals = chats(80, 20.0, 60)
-    for name in ADMISSION:
+    for name in POLICIES:
         cluster = spec(PREFILL, PREFILL, DECODE, admission=name, ttft=8.0, tbt=0.021)
         report = run(cluster, arrivals)
         assert_books(report, arrivals, cluster)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from experiments.virtual_cluster.admission import POLICIES, tbt, tbt_at
 from jaxserve.api.errors import RequestError
-from jaxserve.cluster.admission import ADMISSION, AdmissionView, tbt, tbt_at
+from jaxserve.cluster.admission import AdmissionView
 from jaxserve.cluster.assignments import Assignments
 from jaxserve.costs.coefficients import Costs
 from jaxserve.costs.predictor import Predictor
@@ -29,7 +30,7 @@ def refusals(name: str) -> tuple[list[bool], list[bool]]:
             return True
         return False
 
-    policy = ADMISSION[name]
+    policy = POLICIES[name]
     assert not refuses(policy.check_arrival, GOOD) and not refuses(policy.check_decode, GOOD)
     views = LATE, BUSY, BUSY_LATER
     return (
@@ -67,28 +68,3 @@ def test_decoding_is_predicted_with_those_that_come_and_without_those_that_leave
     assert at(5.0) == pytest.approx(tbt(PREDICTOR, 2, 200))
     assert at(9.0) == pytest.approx(tbt(PREDICTOR, 3, 300))
     assert at(20.0) == pytest.approx(tbt(PREDICTOR, 1, 100))
-
-
-def test_a_queue_is_what_was_routed_less_what_was_done():
-    member = Assignments()
-    assert member.queue(5.0) == 0
-    member.begin_prefill("a", 4.0, 10.0)
-    member.begin_prefill("b", 2.0, 11.0)
-    assert member.queue(11.0) == pytest.approx(5.0)
-    assert member.queue(99.0) == pytest.approx(2.0), "no head takes longer than predicted"
-    member.end_prefill("a", 14.0)
-    assert member.queue(15.0) == pytest.approx(1.0)
-    member.end_prefill("unknown", 15.0)
-    member.end_prefill("b", 16.0)
-    assert member.queue(16.0) == 0 and member.prefills == 0
-
-
-def test_promised_tokens_are_those_under_way():
-    member = Assignments()
-    member.expect_decode("a", 100, 1.0)
-    member.expect_decode("b", 50, 1.0)
-    member.begin_decode("a", 2.0)
-    assert (member.promised, member.decodes) == (50, 1)
-    member.end_decode("a")
-    member.end_decode("b")
-    assert (member.promised, member.decodes) == (0, 0)
