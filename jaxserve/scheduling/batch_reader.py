@@ -67,9 +67,8 @@ class BatchReader:
         """Publishes the blocks that decodes filled, now that all their tokens were read."""
         size = self.cache.block_size
         stop = batch.start + 1
-        for row in np.flatnonzero(live & batch.is_decode & (stop % size == 0)).tolist():
-            slot = int(batch.slot[row])
-            blocks = int(stop[row]) // size
+        rows = np.flatnonzero(live & batch.is_decode & (stop % size == 0))
+        for slot, blocks in zip(batch.slot[rows].tolist(), (stop[rows] // size).tolist()):
             self.cache.publish(slot, blocks - 1, blocks, self.slots.by_slot[slot].block_hashes)
 
     def _note_prompt_logprobs(
