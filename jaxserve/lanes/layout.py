@@ -27,9 +27,10 @@ class SequenceLayout:
 
     `pages`: the page of every block, in order, by its number among those of all lanes, of which
     each has `per_lane`. `by_lane`: blocks on each lane. `rows`: per lane, the blocks of its row in
-    order. `last_lane`: of the newest block, at first home. `group`: lanes over which the next
-    blocks are dealt out; none where one lane may hold them. `surplus`: blocks that each lane has
-    too many (below 0: too few) until a regrouped sequence is dealt evenly; empty after that.
+    order; none for a lane alone, whose row has all blocks. `last_lane`: of the newest block, at
+    first home. `group`: lanes over which the next blocks are dealt out; none where one lane may
+    hold them. `surplus`: blocks that each lane has too many (below 0: too few) until a regrouped
+    sequence is dealt evenly; empty after that.
     """
 
     def __init__(
@@ -51,7 +52,9 @@ class SequenceLayout:
         self.prompt_blocks = prompt_blocks
         self.pages: list[int] = []
         self.by_lane = [0] * lanes
-        self.rows: list[list[int]] = [[] for _ in range(lanes)]
+        self.rows: list[list[int]] = []
+        if lanes > 1:
+            self.rows = [[] for _ in range(lanes)]
         self.group: tuple[int, ...] = ()
         self.surplus: list[int] = []
         self._key_of = key_of
@@ -86,8 +89,9 @@ class SequenceLayout:
         lanes = pages // self.per_lane
         blocks = [np.flatnonzero(lanes == lane) for lane in range(len(self.by_lane))]
         self.pages = pages.tolist()
-        self.rows = [row.tolist() for row in blocks]
-        self.by_lane = [len(row) for row in self.rows]
+        self.by_lane = [len(row) for row in blocks]
+        if self.rows:
+            self.rows = [row.tolist() for row in blocks]
         return np.concatenate(
             [self._entries(lane, 0, row, pages[row]) for lane, row in enumerate(blocks)]
         )
@@ -95,7 +99,8 @@ class SequenceLayout:
     def append(self, page: int, lane: int) -> int:
         """Puts the next block on a page of a lane; returns its index in the lane's row."""
         index = self.by_lane[lane]
-        self.rows[lane].append(len(self.pages))
+        if self.rows:
+            self.rows[lane].append(len(self.pages))
         self.pages.append(page)
         self.by_lane[lane] = index + 1
         self.last_lane = lane
@@ -171,13 +176,14 @@ class SequenceLayout:
     def check(self) -> None:
         """Compares lanes and rows with the pages. Errors: AssertionError with what differs."""
         lanes = self.lanes_of(0, len(self.pages))
+        counted = np.bincount(lanes, minlength=len(self.by_lane)).tolist()
+        assert self.by_lane == counted, (
+            f"slot {self.slot}: lanes have {counted} blocks, not {self.by_lane}"
+        )
         sorts = not self._ascending and self.group_size > 1
         for lane, row in enumerate(self.rows):
             blocks = np.flatnonzero(lanes == lane).tolist()
             in_order = sorted(row) if sorts else row
             assert in_order == blocks, (
                 f"slot {self.slot}: a row of lane {lane} has {row}, not {blocks}"
-            )
-            assert self.by_lane[lane] == len(row), (
-                f"slot {self.slot}: lane {lane} has {len(row)} blocks, counted {self.by_lane}"
             )
