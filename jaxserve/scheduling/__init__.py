@@ -21,7 +21,7 @@ contains it. Nothing here knows text, devices or threads.
     prefetch         QueuePrefetch: what waiting prompts will hit comes up from slower tiers
     page_admission   PageAdmission: whether there are pages for a waiting prompt
     budget           StepBudget: tokens and seconds of a step, and how long a chunk may be
-    planning         which lanes compute which part of a long prompt
+    pool             the control plane of a pool of KV over lanes (TokenLake)
 """
 
 from jaxserve.api.batch import Batch
