@@ -389,8 +389,8 @@ BLOCK = 64
 @pytest.mark.parametrize(
     "shape, launches",
     [
-        (StepShape(decode=RowGroup(16, 1), samples=16), 2),
-        (StepShape(prefill=RowGroup(1, 2048)), 2),
+        pytest.param(StepShape(decode=RowGroup(16, 1), samples=16), 2, marks=pytest.mark.matrix),
+        pytest.param(StepShape(prefill=RowGroup(1, 2048)), 2, marks=pytest.mark.matrix),
         (StepShape(decode=RowGroup(16, 1), prefill=RowGroup(4, 512), samples=16), 4),
     ],
     ids=str,
@@ -407,7 +407,9 @@ def test_a_step_of_a_model_runs_on_the_kernels_and_copies_no_pages(shape, launch
 
 
 @needs_compiler
-@pytest.mark.parametrize("kv, most", [("bfloat16", 14), ("float8_e4m3fn", 16)])
+@pytest.mark.parametrize(
+    "kv, most", [("bfloat16", 14), pytest.param("float8_e4m3fn", 16, marks=pytest.mark.matrix)]
+)
 def test_a_layer_that_decodes_is_few_launches(kv, most):
     """One rotates the keys, adds up the product they come from, and writes them; with 8 bits one
     more finds the scales, and one writes them. Counted as what a second layer adds."""

@@ -26,6 +26,15 @@ SMALL = Tiles(keys=64, warpgroups=1, stages=2, blocks=3)
 TWO = dataclasses.replace(SMALL, warpgroups=2)
 
 
+def few(cases, numbers):
+    """The cases as parameters: those with these numbers run by default, the rest with `-m matrix`,
+    for the interpreter takes seconds for each."""
+    return [
+        pytest.param(*case, marks=[] if number in numbers else pytest.mark.matrix)
+        for number, case in enumerate(cases)
+    ]
+
+
 @functools.cache
 def compiled(tiles: Tiles, window: int | None, races: bool, dtype: str):
     interpret = plgpu.InterpretGPUParams(detect_races=races)
@@ -74,20 +83,20 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("shape, tiles", SHAPES, ids=str)
+@pytest.mark.parametrize("shape, tiles", few(SHAPES, (0, 1, 4, 5, 8, 10, 12)), ids=str)
 def test_the_kernel_is_dense_attention(shape, tiles):
     # rows less than a tile are stored otherwise in bfloat16
     for seed, out in enumerate(("float32", "bfloat16", "bfloat16")):
         assert_means_dense(make_case(shape, seed), tiles, shape.window, out_dtype=out)
 
 
-@pytest.mark.parametrize("shape, tiles", SHAPES[3:8], ids=str)
+@pytest.mark.parametrize("shape, tiles", few(SHAPES[3:8], (1, 3)), ids=str)
 def test_blocks_that_all_queries_see_whole_lie_in_any_order(shape, tiles):
     case = with_moved_history(make_case(shape, 1), shape.C, 1)
     assert_means_dense(case, tiles, out_dtype="bfloat16")
 
 
-@pytest.mark.parametrize("blocks", [1, 2, 5, 16, 60])
+@pytest.mark.parametrize("blocks", few([[1], [2], [5], [16], [60]], (1, 4)))
 def test_the_result_does_not_depend_on_how_many_blocks_share_the_work(blocks):
     """Sixty blocks are more than there is work for: some have nothing to do, and each key tile of a
     query tile is a block's own partial result."""
@@ -164,7 +173,7 @@ NARROW = [
 ]
 
 
-@pytest.mark.parametrize("shape, tiles", NARROW, ids=str)
+@pytest.mark.parametrize("shape, tiles", few(NARROW, (1, 3)), ids=str)
 def test_pages_of_eight_bits_are_dequantised(shape, tiles):
     for out in ("float32", "bfloat16"):
         assert_means_dense(
