@@ -17,7 +17,14 @@ SMALL = MedhaSettings(
 )  # generated lengths: the third prompt of seed 0 may be long, or none
 
 
-@pytest.mark.parametrize("made", FIGURES.values(), ids=FIGURES)
+def in_suite(name: str):
+    """A figure's parameter; those that simulate what another one does, and take longer, are in the
+    matrix."""
+    marks = pytest.mark.matrix if name in ("fig6", "fig15", "fig17", "fig22") else ()
+    return pytest.param(FIGURES[name], id=name, marks=marks)
+
+
+@pytest.mark.parametrize("made", map(in_suite, FIGURES))
 def test_a_figure_in_miniature_gives_csv_and_table(made, tmp_path, monkeypatch):
     rows = made_small(made, SMALL, tmp_path, monkeypatch)
     if made.kind == "computed":

@@ -51,7 +51,7 @@ def few_ratios(monkeypatch):
 
 def in_suite(name: str):
     """A figure's parameter; those that are other workloads of fig1, or slow, are in the matrix."""
-    marks = pytest.mark.matrix if name in ("fig13", "fig14", "fig15") else ()
+    marks = pytest.mark.matrix if name in ("fig13", "fig14", "fig15", "fig17", "fig23") else ()
     return pytest.param(FIGURES[name], id=name, marks=marks)
 
 

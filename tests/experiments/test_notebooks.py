@@ -26,6 +26,7 @@ from jaxserve.settings.schema import ConfigError
 from tests.experiments.figure_checks import assert_one_line
 
 NAMES = names()
+LONG = ("deployment", "exchange")  # run with `-m matrix` only
 KEPT = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
@@ -61,7 +62,13 @@ def test_a_notebook_is_kept_without_outputs_and_says_what_it_is(name):
     assert f"python -m experiments.notebooks --only={name}`" in head
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.matrix if name in LONG else (), id=name)
+        for name in NAMES
+    ],
+)
 def test_a_notebook_runs_at_its_small_size(name, tmp_path, capsys, no_process_is_left):
     folders = [f"--pictures={tmp_path}/pictures", f"--executed={tmp_path}"]
     assert main([f"--only={name}", "--size=small", *folders]) == 0

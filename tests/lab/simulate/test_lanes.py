@@ -156,7 +156,7 @@ def test_simulated_decodes_take_the_time_of_what_is_chosen(system, better):
     tpot = {}
     for name in ("gather", "pass_q", "auto"):
         made = replica("gather", system=system, decode_exchange=name)
-        outcome, _ = run(made, [Arrival(0.0, 10_000, 40)] * 8)
+        outcome, _ = run(made, [Arrival(0.0, 6_000, 12)] * 4)
         tpot[name] = max(record.tpot for record in outcome.records)
     worse = {"gather": "pass_q", "pass_q": "gather"}[better]
     assert tpot[better] < tpot[worse]
