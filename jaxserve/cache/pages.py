@@ -35,7 +35,8 @@ class PageAllocator:
     `refs` [pages] counts the sequences that hold a page. `generation` [pages] counts how often a
     page has lost its key: as long as it is the same, the page holds the block that it held.
     `with_key` has the pages of each published block, the oldest copy first, `key_of` the key of
-    each of these pages. events: gets the keys that are lost; who publishes tells what is stored.
+    each of these pages, `copied` the keys of blocks on several pages. events: gets the keys that
+    are lost; who publishes tells what is stored.
     """
 
     def __init__(self, lanes: int, per_lane: int, events: BlockEvents | None = None):
@@ -49,6 +50,7 @@ class PageAllocator:
         self.cached: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(lanes)]
         self.with_key: dict[bytes, tuple[int, ...]] = {}
         self.key_of: dict[int, bytes] = {}
+        self.copied: set[bytes] = set()
         self._events = BlockEvents() if events is None else events
         # called with a page and the key of the block that is about to leave it
         self.on_evict: Callable[[int, bytes], None] | None = None
@@ -75,6 +77,11 @@ class PageAllocator:
     def count_by_lane(self, pages: np.ndarray) -> np.ndarray:
         """Counts how many of these pages [n] each lane has [lanes]."""
         return np.bincount(pages // self.per_lane, minlength=self.lanes)
+
+    def copied_by_lane(self) -> list[int]:
+        """Counts the pages of each lane whose block other pages have too."""
+        several = [page for key in self.copied for page in self.with_key[key]]
+        return self.count_by_lane(np.array(several, np.intp)).tolist()
 
     def copies(self, page: int) -> tuple[int, ...]:
         """Returns all pages of the block on this page; the page alone where its block has no
@@ -145,6 +152,7 @@ class PageAllocator:
         read, has been given what the others hold."""
         self.with_key[key] += (page,)
         self.key_of[page] = key
+        self.copied.add(key)
 
     def copy(self, page: int, lane: int) -> int:
         """Allocates a page of another lane for the block on a published page, cached and found by
@@ -195,6 +203,8 @@ class PageAllocator:
         copies = self.with_key.pop(key)
         if len(copies) > 1:
             self.with_key[key] = tuple(copy for copy in copies if copy != page)
+            if len(copies) == 2:
+                self.copied.remove(key)
             return None
         return key
 
@@ -209,6 +219,8 @@ class PageAllocator:
             "published keys and pages differ"
         )
         assert all(self.with_key.values()), "a key without a page"
+        several = {key for key, copies in self.with_key.items() if len(copies) > 1}
+        assert several == self.copied, "keys with several pages differ"
         for lane in range(self.lanes):
             self._check_lane(lane)
 

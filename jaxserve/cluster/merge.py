@@ -100,7 +100,9 @@ def merged_view(
         shown[name] = full[0][name]
     for name in ("running", "waiting"):
         shown[name] = sum(view[name] for view in full)
-    shown["pages"] = [lane for view in full for lane in view["pages"]]
+    for name in ("pages", "copied", "reads"):
+        shown[name] = [lane for view in full for lane in view[name]]
+    shown["segment"] = full[0]["segment"]
     left_out = {name: sum(view["left_out"][name] for view in full) for name in full[0]["left_out"]}
     return {**shown, "left_out": left_out}
 

@@ -55,6 +55,9 @@ class Snapshot:
     counts: dict[str, int]  # running and waiting sequences
     ends: list[JournalEnd]
     pages: list[PageCounts]  # per lane: free, cached, held
+    copied: list[int]  # of these pages, those whose block is on other lanes too
+    reads: list[int]  # per lane, blocks that a step reads in which all running sequences decode
+    segment: int  # consecutive blocks of a sequence that are placed as one
     names: dict[int, tuple[str, int]]
 
     @classmethod
@@ -81,6 +84,9 @@ class Snapshot:
             counts,
             list(journal.ends),
             scheduler.cache.pages.by_lane(),
+            scheduler.cache.pages.copied_by_lane(),
+            scheduler.cache.blocks_per_lane.sum(0).tolist(),
+            scheduler.cache.placement.stripe,
             journal.names,
         )
 
@@ -106,6 +112,9 @@ class Snapshot:
             "end_columns": END_COLUMNS,
             "ended": [_end(end) for end in ends[-ENDED:]],
             "pages": self.pages,
+            "copied": self.copied,
+            "reads": self.reads,
+            "segment": self.segment,
             **self.counts,
             "left_out": {**self.left_out, "ended": max(0, len(ends) - ENDED)},
         }

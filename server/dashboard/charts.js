@@ -51,16 +51,18 @@ function clipped(context, text, room) {
   return `${text}…`;
 }
 
-export function drawPages(container, value, note, pages) {
+export function drawPages(container, value, note, { pages, copied, reads, segment }) {
+  const all = reads.reduce((sum, blocks) => sum + blocks, 0);
   const sum = (place) => pages.reduce((all, lane) => all + lane[place], 0), held = sum(2), whole = sum(0) + sum(1) + held;
   set(value, share(held, whole));
   set(note, `held of ${count(whole)} pages`);
   while (container.children.length > pages.length) container.lastChild.remove();
   while (container.children.length < pages.length) container.append(laneBar());
   pages.forEach(([free, cached, held], lane) => {
-    const [text, bar] = container.children[lane].children, whole = free + cached + held;
+    const [text, bar, pool] = container.children[lane].children, whole = free + cached + held;
     set(text.children[0], `lane ${lane}`);
     set(text.children[1], `${count(held)} held, ${count(cached)} cached, ${count(free)} free`);
+    set(pool, pages.length > 1 ? `reads ${count(Math.ceil(reads[lane] / segment))} segments a step, ${share(reads[lane], all)} of all; copies on ${count(copied[lane])} pages` : "");
     [held, cached].forEach((part, place) => {
       const size = `${((100 * part) / whole).toFixed(2)}%`;
       if (bar.children[place].style.width !== size) bar.children[place].style.width = size;
@@ -74,7 +76,9 @@ function laneBar() {
   text.append(document.createElement("b"), document.createElement("span"));
   bar.className = "bar";
   for (const name of ["held", "cached"]) bar.append(Object.assign(document.createElement("i"), { className: name }));
-  lane.append(text, bar);
+  const pool = document.createElement("p");
+  pool.className = "pool";
+  lane.append(text, bar, pool);
   return lane;
 }
 

@@ -184,7 +184,7 @@ class Page {
     const line = feed.requests.filter((row) => row.slack !== null).sort((a, b) => a.relative_slack - b.relative_slack);
     drawSlack(find("slack"), theme, line);
     set(find("queue-note"), slackNote(line, feed.leftOut.waiting));
-    drawPages(find("pages"), find("held-share"), find("held-note"), view.pages);
+    drawPages(find("pages"), find("held-share"), find("held-note"), view);
     for (const [id, points, what] of [["ttft", firstTokens(feed.requests, now), "first token"], ["tpot", paces(feed.requests, now), "per token"]]) {
       drawStrip(find(id), theme, points, now);
       tell(find(`${id}-share`), find(`${id}-note`), points, what);

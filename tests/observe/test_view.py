@@ -206,6 +206,18 @@ def test_pages_are_told_by_lane():
     assert (free, cached, held) == (93, 2, 5)
 
 
+def test_reads_and_copies_are_shown_by_lane():
+    replica = Recorded(lanes=2, pages=50)
+    replica.submit("a", 64, tokens=1000)
+    replica.run(3)
+    cache = replica.scheduler.cache
+    shown = replica.view()
+    assert (shown["reads"], shown["copied"], shown["segment"]) == ([5, 0], [0, 0], 1)
+    page = cache.layouts[0].pages[0]
+    cache.pages.copy(page, 1)
+    assert replica.view()["copied"] == [1, 1]
+
+
 def test_what_is_kept_is_bounded(monkeypatch):
     monkeypatch.setattr(journal, "STEPS", 50)
     monkeypatch.setattr(journal, "NAMES", 8)
