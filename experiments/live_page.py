@@ -131,10 +131,10 @@ class PageServer:
     """The page of an engine (or of what has a `view` as one) on a port of loopback, while it is
     entered. visible_ids: see router."""
 
-    def __init__(self, engine: Any, port: int = 0, **visible_ids: Any):
+    def __init__(self, engine: Any, port: int = 0, visible_ids: Any = lambda: None):
         self.frontend = SimpleNamespace(replica=engine, state="serving")
         app = FastAPI(openapi_url=None)
-        app.include_router(router(self.frontend, **visible_ids))
+        app.include_router(router(self.frontend, visible_ids))
         self._server = uvicorn.Server(
             uvicorn.Config(app, port=port, log_level="warning", timeout_graceful_shutdown=1)
         )

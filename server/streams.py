@@ -12,7 +12,7 @@ import asyncio
 import collections
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Accepted, Event, Finished, Progress, Token
@@ -257,3 +257,19 @@ class Stream:
         self._pending_tokens.clear()
         self._pending_finished.clear()
         return outputs
+
+
+def abortable_ids(
+    caller: Caller, streams: Mapping[str, Stream], request_id: str | None
+) -> list[str]:
+    """Ids of the streams that a caller may abort: the one it names, or all of its own.
+
+    Errors: RequestError, NOT_FOUND, the same for another's request and for one that does not exist.
+    """
+    if request_id is None:
+        return [id for id, stream in streams.items() if caller.is_same(stream.caller)]
+    scoped = caller.scoped_id(request_id)
+    stream = streams.get(scoped)
+    if stream is None or not caller.is_same(stream.caller):
+        raise RequestError("request_id", f"{request_id[:100]!r} is not running", "NOT_FOUND")
+    return [scoped]

@@ -11,9 +11,18 @@ from experiments.figures import Claim, Figure, Panel, Row, cell
 from experiments.papers import main
 from experiments.tetris.figure import TetrisSettings
 from experiments.tetris.model import LENGTHS, NODE, TABLE, K
-from jaxserve.lanes.cdsp import PLANNERS, CdspPlan, Instances, Latency, occupied
+from jaxserve.lanes.cdsp import PLANNERS, CdspPlan, Instances, Latency, Queues
 
 RATE = 0.1
+
+
+def occupied(queues: Queues, plan: CdspPlan) -> np.ndarray:
+    """Queue times once the plan is under way: who takes part is busy until its last chunk has
+    ended. Returns [instances] seconds."""
+    out = np.array(queues, float)
+    for chunk in plan.chunks:
+        out[list(chunk.group)] = chunk.end
+    return out
 
 
 def exact(size: int) -> Latency:

@@ -12,7 +12,6 @@ as well. A group never loses an instance, so KV only ever moves to those that jo
                a node, the length of a block
     cdsp       a plan in several chunks (Alg. 1); `single` in one (Alg. 2); `fixed` on groups of one
                size that never change
-    occupied   queue times once a plan is under way, for the next one
 
 Planning is a function of the instances' queue times: seconds from now until each has done what it
 was given. Instances are numbered node by node. Instead of lowering all queue times after each chunk
@@ -159,15 +158,6 @@ class CdspPlan:
 
 
 Planning = Callable[..., CdspPlan]  # instances, queues, tokens, rate, history
-
-
-def occupied(queues: Queues, plan: CdspPlan) -> np.ndarray:
-    """Queue times once the plan is under way: who takes part is busy until its last chunk has
-    ended. Returns [instances] seconds."""
-    out = np.array(queues, float)
-    for chunk in plan.chunks:
-        out[list(chunk.group)] = chunk.end
-    return out
 
 
 # --- groups

@@ -16,8 +16,7 @@ import base64
 import binascii
 import concurrent.futures
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
 from jaxserve.api.errors import RequestError
 from jaxserve.server.auth.keys import MAX_KEY_CHARS, Key, Keys, Limits
@@ -233,27 +232,3 @@ class Reservation:
         if self._open:
             self._open = False
             self._caller.usage.running -= 1
-
-
-class OwnedStream(Protocol):
-    """A stream of outputs, as `abortable_ids` sees it."""
-
-    @property
-    def caller(self) -> Caller:
-        """Whose request it answers."""
-
-
-def abortable_ids(
-    caller: Caller, streams: Mapping[str, OwnedStream], request_id: str | None
-) -> list[str]:
-    """Ids of the streams that a caller may abort: the one it names, or all of its own.
-
-    Errors: RequestError, NOT_FOUND, the same for another's request and for one that does not exist.
-    """
-    if request_id is None:
-        return [id for id, stream in streams.items() if caller.is_same(stream.caller)]
-    scoped = caller.scoped_id(request_id)
-    stream = streams.get(scoped)
-    if stream is None or not caller.is_same(stream.caller):
-        raise RequestError("request_id", f"{request_id[:100]!r} is not running", "NOT_FOUND")
-    return [scoped]

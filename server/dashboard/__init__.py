@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from importlib import resources
-from typing import Any, Protocol
+from typing import Any
 
 from fastapi import APIRouter, Depends, Query
 from fastapi.responses import RedirectResponse, Response
 
 from jaxserve.observe.view import ID
+from jaxserve.server.frontend import Frontend
 
 IdFilter = Callable[[str], bool]  # whether a request's id may be shown
 HIDDEN_ID = "other"  # shown in place of an id that may not
@@ -37,31 +38,7 @@ HEADERS = {
 }
 
 
-class Viewable(Protocol):
-    """A replica as the dashboard uses it."""
-
-    def view(self, since: int = 0) -> dict[str, Any]:
-        """See `Replica.view`."""
-
-
-class Source(Protocol):
-    """The state that the dashboard shows: a server's frontend, or anything like it."""
-
-    @property
-    def replica(self) -> Viewable | None:
-        """None until it is built."""
-
-    @property
-    def state(self) -> str:
-        """The state of the server."""
-
-
-def show_all_ids() -> IdFilter | None:
-    """The default of `router`'s `visible_ids`."""
-    return None
-
-
-def router(source: Source, visible_ids: Callable[..., IdFilter | None] = show_all_ids) -> APIRouter:
+def router(frontend: Frontend, visible_ids: Callable[..., IdFilter | None]) -> APIRouter:
     """The dashboard's routes: `/`, `/page/` with its files, `/page/data`.
 
     visible_ids: a FastAPI dependency that returns which ids the caller of a request may see; None
@@ -78,9 +55,9 @@ def router(source: Source, visible_ids: Callable[..., IdFilter | None] = show_al
         since: int = Query(0, ge=0),
         visible: IdFilter | None = Depends(visible_ids),  # noqa: B008
     ) -> Response:
-        content: dict[str, Any] = {"state": str(source.state)}
-        if source.replica is not None:
-            content |= hide_ids(source.replica.view(since), visible)
+        content: dict[str, Any] = {"state": str(frontend.state)}
+        if frontend.replica is not None:
+            content |= hide_ids(frontend.replica.view(since), visible)
         body = json.dumps(content, separators=(",", ":"))
         return Response(body, media_type="application/json", headers=HEADERS)
 

@@ -11,9 +11,9 @@ from jaxserve.api.errors import RequestError
 from jaxserve.observe.metric_rows import PREFIX
 from jaxserve.replica.protocol import Replica
 from jaxserve.server import jaxserve_pb2 as pb
-from jaxserve.server.auth.access import abortable_ids
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.grpc.auth import current_caller
+from jaxserve.server.streams import abortable_ids
 
 SCHEMA_REVISION = 1
 

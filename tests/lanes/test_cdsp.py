@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from experiments.tetris.fig3 import occupied
 from jaxserve.lanes.cdsp import (
     PLANNERS,
     CdspPlan,
@@ -19,7 +20,6 @@ from jaxserve.lanes.cdsp import (
     cdsp,
     fit,
     fixed,
-    occupied,
     single,
 )
 from jaxserve.settings.schema import ConfigError

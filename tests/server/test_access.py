@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.api.errors import RequestError
-from jaxserve.server.auth.access import Authenticator, Caller, KeyUsage, abortable_ids
+from jaxserve.server.auth.access import Authenticator, Caller, KeyUsage
 from jaxserve.server.auth.keys import Limits
+from jaxserve.server.streams import abortable_ids
 from jaxserve.settings.schema import ServerConfig
 from tests.examples import examples
 from tests.server.keyed import TWO, basic, bearer, sha
