@@ -1,0 +1,204 @@
+"""Tokens are those of the reference wherever blocks lie in the pool of all lanes: before every step
+published blocks are copied to other lanes, and sequences read other copies, at random, while pages
+are few and blocks are evicted.
+
+By default the real model's first layers run on eight lanes; `-m matrix` adds all exchanges, stages,
+ranks, sliding windows, lower tiers, several processes, and the whole model.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import NamedTuple
+
+import pytest
+
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.step_shapes import StepShape
+from jaxserve.lanes.placement import Random
+from jaxserve.scheduling.slots import DECODE, PREFILL
+from tests.engine.harness import Runner, assert_empty, engine, generate, shapes_of, watch_batches
+
+COPIES = 4  # tried before each step
+SHARE = 0.5  # of the blocks with several copies that are read on another one from now on
+FEW = dict(placement="random", chunk=16, seqs=4, pages=8, max_len=512)
+
+
+@pytest.fixture(autouse=True)
+def copying(monkeypatch):
+    """Compiles programs that copy for this placement, which says of itself that it does not."""
+    monkeypatch.setattr(Random, "copies", True)
+
+
+class Case(NamedTuple):
+    prompt: list[int]
+    tokens: list[int]
+
+
+def continued(case: dict, first: int, count: int) -> Case:
+    """The case after the first of its tokens: it shares the prompt, and the next tokens are the
+    reference's too."""
+    said = case["output_ids"]
+    return Case(case["prompt_ids"] + said[:first], said[first : first + count])
+
+
+class Chaos:
+    """Copies and re-points blocks of an engine at random before every step, and counts them.
+    resting: the share of steps before which nothing is copied."""
+
+    def __init__(self, real: Engine, seed: int, resting: float):
+        self.cache = real.scheduler.cache
+        self.copied = self.repointed = self.moved = self.spread = 0
+        self._slots = real.scheduler.slots
+        self._rng = random.Random(seed)
+        self._lost = self._keys_lost()
+        packer = real.scheduler.packer
+        pack = packer.pack
+
+        def after_chaos(number: int, now: float):
+            if self._rng.random() >= resting:
+                self._copy()
+            self._repoint()
+            return pack(number, now)
+
+        packer.pack = after_chaos
+        watch_batches(real, self._see)
+
+    @property
+    def evicted(self) -> int:
+        """Pages that have lost their block since the beginning."""
+        return self._keys_lost() - self._lost
+
+    def _keys_lost(self) -> int:
+        return int(self.cache.pages.generation.sum())
+
+    def _see(self, batch) -> None:
+        self.moved += len(batch.moves)
+        self.spread += int(batch.spread.any())
+
+    def _copy(self) -> None:
+        published = list(self.cache.pages.key_of)
+        for page in self._rng.sample(published, min(COPIES, len(published))):
+            if page in self.cache.pages.key_of:  # else a copy took it
+                copy = self.cache.copy(page, self._rng.randrange(self.cache.pages.lanes))
+                self.copied += copy is not None
+
+    def _repoint(self) -> None:
+        for layout in self.cache.layouts:
+            slot = layout.slot
+            if self._slots.phase[slot] not in (PREFILL, DECODE):
+                continue
+            issued = int(self._slots.issued[slot]) // self.cache.block_size
+            for block, page in enumerate(layout.pages[:issued]):
+                others = [copy for copy in self.cache.pages.copies(page) if copy != page]
+                if others and self._rng.random() < SHARE:
+                    self.cache.repoint(slot, block, self._rng.choice(others), issued)
+                    self.repointed += 1
+        self.cache.check()
+
+    def __str__(self) -> str:
+        return (
+            f"copied {self.copied} (in {self.moved} moves), re-pointed {self.repointed}, "
+            f"evicted {self.evicted}, spread steps {self.spread}"
+        )
+
+
+def assert_equal_under_chaos(
+    real: Engine, cases: list[Case], seed: int = 0, laps: int = 2, resting: float = 0.0
+) -> list[StepShape]:
+    """Runs all cases at once, then again, so that their prefixes are found. Returns the shapes of
+    the steps."""
+    chaos = Chaos(real, seed, resting)
+    shapes = shapes_of(real)
+    hits = 0
+    chunk = real.config.scheduler.chunk_tokens
+    for lap in range(laps):
+        runner = Runner(real)
+        ids = [
+            runner.submit(case.prompt, max_tokens=len(case.tokens), ignore_eos=True)
+            for case in cases
+        ]
+        runner.run((7, chunk), seed)
+        for id, case in zip(ids, cases):
+            assert runner.ids(id) == case.tokens, f"lap {lap}, prompt of {len(case.prompt)}"
+        hits += sum(runner.completion(id).finished.usage.cached for id in ids)
+    assert_empty(real)
+    print(f"{chaos}, cached tokens {hits}, steps {len(shapes)}")
+    assert min(chaos.copied, chaos.moved, chaos.spread, hits) >= 20
+    assert chaos.repointed >= 50 and chaos.evicted >= 5
+    assert any(shape.moves and not shape.spread_prefill.rows for shape in shapes)
+    return shapes
+
+
+def few_of(cases: list[dict]) -> list[Case]:
+    """A prompt of many blocks that most share, and short ones of their own."""
+    by_length = {len(case["prompt_ids"]): case for case in cases}
+    shared = [continued(by_length[333], first, 6) for first in (0, 5, 15)]
+    return [*shared, continued(by_length[37], 0, 6), continued(by_length[38], 9, 6)]
+
+
+@pytest.fixture
+def few(golden_first_layers) -> list[Case]:
+    return few_of(golden_first_layers["cases"])
+
+
+def test_tokens_of_the_first_layers_equal_the_reference_in_a_pool_of_eight_lanes(
+    few, smollm2_first_layers
+):
+    real = engine(smollm2_first_layers, "kvp=8", **FEW)
+    assert_equal_under_chaos(real, few)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("exchange", ["pass_q", "pass_kv"])
+def test_chunks_and_decodes_go_round_rings(exchange, few, smollm2_first_layers):
+    """Decodes where nothing is copied in the step: beside copies they are gathered."""
+    real = engine(smollm2_first_layers, "kvp=8", exchange=exchange, decode_exchange="pass_q", **FEW)
+    shapes = assert_equal_under_chaos(real, few, laps=3, resting=0.4)
+    assert any(shape.prefill_ring for shape in shapes)
+    assert any(shape.prefill_ring and shape.moves for shape in shapes)
+    assert any(shape.decode_ring for shape in shapes)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    "mesh, pages", [("spp=2,kvp=4", 16), ("kvp=4,tp=3", 16), ("spp=2,kvp=2,tp=3", 21)]
+)
+def test_stages_and_ranks(mesh, pages, few, smollm2_first_layers):
+    real = engine(smollm2_first_layers, mesh, **{**FEW, "pages": pages})
+    assert_equal_under_chaos(real, few)
+
+
+@pytest.mark.matrix
+def test_sliding_windows():
+    rng = random.Random(3)
+    shared = [rng.randrange(1, 200) for _ in range(200)]
+    prompts = [
+        shared[:length] + [rng.randrange(1, 200) for _ in range(tail)]
+        for length, tail in ((200, 9), (200, 40), (160, 70), (0, 37), (120, 5), (200, 30))
+    ]
+    alone = engine("random:tiny-window", "", chunk=16, seqs=4, pages=80, max_len=512)
+    cases = [*map(Case, prompts, generate(alone, prompts, max_tokens=20, ignore_eos=True))]
+    assert_equal_under_chaos(engine("random:tiny-window", "kvp=8", **FEW), cases)
+
+
+@pytest.mark.matrix
+def test_lower_tiers(few, golden_first_layers, smollm2_first_layers):
+    """A prompt of most pages drives out the others' blocks, which come back from host memory."""
+    long = max(golden_first_layers["cases"], key=lambda case: len(case["prompt_ids"]))
+    cases = [*few, continued(long, 0, 4), *few]
+    size = {**FEW, "pages": 13, "max_len": 2048}
+    real = engine(smollm2_first_layers, "kvp=8", host_cache_gib=0.1, **size)
+    try:
+        assert_equal_under_chaos(real, cases)
+        counts = real.worker.lower_tiers.counts()
+        print(counts)
+        assert counts.stored > 10 and counts.host_reads > 10 and not counts.wrong
+    finally:
+        real.close()
+
+
+@pytest.mark.matrix
+def test_tokens_of_the_whole_model_equal_the_reference(golden, smollm2_gguf):
+    real = engine(smollm2_gguf, "kvp=8", **FEW)
+    assert_equal_under_chaos(real, few_of(golden["cases"]), seed=1)
