@@ -90,7 +90,8 @@ class CacheManager:
         limit = UNLIMITED
         if config.lane_tokens is not None:
             limit = self.blocks(config.lane_tokens)
-        self.placement = PLACEMENTS[config.placement](lanes, limit, rules.stripe)
+        pool = config.pool(lanes)
+        self.placement = PLACEMENTS[config.placement](lanes, limit, rules.stripe, pool)
         self._ascending = rules.ascending
         self.layouts = [SequenceLayout(slot, lanes, config.pages) for slot in range(slots)]
         self.home = np.zeros(slots, np.int32)

@@ -8,18 +8,21 @@ their choices; what schedulers, costs and planners ask of it are its attributes.
 from __future__ import annotations
 
 import random
+from hashlib import blake2b
 
-from jaxserve.lanes.groups import lanes_of, size_around
+from jaxserve.lanes.groups import group_around, group_sizes, lanes_of, size_around
 from jaxserve.lanes.layout import SequenceLayout
 
 UNLIMITED = 2**31  # blocks of a sequence on a lane
+NODE_LANES = 8  # that a node has at most: beyond, links are slow
 
 
 class Placement:
     """Chooses lanes for the blocks of one cache's sequences.
 
     lanes: how many there are. limit: blocks of a sequence on a lane before the next lane joins.
-    stripe: consecutive blocks on a lane, where a prompt is dealt out.
+    stripe: consecutive blocks on a lane, where a prompt is dealt out. pool: lanes of the aligned
+    groups over which prompts are dealt out, for placements that have `pools`.
     """
 
     # lanes to which blocks of a long prompt go, for help texts
@@ -31,13 +34,14 @@ class Placement:
     planned = False
     # all prompts, short ones too, are dealt out over the lanes of a pool
     scatters = False
-    # published blocks are copied to other lanes
-    copies = False
+    # they are dealt out by segments over the lanes of an aligned group, of a size that is given
+    pools = False
 
-    def __init__(self, lanes: int, limit: int = UNLIMITED, stripe: int = 1):
+    def __init__(self, lanes: int, limit: int = UNLIMITED, stripe: int = 1, pool: int = 1):
         self.lanes = lanes
         self.limit = limit
         self.stripe = stripe
+        self.pool = pool
 
     def dealt_over(self, home: int, blocks: int) -> tuple[int, ...]:
         """Returns the lanes that share a prompt of `blocks` blocks from its first ones on, if no
@@ -160,6 +164,59 @@ class Random(RoundRobin):
         return random.Random(layout.slot * 1_000_003 + len(layout.pages)).choice(lanes)
 
 
+class Hashed(Grow):
+    """Goes segment by segment, each a stripe long, to the lane of the group around home that the
+    key of the segment's first block says: equal prefixes come to lie on equal lanes, and hot ones
+    spread evenly over the group (TokenLake, 4.3). `Grow` for prompts of one segment.
+
+    Blocks without a key, as decoded ones, hang on the last block before that has one. Where a lane
+    is full, another one of the group is drawn by the same hash, beyond it any.
+    """
+
+    help = (
+        "segment by segment of segment_tokens to the lane that its hash says, of a group of "
+        "pool_lanes lanes"
+    )
+    deals = True
+    scatters = True
+    pools = True
+
+    def dealt_over(self, home: int, blocks: int) -> tuple[int, ...]:
+        return tuple(group_around(home, self.pool)) if blocks > self.stripe else ()
+
+    def next_lane(self, layout: SequenceLayout, available: list[int]) -> int:
+        group = layout.group
+        if not group:
+            return super().next_lane(layout, available)
+        block = len(layout.pages)
+        number = segment_hash(layout, block - block % self.stripe)
+        lane = group[number % len(group)]
+        if available[lane]:
+            return lane
+        lanes = [lane for lane in group if available[lane]]
+        if not lanes:
+            lanes = [lane for lane, pages in enumerate(available) if pages]
+        return lanes[(number >> 32) % len(lanes)]
+
+
+def segment_hash(layout: SequenceLayout, first: int) -> int:
+    """Returns 64 bits by the key of a segment's `first` block: of the last block before that has a
+    key and the distance from it, where it has none; of the slot, where no block has. Mixed, so
+    that segments in a row are not on lanes in a row."""
+    known = min(first, layout.prompt_blocks - 2)  # the prompt's last block may not be full
+    key = layout.key(known) if known >= 0 else None
+    if key is None:
+        known = -1
+        key = layout.slot.to_bytes(8, "little")
+    distance = (first - known).to_bytes(8, "little", signed=True)
+    return int.from_bytes(blake2b(key + distance, digest_size=8).digest(), "little")
+
+
+def default_pool(lanes: int) -> int:
+    """Returns the lanes of the largest aligned groups that lie in a node."""
+    return max(size for size in group_sizes(lanes) if size <= NODE_LANES or size == 1)
+
+
 def next_of_round(
     layout: SequenceLayout, available: list[int], limit: int = UNLIMITED
 ) -> int | None:
@@ -190,4 +247,5 @@ PLACEMENTS: dict[str, type[Placement]] = {
     "zigzag": Zigzag,
     "round_robin": RoundRobin,
     "random": Random,
+    "hashed": Hashed,
 }

@@ -16,8 +16,10 @@ from jaxserve.lanes.cdsp import Instances
 from jaxserve.lanes.choice import Correction, ExchangeChooser
 from jaxserve.lanes.cost import lane_costs, moves_per_pair
 from jaxserve.lanes.exchange import PIECE_TOKENS
+from jaxserve.lanes.placement import PLACEMENTS
 from jaxserve.lanes.planner import LanePlanner, improvement_rates, instances_of
-from jaxserve.lanes.rates import GroupLinks
+from jaxserve.lanes.rates import GroupLinks, links_of
+from jaxserve.lanes.segments import least_segment
 from jaxserve.lanes.work import Heads
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
@@ -59,6 +61,24 @@ class ReplicaSizes:
         chunk, block, lanes = self.scheduler.chunk_tokens, self.cache.block_size, self.mesh.kvp
         moves = self.planned or (lanes > 1 and self.cache.copies)
         return moves_per_pair(chunk, block, lanes) if moves else 0
+
+    def stripe(self, profile: ReplicaProfile | None) -> int:
+        """Returns the consecutive blocks on a lane of a prompt that is dealt out: those of a row of
+        a step; of a segment, where prompts are dealt out by these. profile: None if it is not
+        known what steps cost."""
+        cache = self.cache
+        row = self.scheduler.stripe(cache.block_size)
+        if not PLACEMENTS[cache.placement].pools:
+            return row
+        tokens = cache.segment_tokens
+        if tokens is None and profile is not None:
+            rates = profile.costs.exchange_rates(self.heads)
+            if profile.links:
+                rates = rates.with_links(links_of(profile.links, cache.pool(self.mesh.kvp)))
+            tokens = max(least_segment(self.heads, rates), row * cache.block_size)
+        if tokens is None:
+            return row
+        return -(-tokens // cache.block_size)
 
     def chooser(self, profile: ReplicaProfile) -> ExchangeChooser | None:
         """Returns what chooses how lanes exchange KV and queries; None for one lane."""
@@ -120,7 +140,7 @@ def assemble(
         sizes.scheduler.max_seqs,
         model.identity,
         lower,
-        LaneRules(sizes.scheduler.stripe(sizes.cache.block_size), sizes.moves, model.ascending),
+        LaneRules(sizes.stripe(profile), sizes.moves, model.ascending),
     )
     return Scheduler(
         sizes.scheduler,

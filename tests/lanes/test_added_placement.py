@@ -21,7 +21,7 @@ NONE = np.empty(0, np.intp)
 STRIPE = 2
 
 
-class Hashed(Placement):
+class Keyed(Placement):
     """Goes where the key of its stripe's first block says: equal prefixes to equal lanes, whoever
     computes them. Blocks without a key go on behind the one before."""
 
@@ -41,15 +41,15 @@ class Hashed(Placement):
 
 
 @pytest.fixture(autouse=True)
-def hashed():
-    PLACEMENTS["hashed"] = Hashed
+def keyed():
+    PLACEMENTS["keyed"] = Keyed
     yield
-    del PLACEMENTS["hashed"]
+    del PLACEMENTS["keyed"]
 
 
 def placed(lanes: int, prompt: np.ndarray, home: int, **config) -> list[int]:
     """The lanes of a prompt's blocks in an empty cache, and of two decoded ones."""
-    made = CacheConfig(block_size=4, pages=50, placement="hashed", **config)
+    made = CacheConfig(block_size=4, pages=50, placement="keyed", **config)
     cache = CacheManager(made, lanes, 1, rules=LaneRules(STRIPE))
     hashes = cache.block_hashes("", lambda first, last: prompt[first:last])
     blocks = cache.blocks(len(prompt))
@@ -62,15 +62,15 @@ def placed(lanes: int, prompt: np.ndarray, home: int, **config) -> list[int]:
 
 def test_settings_take_it_by_its_name_as_long_as_it_is_there():
     mesh = MeshConfig(kvp=2)
-    cache = CacheConfig(pages=10, placement="hashed")
+    cache = CacheConfig(pages=10, placement="keyed")
     check_lanes(mesh, cache, SchedulerConfig())
-    assert options_of(CacheConfig)["placement"].parse("hashed") == "hashed"
-    with pytest.raises(ConfigError, match="hashed cannot follow --planner=cdsp; that needs str"):
+    assert options_of(CacheConfig)["placement"].parse("keyed") == "keyed"
+    with pytest.raises(ConfigError, match="keyed cannot follow --planner=cdsp; that needs str"):
         check_lanes(mesh, cache, SchedulerConfig(planner="cdsp", exchange="auto"))
-    row = PLACEMENTS.pop("hashed")
+    row = PLACEMENTS.pop("keyed")
     with pytest.raises(ConfigError, match="is not one of grow, striped"):
-        CacheConfig(pages=10, placement="hashed")
-    PLACEMENTS["hashed"] = row
+        CacheConfig(pages=10, placement="keyed")
+    PLACEMENTS["keyed"] = row
 
 
 def test_it_sees_the_keys_of_the_prompts_full_blocks():
@@ -94,7 +94,7 @@ def test_without_prefix_caching_no_block_has_a_key():
 def test_a_scheduler_serves_with_it(lanes):
     """The device checks what its pages hold, and the scheduler's invariants after every step."""
     cache = CacheConfig(block_size=4, pages=30)
-    replica = Replica(CONFIG, cache, MeshConfig(kvp=lanes), "hashed")
+    replica = Replica(CONFIG, cache, MeshConfig(kvp=lanes), "keyed")
     document = [token % 7 for token in range(60)]
     for number in range(12):
         replica.add(document[: 5 * number + 1] + [number] * 3, max_tokens=20)
@@ -106,7 +106,7 @@ def test_a_scheduler_serves_with_it(lanes):
 def test_it_is_simulated():
     replica = System(MODELS["llama3-8b"], "h100", MeshConfig(kvp=4, tp=2)).replica(
         SchedulerConfig(exchange="auto", chunk_tokens=8192, chunking="adaptive", max_seqs=16),
-        CacheConfig(block_size=64, pages=700, placement="hashed"),
+        CacheConfig(block_size=64, pages=700, placement="keyed"),
     )
     issued = []
 
@@ -127,7 +127,7 @@ def test_an_engine_serves_with_it_and_the_tokens_stay():
     prompts = [[3 + 7 * token % 500 for token in range(length)] for length in (150, 90, 20)]
     size = dict(chunk=32, seqs=4, pages=40, block=8, max_len=256)
     right = generate(engine(**size), prompts, max_tokens=6)
-    made = engine(mesh="kvp=2", placement="hashed", **size)
+    made = engine(mesh="kvp=2", placement="keyed", **size)
     assert generate(made, prompts, max_tokens=6) == right
     assert generate(made, prompts, max_tokens=6) == right  # behind cached prefixes
     assert made.scheduler.cache.placement.deals

@@ -38,6 +38,9 @@ def test_settings_land_where_they_belong_and_the_rest_is_default():
     assert dataclasses.replace(config.cache, pages=None) == EngineConfig().cache
 
 
+HASHED = {"mesh": "kvp=6", "placement": "hashed"}
+
+
 @pytest.mark.parametrize(
     "settings, message",
     [
@@ -73,6 +76,12 @@ def test_settings_land_where_they_belong_and_the_rest_is_default():
         ),
         ({"mesh": "kvp=2", "improvement": 0.2}, "improvement: has no effect with --planner=none"),
         ({"mesh": "kvp=2", "placement": "zigzag"}, "placement: zigzag .* --lane_tokens, which is"),
+        ({"mesh": "kvp=2", "pool_lanes": 2}, "pool_lanes: has no effect with --placement=grow"),
+        ({"mesh": "kvp=2", "segment_tokens": 9}, "segment_tokens: has no effect with --placement"),
+        ({**HASHED, "pool_lanes": 3}, "pool_lanes: 3 is not one of 2, 6"),
+        ({**HASHED, "planner": "cdsp"}, "placement: hashed cannot follow --planner=cdsp"),
+        ({"prefix_copies": True}, "prefix_copies: True has no effect on one lane; give --mesh"),
+        ({**HASHED, "prefix_copies": True, "prefix_caching": False}, "without prefix_caching"),
         ({"placement": "random"}, "placement: random has no effect on one lane; give --mesh a kvp"),
         ({"mesh": "tp=3", "exchange": "pass_q"}, "exchange: pass_q has no effect on one lane"),
         (

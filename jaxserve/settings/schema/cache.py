@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxserve.api.errors import ConfigError
-from jaxserve.lanes.placement import PLACEMENTS
+from jaxserve.lanes.placement import PLACEMENTS, default_pool
 from jaxserve.settings.fields import Settings, option
 
 
@@ -41,7 +41,24 @@ class CacheConfig(Settings):
         + "; ".join(f"{placement.help} ({name})" for name, placement in PLACEMENTS.items()),
         choices=PLACEMENTS.keys(),
     )
+    pool_lanes: int | None = option(
+        None,
+        "lanes of the group over which a placement of hashed spreads a prompt; default: all, at "
+        "most the 8 of a node",
+        low=2,
+    )
+    segment_tokens: int | None = option(
+        None,
+        "tokens that a placement of hashed puts on a lane as one; default: as many as hide the "
+        "messages of reading them from another lane, by the measured costs, at least a tile",
+        low=1,
+    )
     prefix_caching: bool = option(True, "reuse the KV of equal prefixes")
+    prefix_copies: bool = option(
+        False,
+        "copy prefixes that many requests read to lanes that are read less, where those are then "
+        "read without other lanes",
+    )
     kv_cache_dtype: str = option(
         "auto",
         "type of KV: that of the weights (auto), or e4m3 with a scale for each vector (fp8), half "
@@ -68,12 +85,15 @@ class CacheConfig(Settings):
     @property
     def copies(self) -> bool:
         """True if published blocks are copied to other lanes."""
-        return self.prefix_caching and PLACEMENTS[self.placement].copies
+        return self.prefix_caching and self.prefix_copies
 
     def pool(self, lanes: int) -> int:
         """Returns the lanes of the groups over which every prompt is dealt out, of a replica of
         `lanes` lanes; 1 where prompts lie on as few lanes as hold them."""
-        return lanes if PLACEMENTS[self.placement].scatters else 1
+        placement = PLACEMENTS[self.placement]
+        if placement.pools:
+            return self.pool_lanes or default_pool(lanes)
+        return lanes if placement.scatters else 1
 
     @property
     def disk_folder(self) -> tuple[Path, float] | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from jaxserve.api.errors import ConfigError
 from jaxserve.lanes.choice import CHOOSERS
+from jaxserve.lanes.groups import group_sizes
 from jaxserve.lanes.placement import PLACEMENTS
 from jaxserve.settings.fields import Settings, option
 from jaxserve.settings.schema.cache import CacheConfig
@@ -92,6 +93,7 @@ def check_lanes(mesh: MeshConfig, cache: CacheConfig, scheduler: SchedulerConfig
         ("exchange", scheduler.exchange, SchedulerConfig.exchange),
         ("decode_exchange", scheduler.decode_exchange, SchedulerConfig.decode_exchange),
         ("planner", planner, SchedulerConfig.planner),
+        ("prefix_copies", cache.prefix_copies, CacheConfig.prefix_copies),
     ):
         if mesh.kvp == 1 and value != default:
             raise ConfigError(
@@ -99,6 +101,7 @@ def check_lanes(mesh: MeshConfig, cache: CacheConfig, scheduler: SchedulerConfig
             )
     if scheduler.improvement is not None and planner not in ("single", "cdsp"):
         raise ConfigError("improvement", f"has no effect with --planner={planner}")
+    _check_pool(mesh, cache)
     planned = PLACEMENTS[cache.placement].planned
     if planner == "none":
         if planned and cache.lane_tokens is None:
@@ -118,3 +121,17 @@ def check_lanes(mesh: MeshConfig, cache: CacheConfig, scheduler: SchedulerConfig
         raise ConfigError(
             "planner", f"{planner} needs a kvp that {size} divides; --mesh has kvp={mesh.kvp}"
         )
+
+
+def _check_pool(mesh: MeshConfig, cache: CacheConfig) -> None:
+    """Refuses sizes of a pool and its segments that no placement asks for, and groups that lanes do
+    not divide into. Errors: ConfigError."""
+    for name in ("pool_lanes", "segment_tokens"):
+        if getattr(cache, name) is not None and not PLACEMENTS[cache.placement].pools:
+            raise ConfigError(name, f"has no effect with --placement={cache.placement}")
+    sizes = group_sizes(mesh.kvp)[1:]
+    if cache.pool_lanes is not None and cache.pool_lanes not in sizes:
+        names = ", ".join(map(str, sizes))
+        raise ConfigError("pool_lanes", f"{cache.pool_lanes} is not one of {names}")
+    if cache.prefix_copies and not cache.prefix_caching:
+        raise ConfigError("prefix_copies", "has no effect without prefix_caching")
