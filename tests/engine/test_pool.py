@@ -15,19 +15,12 @@ import pytest
 
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.step_shapes import StepShape
-from jaxserve.lanes.placement import Random
 from jaxserve.scheduling.slots import DECODE, PREFILL
 from tests.engine.harness import Runner, assert_empty, engine, generate, shapes_of, watch_batches
 
 COPIES = 4  # tried before each step
 SHARE = 0.5  # of the blocks with several copies that are read on another one from now on
-FEW = dict(placement="random", chunk=16, seqs=4, pages=8, max_len=512)
-
-
-@pytest.fixture(autouse=True)
-def copying(monkeypatch):
-    """Compiles programs that copy for this placement, which says of itself that it does not."""
-    monkeypatch.setattr(Random, "copies", True)
+FEW = dict(placement="random", prefix_copies=True, chunk=16, seqs=4, pages=8, max_len=512)
 
 
 class Case(NamedTuple):
