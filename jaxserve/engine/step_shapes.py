@@ -176,10 +176,11 @@ class _SpreadShapes:
 
     def copying(self, sizes: Iterable[int]) -> Iterator[StepShape]:
         """Yields what steps that copy blocks to other lanes are to hold, on groups of these sizes:
-        decodes alone, so that they pay for no prompt's padding, and chunks with and without local
-        ones. Such steps are few, so none are compiled that hold less."""
+        no spread chunks, so that they pay for no padding of these, and those, each with and without
+        local ones. Such steps are few, so none are compiled that hold less."""
         for size in sizes:
-            yield StepShape(self._decodes, spread_decode=self._decodes, group_size=size)
+            for local in (EMPTY, self._chunks):
+                yield StepShape(self._decodes, local, self._decodes, group_size=size)
             yield from self._with_chunks(size, self._decodes, (self._chunks,))
 
     def _largest(self, lanes: int) -> Iterator[StepShape]:

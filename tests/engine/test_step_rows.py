@@ -226,8 +226,8 @@ def random_moves(rng: random.Random, lanes: int, most: int) -> np.ndarray:
     "lanes, pool, placement", [(2, 2, "random"), (4, 1, "grow"), (8, 8, "round_robin")]
 )
 def test_every_batch_may_copy_pages_to_any_lane(lanes, pool, placement):
-    """In the smallest group of lanes that has the chunks' and the copies', and beside decodes alone
-    in a program without rows of prompts."""
+    """In the smallest group of lanes that has the chunks' and the copies', and in a program without
+    rows of prompts, or of spread ones, where the batch has none."""
     config = SchedulerConfig(max_seqs=7, chunk_tokens=100, exchange="pass_q")
     compiled = shapes(config, lanes, BLOCK, pool, copies=True)
     most = max(shape.moves for shape in compiled)
@@ -241,8 +241,9 @@ def test_every_batch_may_copy_pages_to_any_lane(lanes, pool, placement):
         check_message(batch, arrays, lanes)
         assert sorted(moves_said(arrays, lanes)) == sorted(map(tuple, batch.moves.tolist()))
         decodes = bool((batch.length == 1).all())
-        if decodes:
-            assert not shape.prefill.rows and not shape.spread_prefill.rows
+        assert not decodes or not shape.prefill.rows
+        if not batch.block_lane.size and (decodes or len(batch.moves)):
+            assert not shape.spread_prefill.rows
         seen[decodes, bool(shape.moves)] += 1
         seen["left"] += demand.group_size > batch.group_size.max()
     assert min(seen[True, True], seen[True, False], seen[False, True]) > 5
@@ -257,7 +258,7 @@ def test_spread_decodes_of_a_pool_take_a_program_of_its_group():
         assert cheapest(pooled, demand).group_size == 4
     grouped = shapes(config, 8, BLOCK)
     assert len(shapes(config, 8, BLOCK, pool=8, copies=True)) < len(grouped)
-    assert len(shapes(config, 8, BLOCK, copies=True)) == len(grouped) + 3
+    assert len(shapes(config, 8, BLOCK, copies=True)) == len(grouped) + 4
 
 
 @pytest.mark.parametrize("placement", ["striped", "zigzag", "random"])
