@@ -94,7 +94,7 @@ class VirtualCluster:
         self._random = random.Random(spec.seed)
         self._token_bytes = spec.system.shape.kv_bytes_per_token()
         self._layers = spec.system.shape.layers
-        self._slo = Slo(spec.ttft, spec.tbt)
+        self._slo = spec.slo or (lambda prompt: Slo(spec.ttft, spec.tbt))
 
     # --- time
 
@@ -106,7 +106,7 @@ class VirtualCluster:
             if arrival.time > until:
                 break
             self._advance(arrival.time)
-            self._arrive(to_request(arrival, number, MAX_LEN, self._slo))
+            self._arrive(to_request(arrival, number, MAX_LEN, self._slo(arrival.prompt)))
         self._coming = False
         self._advance(until)
         for node in self.nodes:
@@ -146,7 +146,7 @@ class VirtualCluster:
         chain = self.prefilling[0].cache.block_hashes(
             request.cache_salt, lambda first, last: request.prompt[first:last]
         )
-        choice = self._route(chain, total)
+        choice = self._route(chain, total, request.slo)
         output = request.sampling.max_tokens
         decode = self._choose_decode(total + output) if self.decoding else None
         record = ClusterRecord(request.id, request.arrival, total, output)
@@ -164,7 +164,7 @@ class VirtualCluster:
         self._live += 1
         self._begin(Passage(request, record, chain, self.nodes[choice.member], decode), choice)
 
-    def _route(self, chain: BlockHashes, total: int) -> PrefillChoice:
+    def _route(self, chain: BlockHashes, total: int, slo: Slo) -> PrefillChoice:
         """Chooses where a prompt of `total` tokens is prefilled; its last token is always
         computed."""
         spec = self.spec
@@ -186,7 +186,7 @@ class VirtualCluster:
         active = [node.active for node in self.prefilling]
         kept = [node.kept for node in self.prefilling]
         name = chain[max(min(total, spec.name_tokens) // size, 1) - 1]
-        return ROUTERS[spec.routing](RouterQuery(query, active, kept, name, spec.ttft))
+        return ROUTERS[spec.routing](RouterQuery(query, active, kept, name, slo.ttft or spec.ttft))
 
     def prefill(self, member: int, cached: int, total: int) -> float:
         """Seconds to compute a part of a prompt; see `RoutingCosts`."""

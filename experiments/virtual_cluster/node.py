@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from experiments.virtual_cluster.admission import POLICIES, tbt
 from experiments.virtual_cluster.routers import ROUTERS
 from jaxserve.api.batch import Batch
+from jaxserve.api.request import Slo
 from jaxserve.cache import CacheManager
 from jaxserve.cache.hashes import BlockHashes
 from jaxserve.cluster.assignments import Assignments
@@ -26,13 +28,14 @@ class ClusterSpec:
     system: one replica of it. roles: of all replicas. cache, scheduler: settings of each replica;
     its pages are those that follow. routing: a row of `cluster.routing.ROUTING` or of `ROUTERS`.
     admission: a row of `admission.POLICIES`. ttft, tbt: objectives in seconds, which
-    admission compares with. cache_tokens: of KV that a replica that prefills keeps, in whatever
-    memory; None: what fits on the devices. decode_tokens: the same of one that only decodes, which
-    caches prefixes where decode_caching says so. bytes_per_s: of each node's network, in either
-    direction (default: 87 GB/s, measured over four 200 Gbps NICs, Mooncake 7.4.1). name_tokens:
-    first tokens of a prompt, by which a router that hashes knows its prefix. completion: seconds
-    that a sequence is taken to decode, for predictions. sample_every: seconds between samples of
-    the loads; None: none are taken.
+    admission compares with. slo: objectives of a request by the tokens of its prompt, which its
+    replica and routers go by; default: ttft and tbt. cache_tokens: of KV that a replica that
+    prefills keeps, in whatever memory; None: what fits on the devices. decode_tokens: the same of
+    one that only decodes, which caches prefixes where decode_caching says so. bytes_per_s: of each
+    node's network, in either direction (default: 87 GB/s, measured over four 200 Gbps NICs,
+    Mooncake 7.4.1). name_tokens: first tokens of a prompt, by which a router that hashes knows its
+    prefix. completion: seconds that a sequence is taken to decode, for predictions. sample_every:
+    seconds between samples of the loads; None: none are taken.
     """
 
     system: System
@@ -45,6 +48,7 @@ class ClusterSpec:
     admission: str = "none"
     ttft: float = 30.0
     tbt: float = 0.1
+    slo: Callable[[int], Slo] | None = None
     cache_tokens: int | None = 3_000_000
     decode_tokens: int | None = None
     decode_caching: bool = False

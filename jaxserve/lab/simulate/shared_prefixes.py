@@ -81,7 +81,7 @@ class Sessions:
     question: Lengths
     output: Lengths
     pause: float
-    least_pause: float = 5.0
+    least_pause: float = 3.0
     kind: str = "session"
     options: tuple[str, ...] = ("system", "pause")
 
@@ -166,7 +166,7 @@ WORKLOADS: Mapping[str, SharedWorkload] = {
         turns=uniform(1, 5),
         question=lognormal(100, 1.0, 4, 1_800),
         output=lognormal(200, 0.8, 4, 1_000),
-        pause=25.0,
+        pause=8.0,  # shorter than people's, so that short runs have all turns of a session
         kind="chat",
     ),
 }

@@ -59,7 +59,7 @@ def test_a_turn_continues_the_one_before_with_its_answer():
             answer = np.full(before.output // UNIT, ANSWER)
             head = np.concatenate([before.blocks, answer])
             assert (arrival.blocks[: len(head)] == head).all()
-            assert arrival.time >= before.time + 5.0
+            assert arrival.time >= before.time + 3.0
         sessions[own] = arrival
     assert later > 100
     assert max(a.prompt + a.output for a in found) > 4096
