@@ -16,11 +16,14 @@ import pytest
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.step_shapes import StepShape
 from jaxserve.scheduling.slots import DECODE, PREFILL
+from tests.engine.groups import led
 from tests.engine.harness import Runner, assert_empty, engine, generate, shapes_of, watch_batches
 
 COPIES = 4  # tried before each step
 SHARE = 0.5  # of the blocks with several copies that are read on another one from now on
-FEW = dict(placement="random", prefix_copies=True, chunk=16, seqs=4, pages=8, max_len=512)
+# segments of one block: what is anywhere at all may be on every lane
+HASHED = dict(placement="hashed", segment_tokens=16, prefix_copies=True, pages=8)
+FEW = dict(chunk=16, seqs=4, max_len=512, **HASHED)
 
 
 class Case(NamedTuple):
@@ -143,6 +146,13 @@ def test_tokens_of_the_first_layers_equal_the_reference_in_a_pool_of_eight_lanes
 
 
 @pytest.mark.matrix
+@pytest.mark.parametrize("pool, tokens", [(2, 16), (4, 48), (8, 64)])
+def test_segments_over_groups_of_lanes(pool, tokens, few, smollm2_first_layers):
+    size = {**FEW, "pool_lanes": pool, "segment_tokens": tokens, "pages": 10}
+    assert_equal_under_chaos(engine(smollm2_first_layers, "kvp=8", **size), few)
+
+
+@pytest.mark.matrix
 @pytest.mark.parametrize("exchange", ["pass_q", "pass_kv"])
 def test_chunks_and_decodes_go_round_rings(exchange, few, smollm2_first_layers):
     """Decodes where nothing is copied in the step: beside copies they are gathered."""
@@ -189,6 +199,13 @@ def test_lower_tiers(few, golden_first_layers, smollm2_first_layers):
         assert counts.stored > 10 and counts.host_reads > 10 and not counts.wrong
     finally:
         real.close()
+
+
+@pytest.mark.matrix
+def test_a_replica_over_two_processes(few, smollm2_first_layers, monkeypatch):
+    size = dict(chunk_tokens=16, max_seqs=4, max_model_len=512, **HASHED)
+    with led(monkeypatch, smollm2_first_layers, "kvp=8", 2, **size) as (real, _):
+        assert_equal_under_chaos(real, few)
 
 
 @pytest.mark.matrix
