@@ -18,6 +18,7 @@ from jaxserve.cache.prefix_match import NO_MATCH, PrefixMatch
 from jaxserve.cache.published import PublishedBlocks
 from jaxserve.cache.table_updates import TableUpdates
 from jaxserve.cache.tiers import LowerTiers, SourceBlocks
+from jaxserve.lanes.dealing import PromptLanes
 from jaxserve.lanes.layout import SequenceLayout
 from jaxserve.lanes.moves import PageMoves, Rebalance, regroup
 from jaxserve.lanes.placement import PLACEMENTS, UNLIMITED
@@ -60,7 +61,8 @@ class CacheManager:
     To be read by all, by slot: `layouts`, and of these as arrays `home` (lane), `group_size` (of
     the smallest group of lanes that has home and all blocks; above 1 the sequence is spread),
     `blocks_per_lane` [slots, lanes] and `capacity` (tokens for which the slot has pages).
-    `published` has the blocks that can be found, `placement` chooses lanes. `table_updates`,
+    `published` has the blocks that can be found, `placement` chooses lanes, `prompt_lanes` says
+    on which ones prompts will lie. `table_updates`,
     `moves` and `stores` are taken with each batch. `watchers` see pages come and go.
     """
 
@@ -92,6 +94,7 @@ class CacheManager:
             limit = self.blocks(config.lane_tokens)
         pool = config.pool(lanes)
         self.placement = PLACEMENTS[config.placement](lanes, limit, rules.stripe, pool)
+        self.prompt_lanes = PromptLanes(self.placement, self.block_size, config.pages)
         self._ascending = rules.ascending
         self.layouts = [SequenceLayout(slot, lanes, config.pages) for slot in range(slots)]
         self.home = np.zeros(slots, np.int32)
@@ -111,11 +114,6 @@ class CacheManager:
     def available(self) -> int:
         """Pages that can be had on all lanes together, free or by eviction."""
         return sum(self.pages.available())
-
-    @property
-    def reach(self) -> int:
-        """Tokens of a sequence that a lane holds before the next lane joins."""
-        return min(self.placement.limit, self.pages.per_lane) * self.block_size
 
     def blocks(self, tokens: int) -> int:
         """Returns the blocks, and so pages, that this many tokens take."""

@@ -16,9 +16,11 @@ import numpy as np
 
 from jaxserve.api.batch import DEFAULT_EXCHANGE, Batch
 from jaxserve.lanes.choice import Decision, ExchangeChooser
+from jaxserve.lanes.dealing import PromptLanes
 from jaxserve.lanes.exchange import EXCHANGES
 from jaxserve.lanes.groups import group_around, group_sizes, lanes_of, size_around, size_of_step
 from jaxserve.lanes.load import ExchangedChunks, LaneLoad, SpreadChunks
+from jaxserve.lanes.placement import Grow
 from jaxserve.lanes.rates import AttentionCosts
 
 MOVED_PER_TOKEN = 4  # tokens of KV that a step moves to another lane for each that a lane computes
@@ -57,19 +59,13 @@ class PrefillPart(NamedTuple):
 
 
 class LaneCosts:
-    """Costs of one lane, on which nothing is spread; the base of those of several.
+    """Costs of one lane, on which nothing is spread; the base of those of several. prompts: the
+    lanes on which prompts lie; default: lanes join as they are full, which they never are."""
 
-    reach: tokens of a sequence that a lane holds before the next one joins; dealt: whether longer
-    prompts are dealt over all lanes from their first token on.
-    """
-
-    def __init__(
-        self, costs: StepCosts, lanes: int = 1, reach: float = math.inf, dealt: bool = False
-    ):
+    def __init__(self, costs: StepCosts, lanes: int = 1, prompts: PromptLanes | None = None):
         self.costs = costs
         self.lanes = lanes
-        self.reach = reach if lanes > 1 else math.inf
-        self.dealt = dealt
+        self.prompts = prompts or PromptLanes(Grow(lanes), 1)
 
     # --- one step
 
@@ -87,6 +83,11 @@ class LaneCosts:
         count = len(context)
         longest = float(context.max(initial=0))
         return [LaneLoad(count, float(context.sum()), longest, samples=count)]
+
+    def decodes_ahead(self, count: int, context: float, longest: float) -> LaneLoad:
+        """The load of a lane with an even share of decodes to come, `count` of them, which take
+        `context` tokens of KV together, at most `longest` each."""
+        return LaneLoad(count, context, longest, samples=count)
 
     def joined(
         self, loads: list[LaneLoad], lane: int, blocks: Sequence[int] | None, cached: int, new: int
@@ -183,18 +184,29 @@ class GatherCosts(LaneCosts):
         shards = (tokens[:, None] * blocks / np.maximum(blocks.sum(1, keepdims=True), 1)).sum(0)
         choice = None
         if len(tokens):
-            choice = self._decode_choice(lane[spread], int(group_size.max()), shards, alone)
+            share = int(np.bincount(lane[spread]).max())
+            choice = self._decode_choice(int(group_size.max()), share, float(shards.max()), alone)
         longest = [float(context[lane == index].max(initial=0)) for index in lanes]
         return [
             LaneLoad(n, float(kv), most, spread=len(tokens), samples=n, decode_choice=choice)
             for n, kv, most in zip(count, local + shards, longest)
         ]
 
-    def _decode_choice(
-        self, lane: np.ndarray, size: int, shards: np.ndarray, alone: bool
-    ) -> Decision | None:
+    def decodes_ahead(self, count: int, context: float, longest: float) -> LaneLoad:
+        """The load of a lane with decodes to come: see `LaneCosts.decodes_ahead`. They are spread
+        where a sequence of their mean length is."""
+        load = super().decodes_ahead(count, context, longest)
+        size = self.prompts.meeting(context / count)
+        if size > 1:
+            load.context *= size * max(self.prompts.shares(context * size, size))
+            load.spread = count * self.lanes
+            load.decode_choice = self._decode_choice(size, count, load.context, True)
+        return load
+
+    def _decode_choice(self, size: int, share: int, kv: float, alone: bool) -> Decision | None:
         """Decides how spread decodes exchange in groups of `size` lanes; None where no rates are
-        known. lane: home of each; shards: tokens of their KV on each lane."""
+        known. share: decodes of the lane that is home to most; kv: tokens of their KV on the
+        fullest lane."""
         return None
 
     def _spread(
@@ -221,11 +233,12 @@ class GatherCosts(LaneCosts):
 
     def parts(self, cached: float, total: float) -> Iterable[PrefillPart]:
         """The parts of a prompt's tokens `cached` to before `total` as lanes join."""
-        if self.dealt and total > self.reach:
-            yield PrefillPart(self.lanes, cached, total)
+        dealt = self.prompts.dealt_over(total)
+        if dealt > 1:
+            yield PrefillPart(dealt, cached, total)
             return
         for lanes in group_sizes(self.lanes):
-            stop = min(total, self.reach * lanes)
+            stop = min(total, self.prompts.reach * lanes)
             if lanes == self.lanes:
                 stop = total
             if stop > cached:
@@ -233,21 +246,27 @@ class GatherCosts(LaneCosts):
                 cached = stop
 
     def _context(self, part: PrefillPart) -> float:
-        """Tokens on the fullest lane, on average while a context grows: `reach`, and once all hold
-        that, a share."""
+        """Tokens on the fullest lane, on average while a context grows: its share where they are
+        dealt; else `reach`, and once all hold that, a share."""
         lanes, start, stop = part
+        context = super()._context(part)
         if lanes == 1:
-            return super()._context(part)
-        even = min(max(start, self.reach * lanes), stop)  # from here on all lanes hold as much
+            return context
+        if self.prompts.deals:
+            return context * max(self.prompts.shares(context, lanes))
+        reach = self.prompts.reach
+        even = min(max(start, reach * lanes), stop)  # from here on all lanes hold as much
         shared = (stop - even) * (even + stop) / 2 / lanes
-        return (self.reach * (even - start) + shared) / (stop - start)
+        return (reach * (even - start) + shared) / (stop - start)
 
 
 class ExchangeCosts(GatherCosts):
     """Costs of lanes that choose how they exchange what a step needs."""
 
-    def __init__(self, costs: StepCosts, chooser: ExchangeChooser, reach: float, dealt: bool):
-        super().__init__(costs, chooser.lanes, reach, dealt)
+    def __init__(
+        self, costs: StepCosts, chooser: ExchangeChooser, prompts: PromptLanes | None = None
+    ):
+        super().__init__(costs, chooser.lanes, prompts)
         self.chooser = chooser
         self._block = chooser.block
         self._nothing = SpreadChunks.none(chooser.lanes)
@@ -255,16 +274,18 @@ class ExchangeCosts(GatherCosts):
             size: chooser.for_groups(size) for size in group_sizes(chooser.lanes)
         }
 
-    def _decide(self, chunks: SpreadChunks) -> ExchangedChunks:
-        """Decides how the lanes of each group exchange what these chunks need."""
+    def _decide(self, chunks: SpreadChunks, settled: bool = True) -> ExchangedChunks:
+        """Decides how the lanes of each group exchange what these chunks need. settled: whether
+        tokens can be sampled where their blocks are; if not, settled exchanges are none to
+        choose."""
         decision = self._choosers[chunks.group_size].decide(chunks.work())
-        return ExchangedChunks(decision.strategy, decision.seconds[decision.strategy], chunks)
+        strategy = decision.strategy
+        if not settled and EXCHANGES[strategy].settled:
+            strategy = DEFAULT_EXCHANGE
+        return ExchangedChunks(strategy, decision.seconds[strategy], chunks)
 
-    def _decode_choice(
-        self, lane: np.ndarray, size: int, shards: np.ndarray, alone: bool
-    ) -> Decision:
-        share = int(np.bincount(lane).max())
-        choice = self._choosers[size].decodes(share, float(shards.max()))
+    def _decode_choice(self, size: int, share: int, kv: float, alone: bool) -> Decision:
+        choice = self._choosers[size].decodes(share, kv)
         return Decision(choice.strategy if alone else DEFAULT_EXCHANGE, choice.seconds)
 
     def _spread(
@@ -295,7 +316,7 @@ class ExchangeCosts(GatherCosts):
         are, given its share of the context: whole blocks are dealt evenly, and where lanes fill one
         by one, all are on the last."""
         lanes = [lane for lane, share in enumerate(shares) if share]
-        lanes = lanes[: -(-new // self._block) if self.dealt else 1]
+        lanes = lanes[: -(-new // self._block) if self.prompts.deals else 1]
         computed = [0.0] * len(shares)
         for lane in lanes:
             computed[lane] = 1 / len(lanes)
@@ -323,11 +344,7 @@ class ExchangeCosts(GatherCosts):
             settled &= not batch.sample[row] or lanes[-1] == batch.lane[row]
         if chunks.group_size == 1:
             return ExchangedChunks(DEFAULT_EXCHANGE, 0.0, chunks)
-        decision = self._choosers[chunks.group_size].decide(chunks.work())
-        strategy = decision.strategy
-        if not settled and EXCHANGES[strategy].settled:
-            strategy = DEFAULT_EXCHANGE
-        return ExchangedChunks(strategy, decision.seconds[strategy], chunks)
+        return self._decide(chunks, settled)
 
     def loads(self, batch: Batch, exchanged: ExchangedChunks | None = None) -> list[LaneLoad]:
         """A batch as the work of each lane, spread chunks as they are exchanged together: settled
@@ -368,21 +385,26 @@ class ExchangeCosts(GatherCosts):
         new = part.stop - part.start
         steps = math.ceil(new / (chunk * part.lanes))
         size = math.ceil(new / steps)
-        layer = sum(
-            weight * self._chunk_alone(part.start + place * (steps - 1) * size, size, part.lanes)
-            for weight, place in ((1 / 6, 0.0), (2 / 3, 0.5), (1 / 6, 1.0))
+        layer_at = lambda place, settled=True: self._chunk_alone(
+            part.start + place * (steps - 1) * size, size, part.lanes, settled
         )
-        return steps * (self.costs.launch + layers * layer)
+        layer = sum(
+            weight * layer_at(place) for weight, place in ((1 / 6, 0.0), (2 / 3, 0.5), (1 / 6, 1.0))
+        )
+        seconds = steps * (self.costs.launch + layers * layer)
+        if not self.prompts.ends_at_home:
+            seconds += layers * (layer_at(1.0, settled=False) - layer_at(1.0))
+        return seconds
 
-    def _chunk_alone(self, cached: float, new: int, lanes: int) -> float:
+    def _chunk_alone(self, cached: float, new: int, lanes: int, settled: bool) -> float:
         """Seconds of one layer of a chunk alone in its step, dealt over `lanes` lanes, or on those
-        that were filled one by one."""
-        if not self.dealt:
-            lanes = min(lanes, max(1, math.ceil((cached + new) / self.reach)))
-        shares = [1 / lanes] * lanes + [0.0] * (self.lanes - lanes)
-        group = group_around(0, size_around(range(lanes), self.lanes))
+        that were filled one by one. settled: see `_decide`."""
+        shares = self.prompts.shares(cached + new, lanes)
+        group = group_around(0, size_around(range(len(shares)), self.lanes))
+        shares += [0.0] * (self.lanes - len(shares))
         computed = self._computed(shares, new)
-        exchanged = self._decide(self._nothing.plus(round(cached), new, computed, shares, group))
+        chunks = self._nothing.plus(round(cached), new, computed, shares, group)
+        exchanged = self._decide(chunks, settled)
         tokens = max(exchanged.chunks.tokens_computed(exchanged.strategy))
         return self.costs.layer(LaneLoad().plus_spread(tokens, self.costs.tile, exchanged), 0.0)
 
@@ -391,12 +413,12 @@ def lane_costs(
     costs: StepCosts,
     lanes: int,
     chooser: ExchangeChooser | None = None,
-    reach: float = math.inf,
-    dealt: bool = False,
+    prompts: PromptLanes | None = None,
 ) -> LaneCosts:
-    """Returns the costs of `lanes` lanes; without a chooser they gather queries."""
+    """Returns the costs of `lanes` lanes; without a chooser they gather queries. prompts: see
+    `LaneCosts`."""
     if lanes == 1:
         return LaneCosts(costs)
     if chooser is None:
-        return GatherCosts(costs, lanes, reach, dealt)
-    return ExchangeCosts(costs, chooser, reach, dealt)
+        return GatherCosts(costs, lanes, prompts)
+    return ExchangeCosts(costs, chooser, prompts)

@@ -49,6 +49,11 @@ class Placement:
         prompt."""
         return ()
 
+    def drawn(self, blocks: int) -> int:
+        """Returns the number of segments of a dealt prompt of `blocks` blocks whose lanes are drawn
+        one by one; 0 where blocks are dealt evenly."""
+        return 0
+
     def next_lane(self, layout: SequenceLayout, available: list[int]) -> int:
         """Returns the lane for the block behind those of `layout`, whose key `layout.key` gives.
         available: pages that can be had on each lane, of which one has some; the lane that is
@@ -159,6 +164,9 @@ class Random(RoundRobin):
 
     help = "to any lane at random"
 
+    def drawn(self, blocks: int) -> int:
+        return blocks
+
     def next_lane(self, layout: SequenceLayout, available: list[int]) -> int:
         lanes = [lane for lane, pages in enumerate(available) if pages]
         return random.Random(layout.slot * 1_000_003 + len(layout.pages)).choice(lanes)
@@ -183,6 +191,9 @@ class Hashed(Grow):
 
     def dealt_over(self, home: int, blocks: int) -> tuple[int, ...]:
         return tuple(group_around(home, self.pool)) if blocks > self.stripe else ()
+
+    def drawn(self, blocks: int) -> int:
+        return -(-blocks // self.stripe)
 
     def next_lane(self, layout: SequenceLayout, available: list[int]) -> int:
         group = layout.group

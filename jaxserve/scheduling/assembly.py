@@ -15,8 +15,9 @@ from jaxserve.costs.predictor import Predictor
 from jaxserve.lanes.cdsp import Instances
 from jaxserve.lanes.choice import Correction, ExchangeChooser
 from jaxserve.lanes.cost import lane_costs, moves_per_pair
+from jaxserve.lanes.dealing import PromptLanes
 from jaxserve.lanes.exchange import PIECE_TOKENS
-from jaxserve.lanes.placement import PLACEMENTS
+from jaxserve.lanes.placement import PLACEMENTS, Striped
 from jaxserve.lanes.planner import LanePlanner, improvement_rates, instances_of
 from jaxserve.lanes.rates import GroupLinks, links_of
 from jaxserve.lanes.segments import least_segment
@@ -102,7 +103,8 @@ class ReplicaSizes:
     def instances(self, profile: ReplicaProfile) -> Instances:
         """Returns the lanes as prefill instances to plan with."""
         kvp = self.mesh.kvp
-        lanes = lane_costs(profile.costs, kvp, self.chooser(profile), dealt=True)
+        everywhere = PromptLanes(Striped(kvp, limit=0), self.cache.block_size)
+        lanes = lane_costs(profile.costs, kvp, self.chooser(profile), everywhere)
         seconds = Predictor(profile.costs, self.mesh, lanes).prefill_on
         step = self.scheduler.chunk_tokens
         return instances_of(seconds, kvp, step, self.planned_len, self.cache.block_size)

@@ -16,7 +16,6 @@ import numpy as np
 from jaxserve.api.batch import Batch
 from jaxserve.cache import CacheManager
 from jaxserve.costs.predictor import Predictor
-from jaxserve.lanes.load import LaneLoad
 from jaxserve.policies import PromptView
 from jaxserve.scheduling.budget import MIN_PREFILL_SHARE
 from jaxserve.scheduling.completion_lengths import CompletionLengths
@@ -155,7 +154,7 @@ class LoadModel:
         for count in self._counts[1:].tolist():
             tokens = mean * min(count, running) + context * max(count - running, 0)
             per_lane = -(-count // lanes)
-            load = LaneLoad(per_lane, tokens / lanes, longest, samples=per_lane)
+            load = self.predictor.lane_costs.decodes_ahead(per_lane, tokens / lanes, longest)
             seconds.append(self.predictor.lane(load))
         numbers = np.arange(self.config.max_seqs + 1)
         return np.interp(numbers, self._counts, np.maximum.accumulate(seconds))

@@ -75,7 +75,7 @@ class Scheduler:
         self.cache = cache
         self.max_len = max_len
         self.bus = EventBus()
-        lanes = lane_costs(costs, mesh.kvp, chooser, cache.reach, cache.placement.deals)
+        lanes = lane_costs(costs, mesh.kvp, chooser, cache.prompt_lanes)
         self.predictor = Predictor(costs, mesh, lanes)
         self.times = PrefillTimes(config, self.predictor)
         self.slots = SlotTable(config.max_seqs, cache, self.times.seconds)

@@ -16,8 +16,10 @@ from jaxserve.costs.predictor import Predictor
 from jaxserve.costs.profiles import costs
 from jaxserve.lanes.choice import ExchangeChooser
 from jaxserve.lanes.cost import lane_costs
+from jaxserve.lanes.dealing import PromptLanes
 from jaxserve.lanes.groups import group_around, size_of
 from jaxserve.lanes.load import LaneLoad
+from jaxserve.lanes.placement import Grow
 from jaxserve.lanes.rates import ExchangeRates, LaneLinks, Link
 from jaxserve.lanes.work import Heads
 from jaxserve.scheduling import Batch
@@ -462,7 +464,8 @@ def test_prefill_over_lanes_is_the_sum_of_its_steps(total, lanes):
     made = Costs(layers=2, linear_token=1, pair=1e-3, chunk=1, launch=3, kvp=7, kvp_token=0.25)
     reach = 4096
     chunk = 512
-    predictor = Predictor(made, MeshConfig(kvp=lanes), lane_costs(made, lanes, reach=reach))
+    prompts = PromptLanes(Grow(lanes, reach), 1)
+    predictor = Predictor(made, MeshConfig(kvp=lanes), lane_costs(made, lanes, prompts=prompts))
     steps = 0.0
     start = 0
     while start < total:

@@ -79,12 +79,11 @@ def forecast(scheduler: Scheduler) -> Forecast | None:
 def _tpot(scheduler: Scheduler, batch: int, context: int) -> float:
     predictor = scheduler.predictor
     lanes = predictor.mesh.kvp
-    size = lanes if context > predictor.lane_costs.reach else 1
+    size = predictor.lane_costs.prompts.meeting(context)
+    home = np.arange(batch) % lanes
+    meets = home[:, None] // size == np.arange(lanes) // size  # [batch, lanes]
     loads = predictor.lane_costs.decodes(
-        np.full(batch, context),
-        np.arange(batch) % lanes,
-        np.full(batch, size),
-        np.ones((batch, lanes), int),
+        np.full(batch, context), home, np.full(batch, size), meets.astype(int)
     )
     return predictor.latency(predictor.stage(loads), batch, -(-batch // lanes))
 
