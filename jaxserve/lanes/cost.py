@@ -84,9 +84,9 @@ class LaneCosts:
         longest = float(context.max(initial=0))
         return [LaneLoad(count, float(context.sum()), longest, samples=count)]
 
-    def decodes_ahead(self, count: int, context: float, longest: float) -> LaneLoad:
-        """The load of a lane with an even share of decodes to come, `count` of them, which take
-        `context` tokens of KV together, at most `longest` each."""
+    def decodes_ahead(self, count: int, context: float, mean: float, longest: float) -> LaneLoad:
+        """The load of a lane with an even share of decodes to come: `count` of them, and `context`
+        tokens of KV. mean, longest: tokens of a sequence."""
         return LaneLoad(count, context, longest, samples=count)
 
     def joined(
@@ -192,11 +192,11 @@ class GatherCosts(LaneCosts):
             for n, kv, most in zip(count, local + shards, longest)
         ]
 
-    def decodes_ahead(self, count: int, context: float, longest: float) -> LaneLoad:
+    def decodes_ahead(self, count: int, context: float, mean: float, longest: float) -> LaneLoad:
         """The load of a lane with decodes to come: see `LaneCosts.decodes_ahead`. They are spread
         where a sequence of their mean length is."""
-        load = super().decodes_ahead(count, context, longest)
-        size = self.prompts.meeting(context / count)
+        load = super().decodes_ahead(count, context, mean, longest)
+        size = self.prompts.meeting(mean)
         if size > 1:
             load.context *= size * max(self.prompts.shares(context * size, size))
             load.spread = count * self.lanes

@@ -57,10 +57,6 @@ class PromptLanes:
 @functools.lru_cache(maxsize=4096)
 def drawn_shares(segments: int, lanes: int) -> tuple[float, ...]:
     """Returns the share of `segments` segments that each lane is expected to have where each
-    segment's lane is drawn, that of the fullest first, and 0 for lanes that are expected to have
-    none."""
+    segment's lane is drawn, that of the fullest first."""
     draws = np.random.default_rng(0).multinomial(segments, [1 / lanes] * lanes, DRAWS)
-    counts = -np.sort(-draws, axis=1)
-    held = round(float(np.count_nonzero(draws, axis=1).mean()))
-    shares = counts.mean(0)[:held]
-    return *(shares / shares.sum()).tolist(), *[0.0] * (lanes - held)
+    return tuple((np.sort(draws)[:, ::-1].mean(0) / segments).tolist())

@@ -154,7 +154,9 @@ class LoadModel:
         for count in self._counts[1:].tolist():
             tokens = mean * min(count, running) + context * max(count - running, 0)
             per_lane = -(-count // lanes)
-            load = self.predictor.lane_costs.decodes_ahead(per_lane, tokens / lanes, longest)
+            load = self.predictor.lane_costs.decodes_ahead(
+                per_lane, tokens / lanes, tokens / count, longest
+            )
             seconds.append(self.predictor.lane(load))
         numbers = np.arange(self.config.max_seqs + 1)
         return np.interp(numbers, self._counts, np.maximum.accumulate(seconds))
