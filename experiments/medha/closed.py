@@ -13,6 +13,7 @@ from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.costs.predictor import Predictor
 from jaxserve.costs.profiles import devices
 from jaxserve.lab.simulate.run import System, shape_of
+from jaxserve.lanes.groups import ChunkPlace
 from jaxserve.lanes.load import LaneLoad
 from jaxserve.lanes.work import ITEM
 from jaxserve.scheduling.budget import StepBudget
@@ -77,7 +78,7 @@ class Node:
         step = StepBudget(predictor, lanes, chunk, 1, math.inf, math.inf)
         return np.array(
             [
-                step.seconds_with(0, held, start, min(chunk, tokens - start))
+                step.seconds_with(ChunkPlace(0, held), start, min(chunk, tokens - start))
                 for start in starts.tolist()
             ]
         )

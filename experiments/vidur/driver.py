@@ -21,6 +21,7 @@ import numpy as np
 
 from jaxserve.costs.coefficients import Costs
 from jaxserve.costs.predictor import Predictor
+from jaxserve.lanes.groups import ChunkPlace
 from jaxserve.policies import POLICIES, PromptView
 from jaxserve.settings.schema import MeshConfig
 from vidur import config as settings
@@ -71,7 +72,7 @@ class Times:
             context[single], nowhere, nowhere + 1, np.ones((count, 1), int)
         )
         for cached, new in zip(context[~single].tolist(), tokens[~single].tolist()):
-            self.predictor.add_chunk(lanes, 0, None, cached, new)
+            self.predictor.add_chunk(lanes, ChunkPlace(0), cached, new)
         seconds = self.predictor.stage(lanes)
         if pipeline_stage + 1 < self.predictor.mesh.spp:
             seconds += self.predictor.hop(int(tokens.sum())) - self.predictor.head(count)

@@ -7,7 +7,8 @@ sent once, when it is new.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 
@@ -79,6 +80,9 @@ class Batch:
     seconds: float  # predicted time in the slowest stage
     # rows of this batch whose sequence has just got its slot: set its sampling state
     admitted: tuple[int, ...]
+    # lanes over which a spread chunk is dealt where these are not all of its group, by its row in
+    # this batch; its last tokens are computed at home
+    dealt: Mapping[int, range] = field(default_factory=dict)
     # how spread chunks of more than one token, or decodes where no chunk has more, reach KV on
     # other lanes: a name of `lanes.exchange.EXCHANGES`
     exchange: str = DEFAULT_EXCHANGE
@@ -93,7 +97,7 @@ class Batch:
     def nbytes(self) -> int:
         """Size of the step's message, in bytes."""
         return sum(
-            getattr(self, field.name).nbytes
-            for field in fields(self)
-            if field.name not in ("number", "seconds", "admitted", "exchange")
+            getattr(self, each.name).nbytes
+            for each in fields(self)
+            if each.name not in ("number", "seconds", "admitted", "dealt", "exchange")
         )

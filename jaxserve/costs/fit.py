@@ -19,6 +19,7 @@ from jaxserve.costs.coefficients import Costs, ShapeCost, SpreadShape
 from jaxserve.costs.predictor import Predictor
 from jaxserve.lanes.choice import Correction, ExchangeChooser
 from jaxserve.lanes.cost import lane_costs
+from jaxserve.lanes.groups import ChunkPlace
 from jaxserve.lanes.load import LaneLoad
 from jaxserve.settings.schema import ConfigError, MeshConfig
 
@@ -204,7 +205,7 @@ def predicted(costs: Costs, mesh: MeshConfig, sample: StepSample) -> float:
         )
     ]
     for _ in range(sample.chunks):
-        predictor.add_chunk(lanes, 0, None, sample.cached, sample.new)
+        predictor.add_chunk(lanes, ChunkPlace(0), sample.cached, sample.new)
     return predictor.stage(lanes)
 
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from jaxserve.api.batch import Batch
 from jaxserve.costs.coefficients import NOMINAL, Costs
 from jaxserve.lanes.cost import LaneCosts, PrefillPart, lane_costs
+from jaxserve.lanes.groups import ChunkPlace
 from jaxserve.lanes.load import ExchangedChunks, LaneLoad
 from jaxserve.settings.schema import MeshConfig
 
@@ -72,12 +73,9 @@ class Predictor:
         samples: through all stages, and the hops between them."""
         return stage + (self.mesh.spp - 1) * (stage - self.head(samples) + self.hop(tokens))
 
-    def add_chunk(
-        self, loads: list[LaneLoad], lane: int, blocks: Sequence[int] | None, cached: int, new: int
-    ) -> None:
-        """Adds a prefill chunk to the loads of the lanes. blocks: on each lane of a spread
-        sequence, None for a local one."""
-        for index, load in self.lane_costs.joined(loads, lane, blocks, cached, new):
+    def add_chunk(self, loads: list[LaneLoad], place: ChunkPlace, cached: int, new: int) -> None:
+        """Adds a prefill chunk to the loads of the lanes."""
+        for index, load in self.lane_costs.joined(loads, place, cached, new):
             loads[index] = load
 
     def seconds(self, batch: Batch, exchanged: ExchangedChunks | None = None) -> float:

@@ -16,17 +16,18 @@ import numpy as np
 from jaxserve.api.batch import Batch
 from jaxserve.engine.step_shapes import RowGroup, StepShape
 from jaxserve.lanes.exchange import EXCHANGES
-from jaxserve.lanes.groups import group_sizes, size_of_step
+from jaxserve.lanes.groups import group_around, group_sizes, size_of_step
 
 
 class LongChunk(NamedTuple):
-    """A chunk of more than one token: its number in the batch, home lane, tokens, and the lanes of
-    the group that computes it."""
+    """A chunk of more than one token: its number in the batch, home lane, tokens, lanes that meet,
+    and those over which its rows are dealt, the last row aside, which is at home."""
 
     number: int
     lane: int
     length: int
     group_size: int
+    lanes: range
 
     @property
     def spread(self) -> bool:
@@ -61,7 +62,14 @@ class StepDemand:
         a row around a ring."""
         chunks = np.flatnonzero(batch.length != 1)
         fields = (batch.lane, batch.length, batch.group_size)
-        long = tuple(map(LongChunk, chunks.tolist(), *(field[chunks].tolist() for field in fields)))
+        long = tuple(
+            LongChunk(
+                number, lane, length, size, batch.dealt.get(number) or group_around(lane, size)
+            )
+            for number, lane, length, size in zip(
+                chunks.tolist(), *(field[chunks].tolist() for field in fields)
+            )
+        )
         if lanes == 1:
             return cls(len(batch.slot) - len(chunks), 0, long, 1, 1, False)
         single = batch.length == 1
@@ -96,13 +104,14 @@ class StepDemand:
             return True
         if not group.rows:
             return False
-        # groups of every size hold all rows that must lie in them: of chunks on larger groups the
-        # last one, at home
+        # groups of every size hold all rows that must lie in them: of chunks on more lanes the last
+        # one, at home
         for size in group_sizes(self.lanes):
             need = Counter[int]()
             for chunk in chunks:
-                rows = -(-chunk.length // group.width) if chunk.group_size <= size else 1
-                need[chunk.lane // size] += rows
+                need[chunk.lane // size] += 1
+                if len(chunk.lanes) <= size:
+                    need[chunk.lanes.start // size] += -(-chunk.length // group.width) - 1
             if max(need.values()) > group.rows * size:
                 return False
         return True

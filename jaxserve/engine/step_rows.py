@@ -262,18 +262,17 @@ def _cut(chunk: LongChunk, width: int) -> Iterator[LaneSlice]:
 
 
 def _deal(demand: StepDemand, group: RowGroup) -> Iterator[LaneSlice]:
-    """Deals rows of spread chunks, each to the lane of its group that has most left, the last one
-    to its home lane; smaller groups first, which have less choice."""
+    """Deals rows of spread chunks, each to that of its lanes that has most left, the last one to
+    its home lane; chunks on fewer lanes first, which have less choice."""
     free = [group.rows] * demand.lanes
     chunks = [chunk for chunk in demand.long if chunk.spread]
-    chunks.sort(key=lambda chunk: chunk.group_size)
+    chunks.sort(key=lambda chunk: len(chunk.lanes))
     for chunk in chunks:  # kept for last rows
         free[chunk.lane] -= 1
     for chunk in chunks:
-        lanes = group_around(chunk.lane, chunk.group_size)
         for part in _cut(chunk, group.width):
             if part.offset + part.size < chunk.length:
-                lane = max(lanes, key=lambda lane: (free[lane], lane == chunk.lane))
+                lane = max(chunk.lanes, key=lambda lane: (free[lane], lane == chunk.lane))
                 free[lane] -= 1
                 part = part._replace(lane=lane)
             yield part

@@ -18,7 +18,7 @@ from jaxserve.api.batch import DEFAULT_EXCHANGE, Batch
 from jaxserve.lanes.choice import Decision, ExchangeChooser
 from jaxserve.lanes.dealing import PromptLanes
 from jaxserve.lanes.exchange import EXCHANGES
-from jaxserve.lanes.groups import group_around, group_sizes, lanes_of, size_around, size_of_step
+from jaxserve.lanes.groups import ChunkPlace, group_around, group_sizes, size_around, size_of_step
 from jaxserve.lanes.load import ExchangedChunks, LaneLoad, SpreadChunks
 from jaxserve.lanes.placement import Grow
 from jaxserve.lanes.rates import AttentionCosts
@@ -90,20 +90,24 @@ class LaneCosts:
         return LaneLoad(count, context, longest, samples=count)
 
     def joined(
-        self, loads: list[LaneLoad], lane: int, blocks: Sequence[int] | None, cached: int, new: int
+        self, loads: list[LaneLoad], place: ChunkPlace, cached: int, new: int
     ) -> list[tuple[int, LaneLoad]]:
-        """The lanes that a prefill chunk bears on with it, and others that have to know of it.
-        lane: its home; blocks: of its sequence on each lane, None where it is local."""
-        if blocks is not None:
-            return self._spread(loads, lane, blocks, cached, new)
+        """The lanes that a prefill chunk bears on with it, and others that have to know of it."""
+        if place.blocks is not None:
+            return self._spread(loads, place, place.blocks, cached, new)
         attention = self.costs.attend_chunk(cached, new)
-        return [(lane, loads[lane].plus(new, self.costs.tile, attention))]
+        return [(place.home, loads[place.home].plus(new, self.costs.tile, attention))]
 
     def _spread(
-        self, loads: list[LaneLoad], lane: int, blocks: Sequence[int], cached: int, new: int
+        self,
+        loads: list[LaneLoad],
+        place: ChunkPlace,
+        blocks: Sequence[int],
+        cached: int,
+        new: int,
     ) -> list[tuple[int, LaneLoad]]:
         """The lanes that a spread chunk bears on, with it; one lane computes it as a local one."""
-        return self.joined(loads, lane, None, cached, new)
+        return self.joined(loads, ChunkPlace(place.home), cached, new)
 
     def exchanged(self, batch: Batch) -> ExchangedChunks | None:
         """Decides how a batch's spread chunks of more than one token reach KV on other lanes; None
@@ -123,9 +127,9 @@ class LaneCosts:
         )
         for row in self._separate(batch, ~single).tolist():
             blocks = batch.blocks_per_lane[row].tolist() if batch.spread[row] else None
-            lane = int(batch.lane[row])
+            place = ChunkPlace(int(batch.lane[row]), blocks, batch.dealt.get(row))
             chunk = int(batch.start[row]), int(batch.length[row])
-            for index, load in self.joined(loads, lane, blocks, *chunk):
+            for index, load in self.joined(loads, place, *chunk):
                 loads[index] = load
         return loads
 
@@ -210,19 +214,26 @@ class GatherCosts(LaneCosts):
         return None
 
     def _spread(
-        self, loads: list[LaneLoad], lane: int, blocks: Sequence[int], cached: int, new: int
+        self,
+        loads: list[LaneLoad],
+        place: ChunkPlace,
+        blocks: Sequence[int],
+        cached: int,
+        new: int,
     ) -> list[tuple[int, LaneLoad]]:
-        """Deals the tokens of a spread chunk over the lanes of its group, each of which attends,
-        for all of them, over what it holds."""
-        group = lanes_of(lane, blocks)
-        part = -(-new // len(group))
+        """Deals the tokens of a spread chunk over its lanes; each of its group attends, for all of
+        them, over what it holds."""
+        group = place.group
+        lanes = place.lanes
+        part = -(-new // len(lanes))
         spread = new * (len(group) > 1)
         total = sum(blocks) or 1
         out = []
         for index in group:
             share = blocks[index] / total
             attention = self.costs.attend_chunk(cached * share, new, new * share)
-            out.append((index, loads[index].plus(part, self.costs.tile, attention, spread)))
+            tokens = part * (index in lanes)
+            out.append((index, loads[index].plus(tokens, self.costs.tile, attention, spread)))
         return out
 
     def messages(self, load: LaneLoad) -> float:
@@ -289,19 +300,26 @@ class ExchangeCosts(GatherCosts):
         return Decision(choice.strategy if alone else DEFAULT_EXCHANGE, choice.seconds)
 
     def _spread(
-        self, loads: list[LaneLoad], lane: int, blocks: Sequence[int], cached: int, new: int
+        self,
+        loads: list[LaneLoad],
+        place: ChunkPlace,
+        blocks: Sequence[int],
+        cached: int,
+        new: int,
     ) -> list[tuple[int, LaneLoad]]:
         """Adds a spread chunk by the exchange that the spread chunks so far and this one would
         choose; of that all lanes have to know."""
-        group = lanes_of(lane, blocks)
+        group = place.group
+        lanes = place.lanes
         total = sum(blocks) or 1
         shares = [count / total for count in blocks]
         computed = self._computed(shares, new)
         chunks = self._nothing
-        if earlier := loads[lane].exchanged:
+        if earlier := loads[place.home].exchanged:
             chunks = earlier.chunks
-        exchanged = self._decide(chunks.plus(cached, new, computed, shares, group))
-        tokens = [-(-new // len(group))] * self.lanes
+        exchanged = self._decide(chunks.plus(cached, new, computed, shares, group, lanes))
+        part = -(-new // len(lanes))
+        tokens = [part * (lane in lanes) for lane in range(self.lanes)]
         if EXCHANGES[exchanged.strategy].settled:
             tokens = [math.ceil(new * part) for part in computed]
         return [
@@ -340,7 +358,8 @@ class ExchangeCosts(GatherCosts):
             blocks = batch.blocks_per_lane[row]
             group = group_around(int(batch.lane[row]), int(batch.group_size[row]))
             shares = (blocks / blocks.sum()).tolist()
-            chunks = chunks.plus(start, new, (tokens / new).tolist(), shares, group)
+            dealt = batch.dealt.get(row, group)
+            chunks = chunks.plus(start, new, (tokens / new).tolist(), shares, group, dealt)
             settled &= not batch.sample[row] or lanes[-1] == batch.lane[row]
         if chunks.group_size == 1:
             return ExchangedChunks(DEFAULT_EXCHANGE, 0.0, chunks)
@@ -403,7 +422,7 @@ class ExchangeCosts(GatherCosts):
         group = group_around(0, size_around(range(len(shares)), self.lanes))
         shares += [0.0] * (self.lanes - len(shares))
         computed = self._computed(shares, new)
-        chunks = self._nothing.plus(round(cached), new, computed, shares, group)
+        chunks = self._nothing.plus(round(cached), new, computed, shares, group, group)
         exchanged = self._decide(chunks, settled)
         tokens = max(exchanged.chunks.tokens_computed(exchanged.strategy))
         return self.costs.layer(LaneLoad().plus_spread(tokens, self.costs.tile, exchanged), 0.0)

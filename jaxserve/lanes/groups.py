@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -56,3 +57,25 @@ def lanes_of(home: int, held: Sequence[int] | None) -> range:
     """The lanes that compute a sequence: those of the group of `size_of`; home alone, where `held`
     is None."""
     return range(home, home + 1) if held is None else group_around(home, size_of(home, held))
+
+
+class ChunkPlace(NamedTuple):
+    """The lanes of a chunk of a prompt.
+
+    blocks: of its sequence on each lane; None where all are at home. dealt: the lanes over which
+    its tokens are dealt, its last ones aside, which are computed at home; None: all of `group`.
+    """
+
+    home: int
+    blocks: Sequence[int] | None = None
+    dealt: range | None = None
+
+    @property
+    def group(self) -> range:
+        """The lanes that meet: those of the smallest group that has home and all blocks."""
+        return lanes_of(self.home, self.blocks)
+
+    @property
+    def lanes(self) -> range:
+        """The lanes that compute tokens of the chunk."""
+        return self.group if self.dealt is None else self.dealt

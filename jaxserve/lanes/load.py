@@ -46,13 +46,15 @@ class SpreadChunks:
         computed: Sequence[float],
         shares: Sequence[float],
         group: range,
+        dealt: range,
     ) -> SpreadChunks:
         """Adds a chunk of `new` tokens after `cached` ones. computed, shares [lanes]: each lane's
-        share of the new tokens and of all KV, none outside of `group`, the lanes that compute
-        it."""
+        share of the new tokens, where they are settled, and of all KV, none outside of `group`, the
+        lanes that meet; dealt: of these, the lanes that compute it where it is not settled."""
         context = cached + new
         pairs = pairs_of(cached, new)
         largest = max(shares)
+        part_of_all = -(-new // len(dealt))
         sums = []
         for lane, (earlier, part, share) in enumerate(zip(self.sums, computed, shares)):
             if lane not in group:
@@ -63,7 +65,7 @@ class SpreadChunks:
                     tokens=earlier.tokens + new,
                     context=earlier.context + context,
                     pairs=earlier.pairs + pairs,
-                    even=earlier.even - -new // len(group),
+                    even=earlier.even + part_of_all * (lane in dealt),
                     computed=earlier.computed + new * part,
                     shard=earlier.shard + context * share,
                     shard_pairs=earlier.shard_pairs + pairs * share,

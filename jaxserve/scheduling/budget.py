@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from jaxserve.costs.predictor import Predictor
-from jaxserve.lanes.groups import lanes_of
+from jaxserve.lanes.groups import ChunkPlace
 from jaxserve.lanes.load import LaneLoad
 
 # share of a long prompt's remaining work: prompts with at most so much may share its step
@@ -14,8 +14,7 @@ SHARER_WORK_RATIO = 1 / 8
 # share of the decodes' time that chunks get where decodes alone take all there is
 MIN_PREFILL_SHARE = 0.25
 
-BlocksPerLane = list[int] | None  # of a sequence, if it is spread over lanes
-Chunk = tuple[int, BlocksPerLane, int, int]  # home lane, blocks, cached tokens, new tokens
+Chunk = tuple[ChunkPlace, int, int]  # cached tokens, new tokens
 
 
 class StepBudget:
@@ -60,22 +59,22 @@ class StepBudget:
         decodes = self.decode_seconds[home]
         return decodes + share * max(0.0, self.target - decodes)
 
-    def capacity(self, home: int, blocks: BlocksPerLane) -> int:
-        """Returns the most tokens of a chunk: as many as the lanes of its group can still take;
-        none where the home lane, which computes the last of them, takes no more."""
-        if not self.tokens_left[home]:
+    def capacity(self, place: ChunkPlace) -> int:
+        """Returns the most tokens of a chunk: as many as its lanes can still take; none where the
+        home lane, which computes the last of them, takes no more."""
+        if not self.tokens_left[place.home]:
             return 0
-        return sum(self.tokens_left[lane] for lane in lanes_of(home, blocks))
+        return sum(self.tokens_left[lane] for lane in place.lanes)
 
-    def seconds(self, home: int, blocks: BlocksPerLane) -> float:
+    def seconds(self, place: ChunkPlace) -> float:
         """Returns seconds so far of the lanes that a chunk would bear on."""
-        return max(self.lane_seconds[lane] for lane in lanes_of(home, blocks))
+        return max(self.lane_seconds[lane] for lane in place.group)
 
-    def seconds_with(self, home: int, blocks: BlocksPerLane, cached: int, new: int) -> float:
+    def seconds_with(self, place: ChunkPlace, cached: int, new: int) -> float:
         """Predicts seconds of these lanes with a chunk of `new` tokens after `cached` ones."""
-        lanes = lanes_of(home, blocks)
-        with_chunk = self._with((home, blocks, cached, new))
-        return max(seconds for lane, _, seconds in with_chunk if lane in lanes)
+        group = place.group
+        with_chunk = self._with((place, cached, new))
+        return max(seconds for lane, _, seconds in with_chunk if lane in group)
 
     def _with(self, chunk: Chunk) -> list[tuple[int, LaneLoad, float]]:
         if self._tried[0] != chunk:
@@ -86,47 +85,38 @@ class StepBudget:
             )
         return self._tried[1]
 
-    def add(self, home: int, blocks: BlocksPerLane, cached: int, new: int) -> None:
+    def add(self, place: ChunkPlace, cached: int, new: int) -> None:
         """Adds a chunk to the step. It takes whole tiles, as the device computes them: the last one
-        of its home lane's tokens, the others of those of the lanes of its group that have most
-        left."""
-        for index, lane, seconds in self._with((home, blocks, cached, new)):
+        of its home lane's tokens, the others of those of its lanes that have most left."""
+        for index, lane, seconds in self._with((place, cached, new)):
             self.lanes[index] = lane
             self.lane_seconds[index] = seconds
         self._tried = (None, [])
         tiles = -(-new // self.tile)
-        lanes = lanes_of(home, blocks)
-        if len(lanes) > 1:
-            self._take(home, 1)
-            for _ in range(tiles - 1):
-                self._take(max(lanes, key=self.tokens_left.__getitem__), 1)
-        else:
-            self._take(home, tiles)
+        self._take(place.home, 1)
+        for _ in range(tiles - 1):
+            self._take(max(place.lanes, key=self.tokens_left.__getitem__), 1)
 
     def _take(self, lane: int, tiles: int) -> None:
         self.tokens_left[lane] = max(0, self.tokens_left[lane] - tiles * self.tile)
 
 
-# budget, home lane, blocks per lane, cached tokens, most new tokens, step time in seconds
-Chunking = Callable[[StepBudget, int, BlocksPerLane, int, int, float], int]
+# budget, place, cached tokens, most new tokens, step time in seconds
+Chunking = Callable[[StepBudget, ChunkPlace, int, int, float], int]
 
 
-def static(
-    budget: StepBudget, home: int, blocks: BlocksPerLane, cached: int, tokens: int, limit: float
-) -> int:
+def static(budget: StepBudget, place: ChunkPlace, cached: int, tokens: int, limit: float) -> int:
     """Takes as many tokens as the lane can, whatever the time (Sarathi)."""
     return tokens
 
 
-def adaptive(
-    budget: StepBudget, home: int, blocks: BlocksPerLane, cached: int, tokens: int, limit: float
-) -> int:
+def adaptive(budget: StepBudget, place: ChunkPlace, cached: int, tokens: int, limit: float) -> int:
     """Takes the most tokens, in whole tiles or all of `tokens`, with which the step takes no longer
     than `limit`; 0 where one tile is too much."""
-    below = budget.seconds(home, blocks)
+    below = budget.seconds(place)
     if limit <= below:
         return 0
-    above = budget.seconds_with(home, blocks, cached, tokens)
+    above = budget.seconds_with(place, cached, tokens)
     if above <= limit:
         return tokens
     # `low` tiles fit, `high` do not; try in turns where a line would cross, and half way
@@ -140,7 +130,7 @@ def adaptive(
             middle = low + int((high - low) * (limit - below) / (above - below))
         halve = not halve
         middle = min(max(middle, low + 1), high - 1)
-        seconds = budget.seconds_with(home, blocks, cached, middle * budget.tile)
+        seconds = budget.seconds_with(place, cached, middle * budget.tile)
         if seconds <= limit:
             low = middle
             below = seconds

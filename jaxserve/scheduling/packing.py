@@ -18,6 +18,7 @@ are left to the batches after it.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -216,9 +217,16 @@ class BatchPacker:
             moves=cache.moves.take(),
             table_updates=cache.table_updates.take(),
             seconds=seconds,
+            dealt=self._dealt(decodes.size, chunks),
             admitted=tuple(row for row, chunk in enumerate(chunks, decodes.size) if chunk.admitted),
             stores=cache.stores.take(),
         )
+
+    def _dealt(self, first: int, chunks: list[PrefillChunk]) -> Mapping[int, range]:
+        """Returns the lanes over which chunks are dealt, of those for which a plan says so, by row
+        from `first` on."""
+        rows = enumerate(chunks, first)
+        return {row: chunk.dealt for row, chunk in rows if chunk.dealt is not None}
 
     def _block_lane(self, chunks: list[PrefillChunk]) -> np.ndarray:
         """Returns the lane of each block that the spread chunks of more than one token fall in."""

@@ -7,9 +7,8 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxserve.cache import CacheManager
-from jaxserve.lanes.groups import lanes_of
+from jaxserve.lanes.groups import ChunkPlace
 from jaxserve.lanes.planner import LanePlanner, PlanPart, part_at
-from jaxserve.scheduling.budget import BlocksPerLane
 from jaxserve.scheduling.fetches import Fetch, Fetches
 from jaxserve.scheduling.page_admission import PageAdmission
 from jaxserve.scheduling.prefetch import QueuePrefetch
@@ -25,17 +24,10 @@ class ChunkCandidate(NamedTuple):
     """The place of a sequence's next chunk."""
 
     sequence: Sequence
-    home: int  # lane
-    # if the sequence is spread, or will be by this chunk; else None
-    blocks_per_lane: BlocksPerLane
+    place: ChunkPlace  # with blocks where the sequence is spread, or will be by this chunk
     start: int  # first token
     part: PlanPart  # of the plan, with the token at `start`
     first: FirstChunk | None = None  # of a sequence that waits
-
-    @property
-    def lanes(self) -> range:
-        """The lanes that would compute it."""
-        return lanes_of(self.home, self.blocks_per_lane)
 
 
 class FirstChunk(NamedTuple):
@@ -77,10 +69,8 @@ class PrefillChunks:
             return None
         start = int(self.slots.issued[slot])
         part = sequence.plan_at(start)
-        blocks = None
-        if self.cache.pages.lanes > 1:
-            blocks = self._spread(home, self.cache.blocks_per_lane[slot], part, sequence)
-        return ChunkCandidate(sequence, home, blocks, start, part)
+        place = self._place(step, home, self.cache.blocks_per_lane[slot], part, sequence)
+        return ChunkCandidate(sequence, place, start, part)
 
     def _first(self, step: PrefillStep, sequence: Sequence) -> ChunkCandidate | None:
         """Returns where the first chunk of a waiting sequence would run, by the plan that it would
@@ -103,11 +93,9 @@ class PrefillChunks:
         else:
             stop = min(start + step.config.chunk_tokens, sequence.prefill_len)
             home = cache.choose_home(pages, lanes, cache.blocks(stop) - len(pages), step.pending)
-        blocks = None
-        if cache.pages.lanes > 1:
-            blocks = self._spread(home, cache.pages.count_by_lane(pages), part, sequence)
+        place = self._place(step, home, cache.pages.count_by_lane(pages), part, sequence)
         first = FirstChunk(pages, plan, self.fetches.choose(sequence, len(pages)))
-        return ChunkCandidate(sequence, home, blocks, start, part, first)
+        return ChunkCandidate(sequence, place, start, part, first)
 
     def _plan(self, step: PrefillStep, start: int, stop: int) -> tuple[PlanPart, ...]:
         """Returns a plan for tokens `start` to before `stop`; () where one lane does all: that is
@@ -123,20 +111,27 @@ class PrefillChunks:
             return ()
         return plan
 
-    def _spread(
-        self, home: int, per_lane: np.ndarray, part: PlanPart, sequence: Sequence
-    ) -> BlocksPerLane:
-        """Returns the blocks per lane, at least one on each over which the chunk is spread; None
-        where the home lane has them all."""
+    def _place(
+        self,
+        step: PrefillStep,
+        home: int,
+        per_lane: np.ndarray,
+        part: PlanPart,
+        sequence: Sequence,
+    ) -> ChunkPlace:
+        """Returns the lanes of a chunk: with blocks on each lane, at least one on each over which
+        it is spread; without where the home lane has them all."""
+        if self.cache.pages.lanes == 1:
+            return ChunkPlace(home)
         blocks = per_lane.tolist()
+        dealt = step.dealt.get(sequence.number)
         lanes = part.lanes or self.cache.placement.dealt_over(
             home, self.cache.blocks(sequence.prefill_len)
         )
-        for lane in lanes:
+        for lane in (*lanes, *(dealt or ())):
             blocks[lane] = max(blocks[lane], 1)
-        if len(lanes_of(home, blocks)) == 1:
-            return None
-        return blocks
+        place = ChunkPlace(home, blocks, dealt)
+        return ChunkPlace(home) if len(place.group) == 1 else place
 
     # --- into the step
 
@@ -148,11 +143,11 @@ class PrefillChunks:
             return
         sequence = candidate.sequence
         start = candidate.start
-        self.admission.admit(sequence, first.pages, candidate.home)
+        self.admission.admit(sequence, first.pages, candidate.place.home)
         sequence.plan = first.plan
         if start or first.plan:
             sequence.prefill_seconds_left = step.seconds_left(sequence, start)
-        step.count_pending(sequence, candidate.home)
+        step.count_pending(sequence, candidate.place.home)
         if sequence.started_at is None:
             sequence.started_at = step.now
             sequence.cached_tokens = start
@@ -167,15 +162,17 @@ class PrefillChunks:
         if not length:
             return False
         self.admit(step, candidate)
-        home = candidate.home
-        blocks = candidate.blocks_per_lane
-        lanes = self._extend(sequence, candidate.start + length)
-        if lanes == 1 and length <= step.budget.tokens_left[home]:
-            blocks = None  # its blocks came to lie at home, and all of it fits there
+        place = candidate.place
+        size = self._extend(sequence, candidate.start + length)
+        local = size == 1 and place.dealt is None
+        if local and length <= step.budget.tokens_left[place.home]:
+            place = ChunkPlace(
+                place.home
+            )  # its blocks came to lie at home, and all of it fits there
         else:
-            lanes = max(lanes, len(candidate.lanes))
-        step.budget.add(home, blocks, candidate.start, length)
-        step.chunks.append(self._issue(step, sequence, length, lanes))
+            size = max(size, len(place.group))
+        step.budget.add(place, candidate.start, length)
+        step.chunks.append(self._issue(step, sequence, length, size, place.dealt))
         return True
 
     def length_with_pages(self, sequence: Sequence, limit: int, reserve: int) -> int:
@@ -206,14 +203,20 @@ class PrefillChunks:
         return lanes
 
     def _issue(
-        self, step: PrefillStep, sequence: Sequence, length: int, lanes: int
+        self,
+        step: PrefillStep,
+        sequence: Sequence,
+        length: int,
+        group_size: int,
+        dealt: range | None,
     ) -> PrefillChunk:
-        """Counts the sequence's next tokens, which have pages, as issued. lanes: how many of them
-        compute the chunk."""
+        """Counts the sequence's next tokens, which have pages, as issued. group_size: lanes that
+        meet; dealt: see `ChunkPlace`."""
         slot = sequence.slot
         slots = self.slots
         start = int(slots.issued[slot])
-        chunk = PrefillChunk(slot, start, start + length, slot in slots.unannounced, lanes)
+        admitted = slot in slots.unannounced
+        chunk = PrefillChunk(slot, start, start + length, admitted, group_size, dealt)
         slots.unannounced.discard(slot)
         slots.issued[slot] = chunk.stop
         if chunk.stop < sequence.prefill_len:

@@ -123,7 +123,7 @@ class PrefillPacker:
         long = candidate.sequence
         self.chunks.admit(step, candidate)
         candidate = self.chunks.find(step, long) or candidate._replace(first=None)
-        if len(candidate.lanes) < len(step.budget.lanes):
+        if len(candidate.place.group) < len(step.budget.lanes):
             self._add_sharers(step, candidate, order.ranked())
         work = SHARER_WORK_RATIO * long.prefill_seconds_left
         self._add_sharers(step, candidate, order.ranked(work))
@@ -137,10 +137,13 @@ class PrefillPacker:
         misses = 0
         most_work = SHARER_WORK_RATIO * long.sequence.prefill_seconds_left
         for tried, other in enumerate(self._computable(step, others), 1):
-            apart = other.home not in long.lanes and long.home not in other.lanes
+            apart = (
+                other.place.home not in long.place.group
+                and long.place.home not in other.place.group
+            )
             if apart or other.sequence.prefill_seconds_left <= most_work:
                 share = 1.0 if apart else self._share(step, other.sequence)
-                limit = step.budget.limit(other.home, share)
+                limit = step.budget.limit(other.place.home, share)
                 length = self._length(step, other, limit)
                 misses = 0 if self.chunks.add(step, other, length) else misses + 1
             if misses == MAX_MISSES or tried == MAX_SHARERS_TRIED or step.out_of_pages:
@@ -163,14 +166,13 @@ class PrefillPacker:
         if tokens <= 0:
             return 0
         chunking = CHUNKING[step.config.chunking]
-        blocks = candidate.blocks_per_lane
-        return chunking(step.budget, candidate.home, blocks, candidate.start, tokens, limit)
+        return chunking(step.budget, candidate.place, candidate.start, tokens, limit)
 
     def _capacity(self, step: PrefillStep, candidate: ChunkCandidate) -> int:
         """Returns the most tokens of the chunk: to the end of the plan's part, as its lanes can
         take."""
         left_of_part = candidate.part.stop - candidate.start
-        return min(left_of_part, step.budget.capacity(candidate.home, candidate.blocks_per_lane))
+        return min(left_of_part, step.budget.capacity(candidate.place))
 
     def _add_something(self, step: PrefillStep, candidate: ChunkCandidate, length: int) -> None:
         """Adds a chunk of `length` tokens; if it is the first of the step, of a tile at least, so

@@ -17,7 +17,8 @@ class PrefillChunk(NamedTuple):
     start: int
     stop: int
     admitted: bool  # the sequence got its slot in this step
-    group_size: int  # lanes that compute it, see Batch
+    group_size: int  # lanes that meet, see Batch
+    dealt: range | None = None  # lanes that compute it, where these are not all that meet
 
 
 @dataclass(slots=True)
@@ -30,6 +31,8 @@ class PrefillStep:
     reserve: int  # pages that are kept for decodes
     pending: list[float]  # seconds of prefill that each lane has to do
     chunks: list[PrefillChunk] = field(default_factory=list)
+    # lanes over which chunks are dealt, by number of the sequence, where a plan of the step says so
+    dealt: dict[int, range] = field(default_factory=dict)
     out_of_pages: bool = False  # a sequence that is partly prefilled found no page
 
     @property

@@ -17,7 +17,7 @@ from jaxserve.costs.profiles import costs
 from jaxserve.lanes.choice import ExchangeChooser
 from jaxserve.lanes.cost import lane_costs
 from jaxserve.lanes.dealing import PromptLanes
-from jaxserve.lanes.groups import group_around, size_of
+from jaxserve.lanes.groups import ChunkPlace, group_around, size_of
 from jaxserve.lanes.load import LaneLoad
 from jaxserve.lanes.placement import Grow
 from jaxserve.lanes.rates import ExchangeRates, LaneLinks, Link
@@ -59,10 +59,10 @@ def chunks(*rows: tuple[int, int, list[int]], home: int = 0) -> Batch:
 
 
 def with_chunk(
-    predictor: Predictor, lanes: list[LaneLoad], home: int, held: list[int] | None, *chunk: int
+    predictor: Predictor, lanes: list[LaneLoad], place: ChunkPlace, *chunk: int
 ) -> float:
     """Seconds of the step, on the lanes that it bears on, if the chunk (cached, new) joined."""
-    return StepBudget(predictor, lanes, 1, 1, np.inf, np.inf).seconds_with(home, held, *chunk)
+    return StepBudget(predictor, lanes, 1, 1, np.inf, np.inf).seconds_with(place, *chunk)
 
 
 def alone(predictor: Predictor, total: int, chunk: int) -> float:
@@ -71,7 +71,7 @@ def alone(predictor: Predictor, total: int, chunk: int) -> float:
     lanes = []
     for start, length in steps:
         lanes.append([LaneLoad(samples=int(start + length == total))])
-        predictor.add_chunk(lanes[-1], 0, None, start, length)
+        predictor.add_chunk(lanes[-1], ChunkPlace(0), start, length)
     return sum(map(predictor.stage, lanes))
 
 
@@ -149,7 +149,7 @@ def test_a_step_costs_what_the_first_compiled_shape_that_holds_it_costs(decodes,
     predictor = Predictor(Costs(layers=1, linear_token=100, shapes=SHAPES, tile=16), MeshConfig())
     lanes = [LaneLoad(decodes=decodes)]
     for length in prefill:
-        predictor.add_chunk(lanes, 0, None, 0, length)
+        predictor.add_chunk(lanes, ChunkPlace(0), 0, length)
     assert predictor.stage(lanes) == seconds
 
 
@@ -191,10 +191,10 @@ def test_the_slowest_lane_decides_and_a_lane_does_its_own_work_only():
     predictor = Predictor(Costs(layers=1, linear_token=1), MeshConfig(kvp=3))
     lanes = [LaneLoad(decodes=2), LaneLoad(decodes=5), LaneLoad()]
     assert predictor.stage(lanes) == 5
-    assert with_chunk(predictor, lanes, 0, None, 0, 2) == 4  # of the lane that it bears on
-    predictor.add_chunk(lanes, 0, None, 0, 2)
+    assert with_chunk(predictor, lanes, ChunkPlace(0), 0, 2) == 4  # of the lane that it bears on
+    predictor.add_chunk(lanes, ChunkPlace(0), 0, 2)
     assert predictor.stage(lanes) == 5
-    predictor.add_chunk(lanes, 2, None, 0, 6)
+    predictor.add_chunk(lanes, ChunkPlace(2), 0, 6)
     assert predictor.stage(lanes) == 6
 
 
@@ -210,7 +210,7 @@ def test_the_shares_of_a_spread_chunk_add_up(held, cached, new):
     for made in (Costs(layers=1, pair=1), Costs(layers=1, read=1)):
         predictor = Predictor(made, MeshConfig(kvp=len(held)))
         lanes = [LaneLoad() for _ in held]
-        predictor.add_chunk(lanes, 0, held, cached, new)
+        predictor.add_chunk(lanes, ChunkPlace(0, held), cached, new)
         assert sum(lane.attention for lane in lanes) == pytest.approx(
             made.attend_chunk(cached, new)
         )
@@ -231,8 +231,8 @@ def test_the_shares_of_a_spread_chunk_add_up(held, cached, new):
 def test_asking_what_a_chunk_would_cost_and_adding_it_agree(cached, new, held):
     predictor = Predictor(REAL, MeshConfig(kvp=3))
     lanes = [LaneLoad(decodes=3, context=1e4, samples=3) for _ in range(3)]
-    asked = with_chunk(predictor, lanes, 1, held, cached, new)
-    predictor.add_chunk(lanes, 1, held, cached, new)
+    asked = with_chunk(predictor, lanes, ChunkPlace(1, held), cached, new)
+    predictor.add_chunk(lanes, ChunkPlace(1, held), cached, new)
     assert asked == pytest.approx(predictor.stage(lanes))
 
 
@@ -312,7 +312,7 @@ def test_a_chunk_that_joins_spread_decodes_has_their_queries_gathered():
     for name in ("gather", "pass_q"):
         predictor = ringing(name)
         lanes = predictor.lane_costs.loads(chunks(*rows))
-        joined.append(with_chunk(predictor, lanes, 0, None, 0, 8))
+        joined.append(with_chunk(predictor, lanes, ChunkPlace(0), 0, 8))
     assert joined[0] == joined[1]
 
 
@@ -364,7 +364,7 @@ def test_prefill_falls_with_the_stages_but_for_the_hand_off():
     for stages in (1, 2, 4, 8, 16):
         predictor = Predictor(made, MeshConfig(spp=stages))
         assert predictor.prefill(0, total, chunk) == pytest.approx(whole / stages)
-        pace = with_chunk(predictor, [LaneLoad()], 0, None, total - chunk, chunk)
+        pace = with_chunk(predictor, [LaneLoad()], ChunkPlace(0), total - chunk, chunk)
         first_token = whole / stages + predictor.latency(pace, chunk, samples=0) - pace
         assert first_token == pytest.approx(whole / stages + (stages - 1) * (pace + 7))
         assert first_token < whole / stages * 1.5 or stages == 1
@@ -388,7 +388,13 @@ def test_what_lanes_say_to_each_other_does_not_depend_on_the_context(near, far, 
         spread = [1] * lanes
         mesh = MeshConfig(kvp=lanes)
         seconds = [
-            with_chunk(Predictor(made, mesh), [LaneLoad() for _ in spread], 0, spread, cached, new)
+            with_chunk(
+                Predictor(made, mesh),
+                [LaneLoad() for _ in spread],
+                ChunkPlace(0, spread),
+                cached,
+                new,
+            )
             for made in (talking, silent)
         ]
         return seconds[0] - seconds[1]
@@ -471,9 +477,8 @@ def test_prefill_over_lanes_is_the_sum_of_its_steps(total, lanes):
     while start < total:
         new = min(chunk * size_of(0, grown(start + 1, reach, lanes)), total - start)
         held = grown(start + new // 2, reach, lanes)
-        steps += with_chunk(
-            predictor, [LaneLoad()] * lanes, 0, held if start >= reach else None, start, new
-        )
+        place = ChunkPlace(0, held if start >= reach else None)
+        steps += with_chunk(predictor, [LaneLoad()] * lanes, place, start, new)
         start += new
     assert predictor.prefill(0, total, chunk) == pytest.approx(steps, rel=0.03)
     assert predictor.prefill(0, total, chunk) <= Predictor(made, MeshConfig()).prefill(

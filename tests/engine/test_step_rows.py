@@ -250,6 +250,26 @@ def test_every_batch_may_copy_pages_to_any_lane(lanes, pool, placement):
     assert seen["left"] > 5 or pool > 1
 
 
+@pytest.mark.parametrize("dealt", [range(2), range(2, 4), range(3, 4), range(4)])
+@pytest.mark.parametrize("home", range(4))
+def test_a_chunk_is_dealt_over_the_lanes_that_a_plan_says(dealt, home):
+    """All but its last row, which is at home, wherever its blocks are."""
+    lanes = 4
+    config = SchedulerConfig(max_seqs=4, chunk_tokens=64, min_chunk=16)
+    cache = CacheManager(CacheConfig(BLOCK, 60, placement="round_robin"), lanes, 4)
+    scheduler = Scheduler(config, cache, MeshConfig(kvp=lanes), 400)
+    params = SamplingParams(temperature=0, max_tokens=1)
+    scheduler.add(Request("long", np.arange(50, dtype=np.int32), params))
+    batch = scheduler.start(0.0)
+    batch = dataclasses.replace(batch, dealt={0: dealt}, lane=np.array([home], np.int32))
+    demand = StepDemand.of(batch, lanes, config.tile, BLOCK)
+    shape = cheapest(shapes(config, lanes, BLOCK), demand)
+    arrays = StepRows(batch, demand, shape, BLOCK).arrays()
+    check_message(batch, arrays, lanes)
+    *parts, last = [part.lane for part in arrays.slices]
+    assert last == home and len(parts) == 3 and set(parts) <= set(dealt)
+
+
 def test_spread_decodes_of_a_pool_take_a_program_of_its_group():
     config = SchedulerConfig(max_seqs=16)
     pooled = shapes(config, 8, BLOCK, pool=4)

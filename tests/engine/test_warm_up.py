@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from jaxserve.engine.build import build
 from jaxserve.engine.step_demand import LaneSlice, LongChunk, StepDemand
 from jaxserve.engine.step_shapes import first_shapes, shapes
+from jaxserve.lanes.groups import group_around
 from jaxserve.settings.schema import CacheConfig, EngineConfig, ModelSource, SchedulerConfig
 from tests.engine.harness import Runner, engine
 
@@ -41,8 +42,10 @@ def test_what_fits_a_shape_fits_one_of_the_first_with_the_same_exchange(
     config, lanes, local, spread, long, moves, ring
 ):
     chunks = tuple(
-        LongChunk(row, lane % lanes, length, min(size, lanes))
-        for row, (lane, length, size) in enumerate(long)
+        LongChunk(row, home, length, size, group_around(home, size))
+        for row, (home, length, size) in enumerate(
+            (lane % lanes, length, min(size, lanes)) for lane, length, size in long
+        )
     )
     largest = max((chunk.group_size for chunk in chunks), default=1)
     rows = tuple(LaneSlice(0, at, 1, 0) for at in range(ring if largest > 1 else 0))

@@ -13,12 +13,15 @@ from hypothesis import strategies as st
 
 from jaxserve.costs.coefficients import Costs
 from jaxserve.costs.predictor import Predictor
+from jaxserve.lanes.groups import ChunkPlace
 from jaxserve.lanes.load import LaneLoad
 from jaxserve.scheduling.budget import CHUNKING, StepBudget, adaptive
 from jaxserve.settings.schema import MeshConfig
 from tests.examples import examples
 
 TOKEN = Costs(layers=1, linear_token=0.001)
+HOME = ChunkPlace(0)
+SPREAD = ChunkPlace(0, [3, 1])
 
 
 def room(
@@ -40,7 +43,7 @@ def room(
 def test_without_decodes_all_prompts_have_the_same_time():
     made = room(0.25, 0.25)
     assert (made.target, made.long_target) == (0.25, 0.25)
-    assert adaptive(made, 0, None, 0, 4096, made.target) == 250
+    assert adaptive(made, HOME, 0, 4096, made.target) == 250
 
 
 def test_a_prompt_of_several_steps_has_less_time_than_short_ones_that_fill_the_objective():
@@ -48,8 +51,8 @@ def test_a_prompt_of_several_steps_has_less_time_than_short_ones_that_fill_the_o
     made = room(1.0, 0.25, 100)
     assert (made.target, made.long_target) == (1.0, 0.25)
     assert (
-        adaptive(made, 0, None, 0, 4096, made.target) == 900
-        and adaptive(made, 0, None, 0, 4096, made.long_target) == 150
+        adaptive(made, HOME, 0, 4096, made.target) == 900
+        and adaptive(made, HOME, 0, 4096, made.long_target) == 150
     )
 
 
@@ -65,7 +68,7 @@ def test_where_decodes_take_all_the_time_there_is_chunks_get_a_quarter_of_theirs
     """100 decodes take 0.1 s."""
     made = room(objective, 0.01, 100)
     assert (made.target, made.long_target) == pytest.approx((target, target))
-    assert adaptive(made, 0, None, 0, 4096, made.long_target) == pytest.approx(
+    assert adaptive(made, HOME, 0, 4096, made.long_target) == pytest.approx(
         1000 * target - 100, abs=1
     )
 
@@ -93,22 +96,22 @@ def test_a_share_is_of_what_the_decodes_leave():
 def test_what_was_taken_is_there_no_more():
     """50 tokens take one tile of 64."""
     made = room(0.25, 0.25, tile=64, tokens=256)
-    made.add(0, None, 0, 50)
+    made.add(HOME, 0, 50)
     assert made.tokens_left == [192] and made.lane_seconds == pytest.approx([0.05])
-    assert adaptive(made, 0, None, 0, 192, made.target) == 192
-    made.add(0, None, 0, 192)
+    assert adaptive(made, HOME, 0, 192, made.target) == 192
+    made.add(HOME, 0, 192)
     assert made.tokens_left == [0] and made.lane_seconds == pytest.approx([0.242])
 
 
 def test_a_spread_chunk_takes_time_and_tokens_of_all_lanes_of_its_group():
     made = room(0.25, 0.25, 0, 100, tile=4, tokens=256)
-    assert made.seconds(0, None) == 0 and made.seconds(0, [3, 1]) == made.seconds(
-        1, None
+    assert made.seconds(HOME) == 0 and made.seconds(SPREAD) == made.seconds(
+        ChunkPlace(1)
     ) == pytest.approx(0.1)
-    assert made.seconds_with(0, [3, 1], 0, 40) == pytest.approx(0.12) and made.seconds_with(
-        0, None, 0, 40
+    assert made.seconds_with(SPREAD, 0, 40) == pytest.approx(0.12) and made.seconds_with(
+        HOME, 0, 40
     ) == pytest.approx(0.04)
-    made.add(0, [3, 1], 0, 40)
+    made.add(SPREAD, 0, 40)
     assert made.lane_seconds == pytest.approx([0.02, 0.12]) and made.tokens_left == [236, 236]
 
 
@@ -136,15 +139,15 @@ def test_an_adaptive_chunk_is_the_most_whole_tiles_that_are_in_time(
     """Or all there is, even if that ends within a tile."""
     made = room(1.0, 1.0, decodes, tile=tile, costs=costs)
     for chunk in before:
-        made.add(0, None, 0, chunk)
+        made.add(HOME, 0, chunk)
     lengths = [*range(tile, most, tile), most]
-    fitting = [length for length in lengths if made.seconds_with(0, None, cached, length) <= until]
-    chosen = adaptive(made, 0, None, cached, most, until)
-    assert chosen == (max(fitting, default=0) if until > made.seconds(0, None) else 0)
+    fitting = [length for length in lengths if made.seconds_with(HOME, cached, length) <= until]
+    chosen = adaptive(made, HOME, cached, most, until)
+    assert chosen == (max(fitting, default=0) if until > made.seconds(HOME) else 0)
     left = made.tokens_left[0]
     pace = made.lane_seconds[0]
     if chosen:
-        made.add(0, None, cached, chosen)
+        made.add(HOME, cached, chosen)
         assert pace <= made.lane_seconds[0] <= until and made.tokens_left[0] == max(
             0, left - math.ceil(chosen / tile) * tile
         )
@@ -152,4 +155,4 @@ def test_an_adaptive_chunk_is_the_most_whole_tiles_that_are_in_time(
 
 @given(most=st.integers(1, 3000), until=st.floats(0, 4))
 def test_a_static_chunk_is_all_there_is_room_for(most, until):
-    assert CHUNKING["static"](room(1.0, 1.0), 0, None, 0, most, until) == most
+    assert CHUNKING["static"](room(1.0, 1.0), HOME, 0, most, until) == most

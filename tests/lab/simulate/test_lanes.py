@@ -23,6 +23,7 @@ from jaxserve.lab.simulate.run import Outcome, System, execute
 from jaxserve.lanes.choice import EXCHANGE_CHOICES, Correction
 from jaxserve.lanes.cost import ExchangeCosts, GatherCosts, moves_per_pair
 from jaxserve.lanes.exchange import EXCHANGES
+from jaxserve.lanes.groups import ChunkPlace
 from jaxserve.lanes.load import LaneLoad, SpreadChunks
 from jaxserve.lanes.planner import PlanPart
 from jaxserve.lanes.rates import LaneLinks, Link
@@ -340,7 +341,9 @@ def test_a_small_group_passes_a_ring_of_its_own_lanes():
     works = []
     for lanes in (2, 4):
         share = [1 / lanes] * lanes + [0.0] * (4 - lanes)
-        works.append(SpreadChunks.none(4).plus(50_000, 4096, share, share, range(lanes)).work())
+        works.append(
+            SpreadChunks.none(4).plus(50_000, 4096, share, share, range(lanes), range(lanes)).work()
+        )
     half, whole = works
     assert (half.lanes, whole.lanes) == (half.holders, whole.holders) == (2, 4)
     assert half.share == 2 * whole.share
@@ -361,9 +364,9 @@ def test_a_small_group_passes_a_ring_of_its_own_lanes():
 def test_prompts_on_disjoint_groups_of_lanes_take_as_long_as_one():
     made = replica("pass_q", "fixed-2", chunking="static").scheduler.predictor
     one, both = [LaneLoad()] * 4, [LaneLoad()] * 4
-    made.add_chunk(one, 0, [1, 1, 0, 0], 50_000, 4096)
-    made.add_chunk(both, 0, [1, 1, 0, 0], 50_000, 4096)
-    made.add_chunk(both, 2, [0, 0, 1, 1], 50_000, 4096)
+    made.add_chunk(one, ChunkPlace(0, [1, 1, 0, 0]), 50_000, 4096)
+    made.add_chunk(both, ChunkPlace(0, [1, 1, 0, 0]), 50_000, 4096)
+    made.add_chunk(both, ChunkPlace(2, [0, 0, 1, 1]), 50_000, 4096)
     assert made.stage(both) == pytest.approx(made.stage(one))
     assert len({lane.tokens for lane in both}) == 1
 
@@ -399,7 +402,7 @@ def test_what_a_group_exchanges_depends_on_the_node_that_it_leaves_or_not():
     def seconds(predictor: Predictor, size: int) -> float:
         loads = [LaneLoad()] * predictor.mesh.kvp
         blocks = [1] * size + [0] * (predictor.mesh.kvp - size)
-        predictor.add_chunk(loads, 0, blocks, 50_000, 4096)
+        predictor.add_chunk(loads, ChunkPlace(0, blocks), 50_000, 4096)
         return predictor.stage(loads)
 
     assert seconds(two, 8) == seconds(one, 8) < seconds(slow, 8)
