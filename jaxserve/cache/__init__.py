@@ -18,6 +18,8 @@ lie, and how they move: see `jaxserve.lanes`.
     table_updates  TableUpdates: page table entries for the device
     block_events   BlockEvents: tells listeners which blocks can be found and which no more
     manager        CacheManager: the pages of every slot, by all of these
+    heavy_hitters  finds the most read pages
+    copies         PrefixCopies: has what many read copied, and chooses which copy is read
 """
 
 from jaxserve.cache.hashes import CacheIdentity

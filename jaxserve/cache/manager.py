@@ -62,7 +62,7 @@ class CacheManager:
     the smallest group of lanes that has home and all blocks; above 1 the sequence is spread),
     `blocks_per_lane` [slots, lanes] and `capacity` (tokens for which the slot has pages).
     `published` has the blocks that can be found, `placement` chooses lanes, `prompt_lanes` says
-    on which ones prompts will lie. `table_updates`,
+    on which ones prompts will lie; `copying`: blocks that many read are copied. `table_updates`,
     `moves` and `stores` are taken with each batch. `watchers` see pages come and go.
     """
 
@@ -79,6 +79,7 @@ class CacheManager:
             raise ConfigError("pages", "must be known before the cache is made")
         self.block_size = config.block_size
         self.prefix_caching = config.prefix_caching
+        self.copying = config.copies and lanes > 1
         self.identity = identity
         self.lower = lower
         self.published = PublishedBlocks(lanes, config.pages, self.block_size, identity, lower)
@@ -158,20 +159,33 @@ class CacheManager:
     ) -> int:
         """Chooses a home out of `lanes` for a sequence with these matched `pages` (medha.md M12).
 
-        The lane with most of the matched pages, if it has the `need` pages that the next chunk
-        takes; else, of those that have them, the one with the least `pending` work (seconds per
-        lane), then with the most pages available.
+        The lane with most of the matched blocks, as copies or not, if it has the `need` pages that
+        the next chunk takes; else, of those that have them, the one with the least `pending` work
+        (seconds per lane), then, where blocks have copies, the one that is read least, then with
+        the most pages available.
         """
         if len(lanes) == 1:
             return lanes[0]
-        matched = self.pages.count_by_lane(pages)
+        matched = self.pages.readable_by_lane(pages).tolist()
         available = self.pages.available()
+        reads = [0] * self.pages.lanes
+        if self.pages.copied:
+            reads = self.blocks_per_lane.sum(0).tolist()
 
-        def preference(lane: int) -> tuple[int, bool, float, int, int]:
+        def preference(lane: int) -> tuple[int, bool, float, int, int, int]:
             fits = available[lane] >= need
-            return int(matched[lane]) * fits, fits, -pending[lane], available[lane], -lane
+            load = -pending[lane], -reads[lane], available[lane]
+            return matched[lane] * fits, fits, *load, -lane
 
         return max(lanes, key=preference)
+
+    def dealt_over(self, home: int, pages: np.ndarray, blocks: int) -> tuple[int, ...]:
+        """Returns the lanes over which the next blocks are dealt out of a prompt of `blocks`
+        blocks, of which the matched `pages` hold the first: where a copied prefix is all at home,
+        as of a prompt of the others alone."""
+        if self.copying and len(pages) and (pages // self.pages.per_lane == home).all():
+            blocks -= len(pages)
+        return self.placement.dealt_over(home, blocks)
 
     def admit(
         self,
@@ -192,7 +206,7 @@ class CacheManager:
         layout = SequenceLayout(
             slot, self.pages.lanes, self.pages.per_lane, home, blocks, key_of, self._ascending
         )
-        layout.group = self.placement.dealt_over(home, blocks)
+        layout.group = self.dealt_over(home, pages, blocks)
         self.layouts[slot] = layout
         self._retention[slot] = retention
         if len(pages):

@@ -78,6 +78,18 @@ class PageAllocator:
         """Counts how many of these pages [n] each lane has [lanes]."""
         return np.bincount(pages // self.per_lane, minlength=self.lanes)
 
+    def readable_by_lane(self, pages: np.ndarray) -> np.ndarray:
+        """Counts on how many blocks of these pages [n] each lane has a page [lanes]: the pages
+        themselves, or copies."""
+        count = self.count_by_lane(pages)
+        if self.copied:
+            for page in pages.tolist():
+                copies = self.copies(page)
+                if len(copies) > 1:
+                    others = {copy // self.per_lane for copy in copies} - {page // self.per_lane}
+                    count[list(others)] += 1
+        return count
+
     def copied_by_lane(self) -> list[int]:
         """Counts the pages of each lane whose block other pages have too."""
         several = [page for key in self.copied for page in self.with_key[key]]

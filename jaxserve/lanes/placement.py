@@ -8,6 +8,7 @@ their choices; what schedulers, costs and planners ask of it are its attributes.
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
 from hashlib import blake2b
 
 from jaxserve.lanes.groups import group_around, group_sizes, lanes_of, size_around
@@ -242,8 +243,10 @@ def next_of_round(
     """
     if not layout.decoding:
         return None
-    group = lanes_of(layout.home, layout.by_lane)
-    if len(group) == 1:
+    group: Collection[int] = lanes_of(layout.home, layout.by_lane)
+    if layout.group == (layout.home,):
+        group = layout.group  # blocks elsewhere are on their way home
+    elif len(group) == 1:
         return None
     lanes = [lane for lane in group if available[lane] and layout.by_lane[lane] < limit]
     if len(layout.pages) == layout.prompt_blocks:

@@ -24,6 +24,7 @@ import numpy as np
 
 from jaxserve.api.batch import DEFAULT_EXCHANGE, Batch
 from jaxserve.cache import CacheManager
+from jaxserve.cache.copies import PrefixCopies
 from jaxserve.costs.predictor import Predictor
 from jaxserve.lanes.exchange import EXCHANGES
 from jaxserve.scheduling.budget import StepBudget
@@ -45,6 +46,7 @@ class BatchPacker:
         slots: SlotTable,
         predictor: Predictor,
         prefill: PrefillPacker,
+        copies: PrefixCopies | None = None,
     ):
         self.config = config
         self.mesh = predictor.mesh
@@ -52,10 +54,13 @@ class BatchPacker:
         self.slots = slots
         self.predictor = predictor
         self.prefill = prefill
+        self.copies = copies
 
     def pack(self, number: int, now: float) -> tuple[Batch, list[PrefillChunk]] | None:
         """Returns batch `number` and its prefill chunks, issued as far as the slots go; None where
         nothing can run."""
+        if self.copies is not None:
+            self.copies.advance(self.slots.issued)
         decodes = self._pick_decodes(number)
         budget = self._budget(decodes)
         chunks = self.prefill.pack(self.config, now, budget)

@@ -20,6 +20,7 @@ from collections.abc import Sequence as Sequenced
 import numpy as np
 
 from jaxserve.cache import NO_MATCH, CacheManager
+from jaxserve.cache.copies import PrefixCopies
 from jaxserve.scheduling.decode_reserve import DecodeReserve
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
 from jaxserve.scheduling.slots import SlotTable
@@ -78,7 +79,8 @@ class PageAdmission:
     Each step begins with `begin`; then `match` answers for one sequence whether it fits, and
     `admit` gives it its slot and pages. `small_tokens` is the length of the longest small prompt.
     `max_running`, if given, is the number of sequences that may have a slot, by the tightest
-    objective per output token in seconds.
+    objective per output token in seconds. copies: chooses among pages that have the same block, and
+    copies prefixes; None: no block is copied.
     """
 
     def __init__(
@@ -87,8 +89,10 @@ class PageAdmission:
         slots: SlotTable,
         decode_reserve: DecodeReserve,
         max_running: Callable[[float], int] | None = None,
+        copies: PrefixCopies | None = None,
     ):
         self.cache = cache
+        self.copies = copies
         self.slots = slots
         self.decode_reserve = decode_reserve
         self.max_running = max_running
@@ -96,6 +100,7 @@ class PageAdmission:
         self.small_tokens = self._small_pages * cache.block_size
         self._held_by_small = SmallPromptPages(cache)
         self._open = ALL
+        self._room = 0  # pages beyond those that the sequence matched last takes
         self._claimant: Sequence | None = None  # the large prompt that claims pages
 
     def begin(self, reserve: int) -> None:
@@ -163,6 +168,7 @@ class PageAdmission:
         if claimed and need + growth - self._held_by_small.among(pages) > left_to_small:
             self._open = (self._open[0], False)
         elif takes <= spare:
+            self._room = spare - takes
             return pages
         elif small:
             self._open = NONE
@@ -170,6 +176,15 @@ class PageAdmission:
             self._claimant = sequence
             self._open = (False, self._open[1])
         return None
+
+    def nearest(self, pages: np.ndarray, home: int) -> np.ndarray:
+        """Returns, for the pages that were matched last, the copies that a sequence with this home
+        lane should read; the pages themselves where it does not fit with these."""
+        if self.copies is None:
+            return pages
+        near = self.copies.nearest(pages, home)
+        cached = self.cache.pages.evictable
+        return near if cached(near) - cached(pages) <= self._room else pages
 
     def _growth(self, sequence: Sequence) -> int:
         """Pages for what a waiting sequence will put out; none where nothing runs beside it."""
@@ -200,6 +215,8 @@ class PageAdmission:
         self._held_by_small.is_small[slot] = small
         retention = sequence.request.cache_retention
         cache.admit(slot, pages, home, blocks, retention, sequence.block_hashes)
+        if self.copies is not None:
+            self.copies.admitted(slot, pages)
         cache.extend(slot, max(cache.blocks(sequence.received) - len(pages), 0))
         self._tpot = min(self._tpot, sequence.tpot)
         if not self._has_slot:

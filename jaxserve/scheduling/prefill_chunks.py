@@ -69,7 +69,8 @@ class PrefillChunks:
             return None
         start = int(self.slots.issued[slot])
         part = sequence.plan_at(start)
-        place = self._place(step, home, self.cache.blocks_per_lane[slot], part, sequence)
+        lanes = part.lanes or self.cache.layouts[slot].group
+        place = self._place(step, home, self.cache.blocks_per_lane[slot], lanes, sequence)
         return ChunkCandidate(sequence, place, start, part)
 
     def _first(self, step: PrefillStep, sequence: Sequence) -> ChunkCandidate | None:
@@ -93,7 +94,9 @@ class PrefillChunks:
         else:
             stop = min(start + step.config.chunk_tokens, sequence.prefill_len)
             home = cache.choose_home(pages, lanes, cache.blocks(stop) - len(pages), step.pending)
-        place = self._place(step, home, cache.pages.count_by_lane(pages), part, sequence)
+        pages = self.admission.nearest(pages, home)
+        dealt = part.lanes or cache.dealt_over(home, pages, cache.blocks(sequence.prefill_len))
+        place = self._place(step, home, cache.pages.count_by_lane(pages), dealt, sequence)
         first = FirstChunk(pages, plan, self.fetches.choose(sequence, len(pages)))
         return ChunkCandidate(sequence, place, start, part, first)
 
@@ -116,18 +119,15 @@ class PrefillChunks:
         step: PrefillStep,
         home: int,
         per_lane: np.ndarray,
-        part: PlanPart,
+        lanes: tuple[int, ...],
         sequence: Sequence,
     ) -> ChunkPlace:
-        """Returns the lanes of a chunk: with blocks on each lane, at least one on each over which
-        it is spread; without where the home lane has them all."""
+        """Returns the lanes of a chunk: with blocks on each lane, at least one on each of `lanes`,
+        over which its prompt is dealt out; without where the home lane has them all."""
         if self.cache.pages.lanes == 1:
             return ChunkPlace(home)
         blocks = per_lane.tolist()
         dealt = step.dealt.get(sequence.number)
-        lanes = part.lanes or self.cache.placement.dealt_over(
-            home, self.cache.blocks(sequence.prefill_len)
-        )
         for lane in (*lanes, *(dealt or ())):
             blocks[lane] = max(blocks[lane], 1)
         place = ChunkPlace(home, blocks, dealt)

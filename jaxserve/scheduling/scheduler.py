@@ -16,6 +16,7 @@ from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Accepted, Event
 from jaxserve.api.request import Request
 from jaxserve.cache import CacheManager
+from jaxserve.cache.copies import PrefixCopies
 from jaxserve.costs.coefficients import NOMINAL, Costs
 from jaxserve.costs.predictor import Predictor
 from jaxserve.lanes.choice import ExchangeChooser
@@ -85,11 +86,13 @@ class Scheduler:
         lengths = CompletionLengths()
         lengths.listen(self.bus)
         self.admission = self._make_admission(lengths)
+        copies = PrefixCopies(cache) if cache.copying else None
         self.page_admission = PageAdmission(
             cache,
             self.slots,
             DecodeReserve(cache, self.slots, lengths, config.decode_reserve),
             None if self.admission is None else self.admission.max_running,
+            copies,
         )
         self.packer = BatchPacker(
             config,
@@ -97,6 +100,7 @@ class Scheduler:
             self.slots,
             self.predictor,
             PrefillPacker(cache, self.slots, self.page_admission, self.fetches, planner),
+            copies,
         )
         self._reader = BatchReader(cache, self.slots, self.requests, self.times, self.bus)
         self._planner = planner

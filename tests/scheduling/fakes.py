@@ -16,7 +16,7 @@ from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Event, Finished, Progress, Token
 from jaxserve.api.request import Request
 from jaxserve.api.sampling import SamplingParams
-from jaxserve.cache import CacheIdentity, CacheManager
+from jaxserve.cache import CacheIdentity, CacheManager, LaneRules
 from jaxserve.costs.coefficients import NOMINAL, Costs
 from jaxserve.lanes.groups import group_around, group_sizes
 from jaxserve.scheduling import Batch, Scheduler
@@ -70,12 +70,14 @@ class Device:
         self.last: dict[int, int] = {}  # slot: token sampled last
         self.index: dict[int, int] = {}  # slot: completion
         self.truth: dict[int, list[int]] = defaultdict(list)  # sequence: kv by position
+        self.moved = 0  # pages, from lane to lane
 
     def run(self, batch: Batch) -> np.ndarray:
         """Sampled tokens [n]; -1 where none is."""
         self._check_shape(batch)
         for lane, slot, index, page, block in batch.table_updates.tolist():
             self.table[lane, slot][index] = page, block
+        self._move(batch.moves.tolist())
         for row in batch.admitted:
             self.index[int(batch.slot[row])] = self.sequences[int(batch.seq[row])].index
         written = [
@@ -85,6 +87,14 @@ class Device:
         return np.array(
             [self._sample(batch, row) if batch.sample[row] else -1 for row in range(len(batch.seq))]
         )
+
+    def _move(self, moves: list[list[int]]) -> None:
+        """Copies pages: all are read before any is written."""
+        assert len({(lane, page) for _, _, lane, page in moves}) == len(moves), "written twice"
+        read = [dict(self.pages[lane, page]) for lane, page, _, _ in moves]
+        for (_, _, lane, page), content in zip(moves, read):
+            self.pages[lane, page] = content
+        self.moved += len(moves)
 
     def _check_shape(self, batch: Batch) -> None:
         assert len(set(batch.slot.tolist())) == len(batch.slot), "a slot twice in a batch"
@@ -111,9 +121,10 @@ class Device:
         for lane, held in enumerate(batch.blocks_per_lane[row].tolist()):
             entries = [self.table[lane, int(batch.slot[row])][index] for index in range(held)]
             numbers = [block for _, block in entries]
-            assert numbers == sorted(set(numbers)), (
-                f"row of lane {lane} is not ascending: {numbers}"
-            )
+            ascends = batch.group_size[row] == 1 or not self.moved
+            assert numbers == sorted(set(numbers)) or (
+                not ascends and len(set(numbers)) == len(numbers)
+            ), f"row of lane {lane} is not ascending: {numbers}"
             found |= {block: (lane, page) for page, block in entries}
         stop = int(batch.start[row] + batch.length[row])
         assert sorted(found) == list(range(-(-stop // self.block_size))), (
@@ -178,6 +189,7 @@ class Replica:
             mesh.kvp,
             config.max_seqs,
             CacheIdentity("model", "float32"),
+            rules=LaneRules(most_moves=2),
         )
         self.scheduler = Scheduler(config, self.cache, mesh, max_len, {EOS}, costs)
         self.device = Device(cache.block_size, self.scheduler.sequences)
@@ -227,8 +239,14 @@ class Replica:
         return batch
 
     def _check_fresh(self, batch: Batch, used: set) -> None:
-        """No page is written that a batch in flight uses for another sequence."""
+        """No page is written that a batch in flight uses for another sequence, but one from which a
+        block of that has gone to another page: batches are computed in their order."""
         size = self.device.block_size
+        lanes = self.cache.pages.per_lane
+        place = {
+            sequence.number: {divmod(page, lanes) for page in self.cache.layouts[slot].pages}
+            for slot, sequence in self.scheduler.slots.by_slot.items()
+        }
         for row, (seq, start) in enumerate(zip(batch.seq.tolist(), batch.start.tolist())):
             new = {
                 page
@@ -236,7 +254,11 @@ class Replica:
                 if (block + 1) * size > start
             }
             for earlier, _, others in self.flight:
-                met = [other for page, other in others if page in new and other != seq]
+                met = [
+                    other
+                    for page, other in others
+                    if page in new and other != seq and page in place.get(other, new)
+                ]
                 assert not met, (
                     f"batch {batch.number} writes on pages that {earlier.number} uses for {met}"
                 )

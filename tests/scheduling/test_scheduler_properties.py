@@ -30,6 +30,7 @@ CACHE = st.builds(
     pages=st.integers(2, 8),
     lane_tokens=st.none() | st.integers(1, 12),
     prefix_caching=st.booleans(),
+    prefix_copies=st.booleans(),
 )
 MESH = st.builds(MeshConfig, spp=st.integers(1, 3), kvp=st.integers(1, 4))
 TAIL = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6)
