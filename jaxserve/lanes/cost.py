@@ -200,7 +200,7 @@ class GatherCosts(LaneCosts):
         """The load of a lane with decodes to come: see `LaneCosts.decodes_ahead`. They are spread
         where a sequence of their mean length is."""
         load = super().decodes_ahead(count, context, mean, longest)
-        size = self.prompts.meeting(mean)
+        size = int(self.prompts.meeting(np.array(mean)))
         if size > 1:
             load.context *= size * max(self.prompts.shares(context * size, size))
             load.spread = count * self.lanes

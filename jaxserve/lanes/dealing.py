@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
 
@@ -28,18 +29,30 @@ class PromptLanes:
         self.reach = min(placement.limit, pages) * block
         self._placement = placement
         self._block = block
+        self._sizes = np.array(group_sizes(placement.lanes))
+        # least blocks of a sequence for which groups of each size but the first meet
+        blocks = range(UNLIMITED)
+        self._least = [
+            bisect.bisect_left(blocks, size, key=self._meeting) for size in self._sizes[1:].tolist()
+        ]
 
     def dealt_over(self, tokens: float) -> int:
         """Returns the number of lanes that share a prompt from its first token on; 1 where one
         holds it, or lanes join one by one."""
         return len(self._placement.dealt_over(0, math.ceil(tokens / self._block))) or 1
 
-    def meeting(self, tokens: float) -> int:
-        """Returns the number of lanes that meet for a sequence of `tokens` tokens."""
+    def meeting(self, tokens: np.ndarray) -> np.ndarray:
+        """Returns the number of lanes that meet for each of some sequences of `tokens` [n]
+        tokens."""
+        blocks = np.ceil(tokens / self._block)
+        return self._sizes[np.searchsorted(self._least, blocks, side="right")]
+
+    def _meeting(self, blocks: int) -> int:
+        tokens = blocks * self._block
         dealt = self.dealt_over(tokens)
         if dealt > 1 or tokens <= self.reach:
             return dealt
-        sizes = group_sizes(self._placement.lanes)
+        sizes = self._sizes.tolist()
         return next((size for size in sizes if size * self.reach >= tokens), sizes[-1])
 
     def shares(self, tokens: float, lanes: int) -> list[float]:

@@ -181,9 +181,11 @@ class LoadModel:
         ended += np.searchsorted(about + forecast.completion, about)
         decodes = np.maximum(forecast.decodes + np.arange(len(waits)) - ended, 0)
         seconds = work / rate[np.minimum(decodes, len(forecast.slot_free))]
-        work_before = np.cumsum(seconds) - seconds
-        if self.predictor.mesh.kvp > 1:  # lanes share the work of several, not that of one
-            work_before /= self.predictor.mesh.kvp
+        lane_work = seconds
+        kvp = self.predictor.mesh.kvp
+        if kvp > 1:  # lanes share the work of several prompts, and of one only where they meet
+            lane_work = seconds * self.cache.prompt_lanes.meeting(prompts.tokens)
+        work_before = (np.cumsum(lane_work) - lane_work) / kvp
         return np.maximum.accumulate(ready - work_before) + work_before + seconds
 
     def _slots_ready(self, waits: np.ndarray, forecast: LoadForecast) -> np.ndarray:
@@ -230,7 +232,9 @@ class LoadModel:
             decode_seconds = self.predictor.stage(lanes)
         seconds = batch.seconds - decode_seconds
         if seconds > 0:
-            done = (backlog - backlog_left) / self.predictor.mesh.kvp / seconds
+            lengths = batch.length[~fed]
+            lanes_each = (lengths * batch.group_size[~fed]).sum() / lengths.sum()
+            done = (backlog - backlog_left) * lanes_each / self.predictor.mesh.kvp / seconds
             done = min(max(done, MIN_YIELD), MAX_YIELD)
             self.prefill_yield += SMOOTHING * (done - self.prefill_yield)
 

@@ -79,7 +79,7 @@ def forecast(scheduler: Scheduler) -> Forecast | None:
 def _tpot(scheduler: Scheduler, batch: int, context: int) -> float:
     predictor = scheduler.predictor
     lanes = predictor.mesh.kvp
-    size = predictor.lane_costs.prompts.meeting(context)
+    size = int(predictor.lane_costs.prompts.meeting(np.array(context)))
     home = np.arange(batch) % lanes
     meets = home[:, None] // size == np.arange(lanes) // size  # [batch, lanes]
     loads = predictor.lane_costs.decodes(

@@ -79,7 +79,9 @@ def test_a_placement_says_over_how_many_lanes_a_prompt_lies():
     hashed = Hashed(32, stripe=4, pool=8)
     assert [lanes(hashed, tokens) for tokens in (64, 65, 10_000)] == [1, 8, 8]
     grow = PromptLanes(Grow(8, limit=4), 16)
-    assert [grow.meeting(tokens) for tokens in (64, 65, 129, 10_000)] == [1, 2, 4, 8]
+    assert grow.meeting(np.array([64, 65, 129, 10_000])).tolist() == [1, 2, 4, 8]
+    pool = PromptLanes(hashed, 16)
+    assert pool.meeting(np.array([64, 65, 10_000])).tolist() == [1, 8, 8]
 
 
 def test_lanes_have_expected_shares_of_a_prompt():

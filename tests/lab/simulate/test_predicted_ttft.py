@@ -95,6 +95,24 @@ def test_it_grows_with_what_is_ahead_by_the_work_of_that():
     assert all(later > sooner for sooner, later in pairwise([told[0], told[2], told[3]]))
 
 
+@pytest.mark.parametrize(
+    "cache",
+    [
+        {"placement": "striped", "lane_tokens": 64},
+        {"placement": "random"},
+        {"placement": "hashed", "segment_tokens": 1024},
+        {"placement": "hashed", "segment_tokens": 1024, "pool_lanes": 4},
+    ],
+)
+def test_prompts_that_all_lanes_share_wait_for_the_whole_work_before_them(cache):
+    replica = System(MODELS["llama3-8b"], "a100", MeshConfig(kvp=8)).replica(
+        SchedulerConfig(chunk_tokens=2048, admission="predict", ttft=100.0),
+        CacheConfig(pages=20_000, prefix_caching=False, **cache),
+    )
+    heard, true = heard_and_true(replica, *[(0.0, 20_000, 2)] * 12)
+    assert heard[6:] == pytest.approx(true[6:], rel=0.15)
+
+
 @pytest.mark.parametrize("policy", ["slack", "edf"])
 def test_it_does_not_grow_with_what_the_policy_ranks_behind(policy):
     (alone,) = predicted(made(policy=policy), 1000, ttft=1.0)
