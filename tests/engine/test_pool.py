@@ -17,7 +17,16 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.step_shapes import StepShape
 from jaxserve.scheduling.slots import DECODE, PREFILL
 from tests.engine.groups import led
-from tests.engine.harness import Runner, assert_empty, engine, generate, shapes_of, watch_batches
+from tests.engine.harness import (
+    Plans,
+    Runner,
+    assert_empty,
+    engine,
+    fresh,
+    generate,
+    shapes_of,
+    watch_batches,
+)
 
 COPIES = 4  # tried before each step
 SHARE = 0.5  # of the blocks with several copies that are read on another one from now on
@@ -172,17 +181,32 @@ def test_stages_and_ranks(mesh, pages, few, smollm2_first_layers):
     assert_equal_under_chaos(real, few)
 
 
-@pytest.mark.matrix
-def test_sliding_windows():
+def behind_one_prefix(model: str) -> list[Case]:
+    """Random prompts, with what the model says alone on one lane."""
     rng = random.Random(3)
     shared = [rng.randrange(1, 200) for _ in range(200)]
     prompts = [
         shared[:length] + [rng.randrange(1, 200) for _ in range(tail)]
         for length, tail in ((200, 9), (200, 40), (160, 70), (0, 37), (120, 5), (200, 30))
     ]
-    alone = engine("random:tiny-window", "", chunk=16, seqs=4, pages=80, max_len=512)
-    cases = [*map(Case, prompts, generate(alone, prompts, max_tokens=20, ignore_eos=True))]
+    alone = engine(model, "", chunk=16, seqs=4, pages=100, max_len=512)
+    return [*map(Case, prompts, generate(alone, prompts, max_tokens=20, ignore_eos=True))]
+
+
+@pytest.mark.matrix
+def test_sliding_windows():
+    cases = behind_one_prefix("random:tiny-window")
     assert_equal_under_chaos(engine("random:tiny-window", "kvp=8", **FEW), cases)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("exchange", ["gather", "pass_kv"])
+def test_blocks_that_a_plan_moves_are_copied_too(exchange):
+    size = dict(chunk=16, seqs=4, max_len=512, prefix_copies=True, planned=True)
+    real = engine("random:tiny", "kvp=8", exchange=exchange, **size)
+    real = fresh(real, "striped", pages=8, planner=Plans(5, longest=60))
+    shapes = assert_equal_under_chaos(real, behind_one_prefix("random:tiny"), laps=4)
+    assert any(shape.prefill_ring for shape in shapes) == (exchange == "pass_kv")
 
 
 @pytest.mark.matrix

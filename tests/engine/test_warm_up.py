@@ -37,9 +37,11 @@ LONG = st.tuples(st.integers(0, 3), st.integers(2, 600), st.sampled_from([1, 2, 
     st.lists(LONG, max_size=3),
     st.booleans(),
     st.integers(0, 40),
+    st.booleans(),
+    st.sampled_from([1, 2, 4]),
 )
 def test_what_fits_a_shape_fits_one_of_the_first_with_the_same_exchange(
-    config, lanes, local, spread, long, moves, ring
+    config, lanes, local, spread, long, moves, ring, copies, pool
 ):
     chunks = tuple(
         LongChunk(row, home, length, size, group_around(home, size))
@@ -50,9 +52,9 @@ def test_what_fits_a_shape_fits_one_of_the_first_with_the_same_exchange(
     largest = max((chunk.group_size for chunk in chunks), default=1)
     rows = tuple(LaneSlice(0, at, 1, 0) for at in range(ring if largest > 1 else 0))
     demand = StepDemand(local, spread if lanes > 1 else 0, chunks, lanes, largest, moves, rows)
-    every = shapes(config, lanes, 16)
+    every = shapes(config, lanes, 16, min(pool, lanes), copies)
     first = first_shapes(every)
-    assert len(first) <= (13 if config.planner != "none" else 9)
+    assert len(first) <= (13 if config.planner != "none" or copies else 9)
     for shape in filter(demand.fits, every):
         assert any(one.exchange == shape.exchange and demand.fits(one) for one in first), shape
 
