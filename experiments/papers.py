@@ -21,7 +21,7 @@ from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option
 from jaxserve.settings.schema import ConfigError
 
-BUILT = ("medha", "context_parallel", "tetris", "mooncake")
+BUILT = ("medha", "context_parallel", "tetris", "mooncake", "tokenlake")
 SIBLING = Path(__file__).parents[2] / "shared" / "data"
 JOBS = Option("jobs", int, 1, "processes that make figures at the same time", 1)
 

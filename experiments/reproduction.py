@@ -10,7 +10,7 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from jaxserve.settings.options import Option
 
 PAGE = Path(__file__).parents[1] / "docs" / "reproduction.md"
 NOT_MADE = "not made"
-NOT_BUILT = "not built"
 FITTED = "fitted to this table"
 HEAD = """\
 # The papers' figures at a glance
@@ -43,51 +42,6 @@ in a command is what the kept
 results have: fewer than the paper's. Remarks, why a number differs among them, are in each \
 paper's summary.
 """
-# figures and tables of TokenLake, and its numbers, none of which is made yet
-TOKENLAKE: Mapping[str, tuple[str, Sequence[tuple[str, str]]]] = {
-    "1": ("Limits of cache-aware routing", ()),
-    "2": ("Limits of prefill and decode apart", ()),
-    "3": ("Effect of pooling GPUs", (("gain over instances apart", "no number in the text"),)),
-    "4": ("System", ()),
-    "5": ("Interfaces", ()),
-    "6": ("Interactions of instances", ()),
-    "7": ("Limits of strict locality", ()),
-    "8": ("Dispatching, an example", ()),
-    "9": (
-        "End to end, 8 A100",
-        (
-            ("P90 goodput, LooGLE, over 1P3D / 3P1D", "2.08x / 2.04x"),
-            ("P90 goodput, SCBench, over the router", "2.55x"),
-            ("P90 goodput, ShareGPT, over 1P3D / 3P1D", "3.71x / 1.56x"),
-        ),
-    ),
-    "10": (
-        "Balance of load",
-        (
-            ("mean CV of accesses per instance", "11 %"),
-            ("the same, router / 1P3D / 3P1D", "99 % / 62 % / 122 %"),
-        ),
-    ),
-    "11": (
-        "Hit rate by cache size, LooGLE",
-        (
-            ("hit rate over 1P3D", "1.67x to 2.14x"),
-            ("hit rate over 3P1D", "1.78x to 2.70x"),
-            ("hit rate over the router", "1.72x to 2.04x"),
-        ),
-    ),
-    "12": (
-        "Pooling and elasticity",
-        (
-            ("latency lower by pooling alone, 1P3D / 3P1D", "26.62x to 86.05x / 2.18x to 39.48x"),
-            ("elastic over 1P3D / 3P1D, up to", "5.22x / 2.82x"),
-        ),
-    ),
-    "13": (
-        "Two servers, 16 A800",
-        (("P90 goodput over 6P2D / 2P6D / the router", "5.47x / 28.49x / 5.46x"),),
-    ),
-}
 COLUMNS = ("figure", "what", "paper", "ours", "verdict", "how", "what ran")
 COUNTED = ("close", "better", "holds", "worse", "does not hold", "higher", "lower")
 
@@ -101,19 +55,11 @@ def page(folder_of: Callable[[Paper], Path]) -> str:
         HEAD,
         table(
             ("paper", "numbers", "fitted to", *COUNTED, "figures and tables not made"),
-            [
-                *(_counted(one, folder_of(one)) for one in papers),
-                ("TokenLake", "0", "", *[""] * len(COUNTED), f"all {len(TOKENLAKE)}: {NOT_BUILT}"),
-            ],
+            [_counted(one, folder_of(one)) for one in papers],
         ),
     ]
     for one in papers:
         parts += [f"## {one.title}", _source(one), table(COLUMNS, _rows(one, folder_of(one)))]
-    parts += [
-        "## TokenLake",
-        "Not built yet: no figure of it is made.",
-        table(COLUMNS, _tokenlake()),
-    ]
     return "\n\n".join(part.rstrip() for part in parts) + "\n"
 
 
@@ -163,12 +109,6 @@ def _claimed(claim: Claim, ours: float) -> Row:
     verdict = claim.verdict(ours)
     shown = f"{verdict}, ×{times:.2f}" if math.isfinite(times) else verdict
     return "", plain(claim.what), plain(claim.said), number(ours, claim.unit), shown
-
-
-def _tokenlake() -> Iterator[Row]:
-    for name, (title, numbers) in TOKENLAKE.items():
-        yield _called(name), f"**{title}**", "", "", NOT_BUILT if numbers else "a drawing", "", ""
-        yield from (("", what, said, "", NOT_BUILT, "", "") for what, said in numbers)
 
 
 def _unmade(why: str) -> str:

@@ -50,6 +50,7 @@ def rows(name: str, spec: ClusterSpec, workload: str, settings: TokenLakeSetting
             "gap_ms": 1e3 * result.gap_s,
             "hit": result.hit,
             "spread": result.spread,
+            "copies": result.copies,
         }
 
 

@@ -8,8 +8,9 @@ simulated once. The first third of the requests warms caches up and is not count
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -27,6 +28,7 @@ SHAPE = shape_of("llama2-7b")  # LWM-1M-Text is one
 INSTANCE = System(SHAPE, "a100", MeshConfig(tp=2))
 INSTANCES = 4  # of one server
 BLOCK = 128  # tokens
+SEGMENT = 512  # tokens; the paper's rule gives 568 for its GPUs (4.2)
 CHUNK = 2048  # tokens of a prefill step of an instance
 NVLINK = 400e9  # bytes per second between instances of a server (7, Experimental Setup)
 STRETCH = 10.0  # the objectives are so many times the seconds of a request alone
@@ -35,8 +37,9 @@ ATTAINED = 0.9  # share of requests in time at the P90 goodput
 WINDOW = 10.0  # seconds in which accesses are counted
 WARM_UP = 1 / 3  # of the arrivals
 
-HASHED = "pool, hashed"
-STRIPED = "pool, striped"
+POOL = "pool"  # with which the names of pools begin
+HASHED = f"{POOL}, hashed"
+STRIPED = f"{POOL}, striped"
 DEFAULT_CHUNKS = "router, chunks of 8192"  # SGLang's default on GPUs of 80 GB
 ROUTER = "router, chunks of 2048"
 SMALL_CHUNKS = "router, chunks of 512"
@@ -50,12 +53,14 @@ P3D1 = "3P1D"
 
 def alone() -> Predictor:
     """Predicts times of a request alone on one instance."""
-    return _predictor(INSTANCE)
+    return predictor_of(1)
 
 
 @functools.cache
-def _predictor(system: System) -> Predictor:
+def predictor_of(lanes: int) -> Predictor:
+    """Predicts times of a replica with this many instances as lanes."""
     cache = CacheConfig(block_size=BLOCK, pages=2)
+    system = replace(INSTANCE, mesh=MeshConfig(kvp=lanes, tp=INSTANCE.mesh.tp))
     return system.replica(SchedulerConfig(chunk_tokens=CHUNK), cache).scheduler.predictor
 
 
@@ -95,11 +100,19 @@ BASE = ClusterSpec(
 )
 
 
-def pool(placement: str, instances: int = INSTANCES, **cache: int | None) -> ClusterSpec:
+def pool(placement: str, instances: int = INSTANCES, **cache: Any) -> ClusterSpec:
     """One replica of as many lanes as instances, whose KV is one pool. cache: its settings."""
     mesh = MeshConfig(kvp=instances, tp=INSTANCE.mesh.tp)
     settings = replace(BASE.cache, placement=placement, **cache)
     return replace(BASE, system=replace(INSTANCE, mesh=mesh), cache=settings)
+
+
+def hashed(
+    segment: int = SEGMENT, instances: int = INSTANCES, group: int | None = None
+) -> ClusterSpec:
+    """The pool as TokenLake has it: segments by hash, and copies of hot prefixes. group: lanes over
+    which a prompt is spread; default: those of a node."""
+    return pool("hashed", instances, segment_tokens=segment, prefix_copies=True, pool_lanes=group)
 
 
 def striped(instances: int = INSTANCES) -> ClusterSpec:
@@ -127,6 +140,7 @@ def split(prefill: int, decode: int) -> ClusterSpec:
 
 
 SYSTEMS: dict[str, ClusterSpec] = {
+    HASHED: hashed(),
     STRIPED: striped(),
     DEFAULT_CHUNKS: routed("sglang", chunk=8192),
     ROUTER: routed("sglang", chunk=CHUNK),
@@ -146,19 +160,20 @@ SYSTEMS: dict[str, ClusterSpec] = {
 class Accesses:
     """Counts the tokens of KV that each lane reads, in windows of WINDOW seconds: once in a step
     for each sequence in it. windows: by number, [lanes]. steps, spread: all steps, and those with a
-    sequence on several lanes."""
+    sequence on several lanes. copies: pages that were copied to another lane."""
 
     def __init__(self, lanes: int, block: int):
         self.lanes = lanes
         self.block = block
         self.windows: dict[int, np.ndarray] = {}
-        self.steps = self.spread = 0
+        self.steps = self.spread = self.copies = 0
 
     def step_issued(self, batch: Batch, start: float, end: float) -> None:
         window = self.windows.setdefault(int(start // WINDOW), np.zeros(self.lanes))
         window += batch.blocks_per_lane.sum(0) * self.block
         self.steps += 1
         self.spread += bool((batch.group_size > 1).any())
+        self.copies += len(batch.moves)
 
     def step_read(self, batch: Batch, now: float) -> None:
         """Nothing is to be noted."""
@@ -170,7 +185,8 @@ class Result:
     ended: share that ended. hit: share of their prompts' tokens that was cached. input_s: mean
     seconds to the first token per token of the prompt; output_s: mean seconds per output token;
     gap_s: 90th percentile of a request's longest gap. accesses: of each instance by window [n,
-    instances]. spread: share of steps in which sequences lie on several lanes."""
+    instances]. spread: share of steps in which sequences lie on several lanes. copies:
+    pages that were copied."""
 
     in_time: float
     ended: float
@@ -180,6 +196,7 @@ class Result:
     gap_s: float
     accesses: np.ndarray
     spread: float
+    copies: int
 
     @property
     def variation(self) -> np.ndarray:
@@ -229,10 +246,13 @@ def _simulated(
     ]
     steps = sum(one.steps for one in listeners)
     spread = sum(one.spread for one in listeners) / max(steps, 1)
-    return _result(records, np.array(reads), spread)
+    copies = sum(one.copies for one in listeners)
+    return _result(records, np.array(reads), spread, copies)
 
 
-def _result(records: Sequence[ClusterRecord], accesses: np.ndarray, spread: float) -> Result:
+def _result(
+    records: Sequence[ClusterRecord], accesses: np.ndarray, spread: float, copies: int
+) -> Result:
     begun = [record for record in records if record.first]
     served = [record for record in begun if record.reason == "length"]
     several = [record for record in served if record.output > 1]
@@ -247,7 +267,17 @@ def _result(records: Sequence[ClusterRecord], accesses: np.ndarray, spread: floa
         gap_s=float(np.percentile([r.longest_gap for r in several] or [np.nan], 90)),
         accesses=accesses,
         spread=spread,
+        copies=copies,
     )
+
+
+def check_pooled(results: Iterable[Result], settings: TokenLakeSettings, copies: bool) -> None:
+    """Checks that a pool was one: sequences lay on several lanes, and in whole runs hot prefixes
+    were copied where `copies` says so. Errors: AssertionError."""
+    found = list(results)
+    assert all(result.spread > 0 for result in found), "no sequence lay on several lanes"
+    copied = copies and settings.requests is None
+    assert not copied or any(result.copies for result in found), "nothing was copied"
 
 
 def in_time(record: ClusterRecord) -> bool:

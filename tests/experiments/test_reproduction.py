@@ -16,7 +16,13 @@ from jaxserve.settings.schema import ConfigError
 from tests.experiments.runner_tasks import task
 
 # figures and tables that the papers have
-HAVE = {"medha": (23, 2), "context_parallel": (10, 9), "tetris": (14, 2), "mooncake": (25, 5)}
+HAVE = {
+    "medha": (23, 2),
+    "context_parallel": (10, 9),
+    "tetris": (14, 2),
+    "mooncake": (25, 5),
+    "tokenlake": (13, 0),
+}
 
 
 @pytest.mark.parametrize("name", BUILT)
@@ -42,14 +48,13 @@ def test_every_figure_and_table_of_a_paper_is_told_of(name):
     found = {(bool(number[1]), int(number[2])) for number in numbers if number}
     figures, tables = HAVE[name]
     wanted = {(False, n + 1) for n in range(figures)} | {(True, n + 1) for n in range(tables)}
-    assert found == wanted and len(reproduction.TOKENLAKE) == 13
+    assert found == wanted
 
 
 def test_rows_say_how_far_ours_is_from_the_papers_and_what_ran():
     page = reproduction.PAGE.read_text()
     row = next(line for line in page.splitlines() if "median TTFT, LoongServe / Medha" in line)
     assert re.search(r"\| better, ×[\d.]+ \| simulated \| real scheduler and cache", row)
-    assert "not built" in page.partition("## TokenLake")[2]
 
 
 # --- the runner
