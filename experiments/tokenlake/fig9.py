@@ -49,9 +49,13 @@ STRONG = (DEFAULT_CHUNKS, SMALL_CHUNKS, ADAPTIVE, LEAST_TTFT, TWO_HASHES, BY_LOA
 
 
 def sweep(settings: TokenLakeSettings) -> Iterator[Row]:
+    copies = 0
     for workload in SETS:
         for name, spec in SYSTEMS.items():
-            yield from goodput.rows(name, spec, workload, settings)
+            for row in goodput.rows(name, spec, workload, settings):
+                copies += int(row["copies"])
+                yield row
+    assert copies or settings.requests is not None, "nothing was copied"
 
 
 def _claims() -> Iterator[Claim]:

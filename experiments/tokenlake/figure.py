@@ -33,9 +33,9 @@ class Workload:
 
 
 WORKLOADS: dict[str, Workload] = {
-    "loogle": Workload(rate=2.5, requests=400),
+    "loogle": Workload(rate=3.0, requests=400),
     "scbench": Workload(rate=0.25, requests=150, drain=120.0),
-    "sharegpt-o3": Workload(rate=25.0, requests=1500, name_tokens=4096 + 512),
+    "sharegpt-o3": Workload(rate=16.0, requests=1000, name_tokens=4096 + 512),
     MIXED: Workload(rate=0.8, requests=300, drain=120.0),
 }
 

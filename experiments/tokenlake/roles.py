@@ -53,7 +53,7 @@ def elastic(times: BatchTimes, work: Work) -> float:
 
 
 def fixed(prefill: int) -> Policy:
-    """Makes the policy with so many lanes for prompts, and the others for decodes."""
+    """Makes the policy with `prefill` lanes for prompts, and the others for decodes."""
 
     def seconds(times: BatchTimes, work: Work) -> float:
         decodes = _decodes(times, work, INSTANCES - prefill)

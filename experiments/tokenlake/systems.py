@@ -31,7 +31,7 @@ BLOCK = 128  # tokens
 SEGMENT = 512  # tokens; the paper's rule gives 568 for its GPUs (4.2)
 CHUNK = 2048  # tokens of a prefill step of an instance
 NVLINK = 400e9  # bytes per second between instances of a server (7, Experimental Setup)
-STRETCH = 10.0  # the objectives are so many times the seconds of a request alone
+STRETCH = 10.0  # the objectives are this many times the seconds of a request alone
 MARGIN = 0.9  # of the objective, to which chunks are adapted
 ATTAINED = 0.9  # share of requests in time at the P90 goodput
 WINDOW = 10.0  # seconds in which accesses are counted
@@ -127,8 +127,7 @@ def routed(routing: str, instances: int = INSTANCES, chunk: int | None = None) -
 
 def split(prefill: int, decode: int) -> ClusterSpec:
     """Replicas that prefill, with SGLang's router, and replicas that decode; all cache prefixes.
-    There is nothing beside which chunks could be adapted: prompts are prefilled in chunks of
-    fixed tokens."""
+    No decodes run where prompts are prefilled, so chunks have a fixed number of tokens."""
     roles = (Role.PREFILL,) * prefill + (Role.DECODE,) * decode
     return replace(
         BASE,

@@ -90,10 +90,11 @@ class PrefixCopies:
 
     def admitted(self, slot: int, pages: np.ndarray) -> None:
         """Notes that a slot reads these matched pages [n]: if they are a prefix that several read,
-        it is copied, by the next batches, to where that lets sequences be local."""
+        it is copied, by the next batches, to where that lets sequences be local. A prompt that is
+        dealt out is not local with its prefix: a copy of all of it would only make lanes uneven."""
         layout = self.cache.layouts[slot]
         hot = pages[self._pages.refs[pages] >= HOT]
-        if not len(hot):
+        if not len(hot) or layout.group:
             return
         lane: int | None = layout.home
         if len(hot) == len(pages) == layout.by_lane[layout.home]:

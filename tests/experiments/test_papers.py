@@ -26,7 +26,7 @@ MADE = {
         "| 3 | computed | 32k, then 16k: SP16 for the first, TTFT of 32k | 1.53 s |",
     ),
     "context_parallel": ("table4,9", "table4, computed", "| 9 | computed |"),
-    "tokenlake": ("3", "fig3, simulated", "| 3 | simulated | prefill behind 8192 tokens |"),
+    "tokenlake": ("3", "fig3, simulated", "| 3 | simulated | prefill behind 8192 tokens, "),
 }
 # the first figure, and a file of the data
 KNOWN = {

@@ -121,7 +121,11 @@ def test_figures_are_made_with_the_requests_of_the_kept_ones():
 @pytest.mark.parametrize(
     "only, said",
     [
-        ("medusa", "only: 'medusa': known are medha, context_parallel, tetris, mooncake, profiles"),
+        (
+            "medusa",
+            "only: 'medusa': known are medha, context_parallel, tetris, mooncake, tokenlake, "
+            "profiles",
+        ),
         ("tetris.fig1", "only: 'tetris.fig1': tetris has table1, table2, fig3"),
     ],
 )

@@ -86,7 +86,8 @@ def test_what_few_read_and_what_has_no_room_is_not_copied():
 
 
 @pytest.mark.parametrize("placement", ["striped", "hashed", "random"])
-def test_all_placements_serve_with_copies(placement):
+def test_all_placements_serve_with_copies(placement, monkeypatch):
+    monkeypatch.setattr("jaxserve.cache.copies.LEVEL_EVERY", 4)
     replica = serving(4, placement=placement)
     for _ in range(2):
         crowd(replica)
