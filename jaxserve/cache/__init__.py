@@ -4,7 +4,8 @@ A page's life: `CacheManager.match` finds published pages for the blocks that a 
 begins with; `admit` gives these to a slot, with a home lane; `extend` allocates a page per further
 block, on the lane that the placement names. A full block is `publish`ed under its key, so that
 later sequences can share its page. `release` gives the slot's pages back: published ones stay
-cached until their lane needs the room, least recently used first. A published block can be on
+cached until their lane needs the room: those that no prefix reaches leave first, then the least
+recently used. A published block can be on
 several pages: `copy` has the next batch copy it to another lane, `repoint` has a slot read it
 there. What the device's page tables do
 not have yet travels with the next batch (`table_updates`, `moves`). Where the blocks of a sequence
@@ -12,6 +13,7 @@ lie, and how they move: see `jaxserve.lanes`.
 
     pages          PageAllocator: free, held and cached pages of each lane, pages of each key
     hashes         BlockHashes: keys of a sequence's blocks
+    chains         PrefixChains: blocks that no prefix reaches any more
     prefix_match   finds the pages of a sequence's first blocks
     published      PublishedBlocks: what later sequences find, listeners see and lower tiers keep
     lower_blocks   LowerBlocks: between the pages and the tiers below

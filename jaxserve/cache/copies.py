@@ -60,7 +60,9 @@ class PrefixCopies:
     def nearest(self, pages: np.ndarray, home: int) -> np.ndarray:
         """Returns for the matched `pages` [n] of a sequence's first blocks the copies [n] that it
         should read from this home lane: those at home; else, of the lanes of home's group before
-        others, the less read of two, the same for all blocks of a segment."""
+        others, the less read of two, the same for all blocks of a segment. Where all but the last
+        few, of a stripe at most, are at home, it returns those alone: to compute the others again
+        takes less than to read them from another lane ever after."""
         if not self._pages.copied or not len(pages):
             return pages
         group = group_around(home, self.cache.placement.pool)
@@ -75,12 +77,16 @@ class PrefixCopies:
                 if home in by_lane:
                     lane = home
                 elif lane not in by_lane or not block % stripe:
-                    near = [lane for lane in by_lane if lane in group] or list(by_lane)
-                    lane = self._less_read(near, reads)
+                    lanes = [lane for lane in by_lane if lane in group] or list(by_lane)
+                    lane = self._less_read(lanes, reads)
                 page = by_lane[lane]
                 reads[lane] += 1
             nearest.append(page)
-        return np.array(nearest, np.intp)
+        near = np.array(nearest, np.intp)
+        far = np.flatnonzero(near // self._pages.per_lane != home)
+        if len(far) and far[0] and far[0] >= len(near) - stripe:
+            near = near[: far[0]]
+        return near
 
     def _less_read(self, lanes: Sequence[int], reads: list[int]) -> int:
         two = self._random.sample(lanes, min(2, len(lanes)))

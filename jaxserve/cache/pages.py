@@ -12,6 +12,7 @@ The key is lost with the last of them.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -19,6 +20,9 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxserve.cache.block_events import BlockEvents, Medium
+from jaxserve.cache.chains import PrefixChains
+
+COPIES_TRIED = 4  # least recently used pages of which one whose block has another is evicted first
 
 
 class PageCounts(NamedTuple):
@@ -48,9 +52,13 @@ class PageAllocator:
         self.free = [list(reversed(self.pages_of(lane))) for lane in range(lanes)]
         # least recently used first
         self.cached: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(lanes)]
+        # others, which no prefix reaches any more: see `PrefixChains`
+        self.unreachable: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(lanes)]
         self.with_key: dict[bytes, tuple[int, ...]] = {}
         self.key_of: dict[int, bytes] = {}
         self.copied: set[bytes] = set()
+        # one lane evicts the end of a chain before its beginning
+        self._chains = PrefixChains(self.with_key) if lanes > 1 else None
         self._events = BlockEvents() if events is None else events
         # called with a page and the key of the block that is about to leave it
         self.on_evict: Callable[[int, bytes], None] | None = None
@@ -61,13 +69,17 @@ class PageAllocator:
 
     def by_lane(self) -> list[PageCounts]:
         """Counts free, cached and held pages of each lane."""
-        sizes = ((len(free), len(cached)) for free, cached in zip(self.free, self.cached))
-        return [PageCounts(free, cached, self.per_lane - free - cached) for free, cached in sizes]
+        available = zip(self.free, self.available())
+        return [
+            PageCounts(len(free), count - len(free), self.per_lane - count)
+            for free, count in available
+        ]
 
     def available(self) -> list[int]:
         """Counts the pages that can be allocated on each lane: free ones, and cached ones by
         eviction."""
-        return [len(free) + len(cached) for free, cached in zip(self.free, self.cached)]
+        lanes = zip(self.free, self.cached, self.unreachable)
+        return [len(free) + len(cached) + len(behind) for free, cached, behind in lanes]
 
     def evictable(self, pages: np.ndarray) -> int:
         """Counts those of these pages [n] that are not held: taking them makes that many fewer
@@ -102,23 +114,51 @@ class PageAllocator:
         return (page,) if key is None else self.with_key[key]
 
     def allocate(self, lane: int) -> int:
-        """Takes a page of `lane`, held once: a free one, else the least recently used cached one.
-        Errors: KeyError where it has neither."""
+        """Takes a page of `lane`, held once: a free one, else a cached one. Of these first those
+        that no prefix reaches, then the least recently used, of the oldest few rather one whose
+        block has another page. Errors: KeyError where it has neither."""
         if self.free[lane]:
             page = self.free[lane].pop()
         else:
-            page, _ = self.cached[lane].popitem(last=False)
+            page = self._evict(lane)
             if self.on_evict is not None:
                 self.on_evict(page, self.key_of[page])
             self._lose_key(page)
         self.refs[page] = 1
         return page
 
+    def _evict(self, lane: int) -> int:
+        """Takes a cached page of a lane out of those that can be evicted."""
+        if self._chains is not None:
+            self._chains.follow(self._reached)
+        if self.unreachable[lane]:
+            return self.unreachable[lane].popitem()[0]  # the deepest
+        cached = self.cached[lane]
+        if self.copied:
+            for page in itertools.islice(cached, COPIES_TRIED):
+                if self.key_of[page] in self.copied:
+                    del cached[page]
+                    return page
+        return cached.popitem(last=False)[0]
+
+    def _queue(self, page: int) -> OrderedDict[int, None]:
+        """Returns the cached pages of which a published page that is not held is one."""
+        behind = self._chains is not None and self.key_of[page] in self._chains.behind
+        return (self.unreachable if behind else self.cached)[page // self.per_lane]
+
+    def _reached(self, key: bytes) -> None:
+        """Notes that prefixes reach a block again, or no more."""
+        for page in self.with_key.get(key, ()):
+            if not self.refs[page]:
+                lane = page // self.per_lane
+                self.cached[lane].pop(page, None)
+                self.unreachable[lane].pop(page, None)
+                self._queue(page)[page] = None
+
     def ref(self, pages: np.ndarray) -> None:
         """Adds a holder to each of these published pages [n], all different."""
         for page in pages[self.refs[pages] == 0].tolist():
-            lane = page // self.per_lane
-            del self.cached[lane][page]
+            del self._queue(page)[page]
         self.refs[pages] += 1
 
     def unref(self, pages: Sequence[int]) -> None:
@@ -127,11 +167,10 @@ class PageAllocator:
         deepest_first = np.asarray(pages, np.intp)[::-1]
         self.refs[deepest_first] -= 1
         for page in deepest_first[self.refs[deepest_first] == 0].tolist():
-            lane = page // self.per_lane
             if page in self.key_of:
-                self.cached[lane][page] = None
+                self._queue(page)[page] = None
             else:
-                self.free[lane].append(page)
+                self.free[page // self.per_lane].append(page)
 
     def move(self, pages: Sequence[int], lane: int) -> list[int]:
         """Allocates pages of `lane` in place of these of one other lane, each of which one sequence
@@ -150,11 +189,14 @@ class PageAllocator:
         self.free[pages[0] // self.per_lane] += reversed(pages)
         return new
 
-    def publish(self, page: int, key: bytes) -> bool:
+    def publish(self, page: int, key: bytes, parent: bytes | None = None) -> bool:
         """Lets the block on this held page be found by its key. Where another page has the key
-        already, that one stays, and False is returned."""
+        already, that one stays, and False is returned. parent: key of the block before it; None for
+        the first of a sequence."""
         if key in self.with_key:
             return False
+        if self._chains is not None:
+            self._chains.add(key, parent)
         self.with_key[key] = (page,)
         self.key_of[page] = key
         return True
@@ -180,21 +222,21 @@ class PageAllocator:
         found again."""
         published = [page for page in pages if page in self.key_of]
         for copy in dict.fromkeys(copy for page in published for copy in self.copies(page)):
+            if not self.refs[copy]:
+                del self._queue(copy)[copy]
+                self.free[copy // self.per_lane].append(copy)
             self._lose_key(copy)
-            lane = copy // self.per_lane
-            if copy in self.cached[lane]:
-                del self.cached[lane][copy]
-                self.free[lane].append(copy)
 
     def flush(self) -> int:
         """Frees all cached pages; returns how many."""
         freed = 0
         lost: list[bytes] = []
-        for free, cached in zip(self.free, self.cached):
-            lost += [key for key in map(self._take_key, cached) if key is not None]
-            free.extend(cached)
-            freed += len(cached)
-            cached.clear()
+        for lane in range(self.lanes):
+            for cached in (self.cached[lane], self.unreachable[lane]):
+                lost += [key for key in map(self._take_key, cached) if key is not None]
+                self.free[lane].extend(cached)
+                freed += len(cached)
+                cached.clear()
         if lost and self.with_key:
             self._events.removed(lost, Medium.DEVICE)
         elif lost:
@@ -218,6 +260,8 @@ class PageAllocator:
             if len(copies) == 2:
                 self.copied.remove(key)
             return None
+        if self._chains is not None:
+            self._chains.remove(key)
         return key
 
     def check(self, holders: Iterable[int]) -> None:
@@ -238,10 +282,14 @@ class PageAllocator:
 
     def _check_lane(self, lane: int) -> None:
         free = self.free[lane]
-        cached = self.cached[lane]
+        behind = self.unreachable[lane]
+        cached = [*self.cached[lane], *behind]
         held = [page for page in self.pages_of(lane) if self.refs[page]]
         assert sorted([*free, *cached, *held]) == list(self.pages_of(lane)), (
-            f"lane {lane}: free {free}, cached {list(cached)} and held {held} are not all pages"
+            f"lane {lane}: free {free}, cached {cached} and held {held} are not all pages"
         )
         assert all(page in self.key_of for page in cached), f"lane {lane}: a cached page has no key"
         assert not any(page in self.key_of for page in free), f"lane {lane}: a free page has a key"
+        assert all((self._queue(page) is behind) == (page in behind) for page in cached), (
+            f"lane {lane}: {list(behind)} are not those that no prefix reaches"
+        )

@@ -47,7 +47,13 @@ class PublishedBlocks:
     ) -> None:
         """Publishes blocks of a sequence that has the pages `table`. retention: of its request."""
         publish = self.pages.publish
-        new = [block for block in blocks if publish(table[block], hashes[block])]
+        parent = hashes[blocks.start - 1] if blocks.start else None
+        new: list[int] = []
+        for block in blocks:
+            key = hashes[block]
+            if publish(table[block], key, parent):
+                new.append(block)
+            parent = key
         if self.below.tiers is not None:
             self._retain(table, blocks, new, hashes, retention)
         if self.stores.wanted:

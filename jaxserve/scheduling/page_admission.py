@@ -184,7 +184,8 @@ class PageAdmission:
             return pages
         near = self.copies.nearest(pages, home)
         cached = self.cache.pages.evictable
-        return near if cached(near) - cached(pages) <= self._room else pages
+        more = cached(near) - len(near) - (cached(pages) - len(pages))
+        return near if more <= self._room else pages
 
     def _growth(self, sequence: Sequence) -> int:
         """Pages for what a waiting sequence will put out; none where nothing runs beside it."""

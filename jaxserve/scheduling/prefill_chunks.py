@@ -95,6 +95,7 @@ class PrefillChunks:
             stop = min(start + step.config.chunk_tokens, sequence.prefill_len)
             home = cache.choose_home(pages, lanes, cache.blocks(stop) - len(pages), step.pending)
         pages = self.admission.nearest(pages, home)
+        start = max(len(pages) * cache.block_size, sequence.received)
         dealt = part.lanes or cache.dealt_over(home, pages, cache.blocks(sequence.prefill_len))
         place = self._place(step, home, cache.pages.count_by_lane(pages), dealt, sequence)
         first = FirstChunk(pages, plan, self.fetches.choose(sequence, len(pages)))
