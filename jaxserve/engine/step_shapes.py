@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxserve.api.batch import DEFAULT_EXCHANGE
+from jaxserve.lanes.cdsp import PLANNERS
 from jaxserve.lanes.cost import moves_per_pair
 from jaxserve.lanes.exchange import EXCHANGES, decode_exchanges
 from jaxserve.lanes.groups import group_sizes
@@ -109,7 +110,7 @@ def shapes(
         made = _SpreadShapes(config)
         moves = moves_per_pair(config.chunk_tokens, block, lanes)
         every += made.pooled(pool, lanes) if pool > 1 else made.grouped(lanes)
-        if config.planner != "none":
+        if config.planner in PLANNERS:
             moving = [shape for shape in every if shape.spread_prefill.rows]
             every += [dataclasses.replace(shape, moves=moves) for shape in moving]
         if copies:

@@ -16,6 +16,7 @@ from jaxserve.lanes.cdsp import Instances
 from jaxserve.lanes.groups import group_sizes
 from jaxserve.lanes.improvement import ImprovementRate
 
+ELASTIC = "elastic"  # the planner of batches over a pool of KV; it plans no prompt by itself
 IMPROVEMENT = 0.1  # share of a prompt's time that more lanes must save, where none was profiled
 LENGTHS = 8  # lengths of chunks and of histories to predict, each twice the one before
 

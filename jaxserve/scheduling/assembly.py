@@ -12,16 +12,20 @@ from jaxserve.cache.manager import ANONYMOUS
 from jaxserve.cache.tiers import LowerTiers
 from jaxserve.costs.coefficients import NOMINAL, Costs
 from jaxserve.costs.predictor import Predictor
-from jaxserve.lanes.cdsp import Instances
+from jaxserve.lanes.cdsp import PLANNERS, Instances
 from jaxserve.lanes.choice import Correction, ExchangeChooser
 from jaxserve.lanes.cost import lane_costs, moves_per_pair
 from jaxserve.lanes.dealing import PromptLanes
 from jaxserve.lanes.exchange import PIECE_TOKENS
+from jaxserve.lanes.groups import group_sizes
 from jaxserve.lanes.placement import PLACEMENTS, Striped
-from jaxserve.lanes.planner import LanePlanner, improvement_rates, instances_of
+from jaxserve.lanes.planner import ELASTIC, LanePlanner, improvement_rates, instances_of
 from jaxserve.lanes.rates import GroupLinks, links_of
 from jaxserve.lanes.segments import least_segment
 from jaxserve.lanes.work import Heads
+from jaxserve.scheduling.pool.elastic import BatchTimes
+from jaxserve.scheduling.pool.elastic_scheduler import ElasticScheduler
+from jaxserve.scheduling.pool.interface import PoolScheduler
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 
@@ -54,7 +58,7 @@ class ReplicaSizes:
     @property
     def planned(self) -> bool:
         """True if plans say which lanes compute which part of a prompt."""
-        return self.mesh.kvp > 1 and self.scheduler.planner != "none"
+        return self.mesh.kvp > 1 and self.scheduler.planner in PLANNERS
 
     @property
     def moves(self) -> int:
@@ -109,8 +113,12 @@ class ReplicaSizes:
         step = self.scheduler.chunk_tokens
         return instances_of(seconds, kvp, step, self.planned_len, self.cache.block_size)
 
-    def planner(self, profile: ReplicaProfile) -> LanePlanner | None:
+    def planner(self, profile: ReplicaProfile) -> LanePlanner | PoolScheduler | None:
         """Returns the planner that the settings ask for, if any."""
+        if self.scheduler.planner == ELASTIC:
+            latencies = self.instances(profile).latencies
+            degrees = group_sizes(self.cache.pool(self.mesh.kvp))
+            return ElasticScheduler(BatchTimes.of({size: latencies[size] for size in degrees}))
         if not self.planned:
             return None
         policy = self.scheduler.planner

@@ -77,7 +77,7 @@ class PrefillChunks:
         """Returns where the first chunk of a waiting sequence would run, by the plan that it would
         get."""
         cache = self.cache
-        lanes = step.open_lanes
+        lanes = step.open_lanes_for(sequence)
         if not self.admission.open or not lanes:
             return None
         pages = self.admission.match(sequence)
@@ -132,7 +132,9 @@ class PrefillChunks:
         for lane in (*lanes, *(dealt or ())):
             blocks[lane] = max(blocks[lane], 1)
         place = ChunkPlace(home, blocks, dealt)
-        return ChunkPlace(home) if len(place.group) == 1 else place
+        if len(place.group) == 1:
+            return ChunkPlace(home)
+        return place._replace(dealt=None) if dealt == place.group else place
 
     # --- into the step
 

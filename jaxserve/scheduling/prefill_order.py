@@ -29,6 +29,20 @@ class PrefillOrder:
         self._key = policy.rank(prompts)
         self._left = np.ones(self._key.size, bool)
 
+    def first(self, most: int, running: bool = True) -> list[Sequence]:
+        """Returns the first sequences, at most `most`, which come none the less; running: partly
+        prefilled ones too."""
+        count = len(self._running)
+        chosen: list[Sequence] = []
+        for place in smallest_first(self._key):
+            index = int(place)
+            sequence = self._running[index] if index < count else self._waiting[index - count]
+            if running if index < count else self.admission.may(sequence):
+                chosen.append(sequence)
+            if len(chosen) == most:
+                break
+        return chosen
+
     def ranked(self, most_work: float = math.inf) -> Iterator[Sequence]:
         """Sequences that have not come yet, of at most `most_work` seconds of prefill, and the
         first large prompt that waits: it may claim pages."""

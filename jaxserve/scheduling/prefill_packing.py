@@ -19,21 +19,28 @@ from jaxserve.policies import POLICIES, relative_slack
 from jaxserve.scheduling.budget import CHUNKING, SHARER_WORK_RATIO, StepBudget
 from jaxserve.scheduling.fetches import Fetches
 from jaxserve.scheduling.page_admission import PageAdmission
+from jaxserve.scheduling.pool.interface import Pool, PoolChunk, PoolScheduler, PoolStep
 from jaxserve.scheduling.prefill_chunks import ChunkCandidate, PrefillChunks
 from jaxserve.scheduling.prefill_order import PrefillOrder
 from jaxserve.scheduling.prefill_step import PrefillChunk, PrefillStep
-from jaxserve.scheduling.sequence import Sequence
+from jaxserve.scheduling.sequence import NO_SLOT, Sequence
 from jaxserve.scheduling.slots import DECODE, LEAVING, SlotTable
 from jaxserve.settings.schema import SchedulerConfig
 
 MAX_SHARERS_TRIED = 64  # prompts looked at for a long prompt's step
+MAX_PROMPTS_DECIDED = 64  # that a scheduler over the pool is asked about
 MAX_MISSES = 4  # prompts in a row for which the step had no time left: then no more are tried
 # share of its TTFT budget that a prompt has used up when it may take all of `config.sharing`
 FULL_SHARE_AT = 1 / 32
 
 
 class PrefillPacker:
-    """Packs the prefill part of one step after another. planner: see `PrefillChunks`."""
+    """Packs the prefill part of one step after another.
+
+    planner: see `PrefillChunks`. pool: the lanes' KV, where it is spread over them; scheduler:
+    decides which of its prompts run together, and on how many lanes; None: the order of the policy
+    and the time that is left.
+    """
 
     def __init__(
         self,
@@ -42,12 +49,16 @@ class PrefillPacker:
         admission: PageAdmission,
         fetches: Fetches,
         planner: LanePlanner | None = None,
+        pool: Pool | None = None,
+        scheduler: PoolScheduler | None = None,
     ):
         self.cache = cache
         self.slots = slots
         self.admission = admission
         self.fetches = fetches
         self.chunks = PrefillChunks(cache, slots, admission, fetches, planner)
+        self.pool = pool
+        self.scheduler = scheduler
 
     def pack(self, config: SchedulerConfig, now: float, budget: StepBudget) -> list[PrefillChunk]:
         """Packs chunks of prefilling and of newly admitted sequences, in the order of the policy,
@@ -58,8 +69,65 @@ class PrefillPacker:
         if not (slots.prefilling or (slots.queue and slots.free)):
             return []
         step = self._begin(config, now, budget)
-        self._pack(step, PrefillOrder(policy, now, slots, self.admission))
+        order = PrefillOrder(policy, now, slots, self.admission)
+        if self.pool is None:
+            self._pack(step, order)
+        elif self.scheduler is None:
+            self._match_homes(self.pool, step, order)
+            self._pack(step, order)
+        else:
+            self._pack_decided(self.pool, self.scheduler, step, order)
         return step.chunks
+
+    def _match_homes(self, pool: Pool, step: PrefillStep, order: PrefillOrder) -> None:
+        """Finds homes for the prompts that may be admitted, all of them at once."""
+        most = min(len(self.slots.free), 2 * pool.lanes)
+        if not (most and self.slots.queue and self.admission.open):
+            return
+        waiting = order.first(most, running=False)
+        chunks = [self._first_chunk(pool, step, sequence) for sequence in waiting]
+        if chunks:
+            lanes = [lane for lane, left in enumerate(step.budget.tokens_left) if left]
+            for chunk, home in zip(chunks, pool.homes(chunks, lanes)):
+                step.homes[chunk.prompt] = range(home, home + 1)
+
+    def _first_chunk(self, pool: Pool, step: PrefillStep, sequence: Sequence) -> PoolChunk:
+        """Returns the next chunk of a sequence, as long as the step may take it."""
+        left = sequence.prefill_len - pool.cached(sequence.number)
+        return PoolChunk(sequence.number, min(left, step.config.chunk_tokens * pool.lanes))
+
+    def _pack_decided(
+        self, pool: Pool, scheduler: PoolScheduler, step: PrefillStep, order: PrefillOrder
+    ) -> None:
+        """Packs the batches of a scheduler over the pool, as far as time and pages go."""
+        computable = self._computable(step, filter(self._may, order.first(MAX_PROMPTS_DECIDED)))
+        sequences = [candidate.sequence for candidate in computable]
+        if not sequences:
+            return
+        decodes = np.flatnonzero(self.slots.phase == DECODE)
+        seconds = step.budget.target - max(step.budget.decode_seconds)
+        view = PoolStep(
+            [self._first_chunk(pool, step, sequence) for sequence in sequences],
+            self.slots.number[decodes].tolist(),
+            seconds,
+            step.config.chunk_tokens,
+        )
+        batches, degrees = scheduler.decide(pool, view)
+        groups = pool.gen_plans(batches, degrees, pool.get_prefix_tree()).groups
+        for batch, group in zip(batches, groups):
+            step.dealt.update((chunk.prompt, group) for chunk in batch)
+        step.homes.update(step.dealt)
+        tokens = {chunk.prompt: chunk.tokens for batch in batches for chunk in batch}
+        decided = map(self.slots.by_number.__getitem__, tokens)
+        for candidate in self._computable(step, filter(self._may, decided)):
+            length = self._length(step, candidate, step.budget.target)
+            self._add_something(step, candidate, min(length, tokens[candidate.sequence.number]))
+            if step.out_of_pages:
+                return
+
+    def _may(self, sequence: Sequence) -> bool:
+        """Returns whether a sequence has a slot, or may get one in this step."""
+        return sequence.slot != NO_SLOT or self.admission.may(sequence)
 
     def _begin(self, config: SchedulerConfig, now: float, budget: StepBudget) -> PrefillStep:
         reserve = int(np.count_nonzero(self.slots.phase == DECODE))

@@ -33,12 +33,18 @@ class PrefillStep:
     chunks: list[PrefillChunk] = field(default_factory=list)
     # lanes over which chunks are dealt, by number of the sequence, where a plan of the step says so
     dealt: dict[int, range] = field(default_factory=dict)
+    # lanes of which one is to be home, by number of the sequence, where some are better than others
+    homes: dict[int, range] = field(default_factory=dict)
     out_of_pages: bool = False  # a sequence that is partly prefilled found no page
 
-    @property
-    def open_lanes(self) -> list[int]:
-        """Lanes that can take more tokens."""
-        return [lane for lane, left in enumerate(self.budget.tokens_left) if left]
+    def open_lanes_for(self, sequence: Sequence) -> list[int]:
+        """Returns the lanes that can take more tokens, of those that may be the sequence's home;
+        of all lanes, where none of these can."""
+        lanes = [lane for lane, left in enumerate(self.budget.tokens_left) if left]
+        homes = self.homes.get(sequence.number)
+        if homes is None:
+            return lanes
+        return [lane for lane in lanes if lane in homes] or lanes
 
     def count_pending(self, sequence: Sequence, home: int) -> None:
         """Counts what is left of a prompt as work of the lanes that will do it: all that are part

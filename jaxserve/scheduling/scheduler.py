@@ -30,6 +30,8 @@ from jaxserve.scheduling.events import Admitted, BatchPacked, EventBus
 from jaxserve.scheduling.fetches import Fetches
 from jaxserve.scheduling.packing import BatchPacker
 from jaxserve.scheduling.page_admission import PageAdmission
+from jaxserve.scheduling.pool.dispatch import TARGETED
+from jaxserve.scheduling.pool.interface import Pool, PoolScheduler
 from jaxserve.scheduling.prefill_packing import PrefillPacker
 from jaxserve.scheduling.prefill_times import PrefillTimes
 from jaxserve.scheduling.request_table import LiveEntry, RequestTable
@@ -54,11 +56,12 @@ class Load:
 
 class Scheduler:
     """Decides what runs next; see the package. `sequences` holds, by number, every sequence that
-    waits or that a batch in flight contains.
+    waits or that a batch in flight contains. `pool` is the cache's face to schedulers over a pool.
 
     costs: what steps cost; NOMINAL if unknown. planner: plans which lanes compute which part of a
-    prompt; None: the cache chooses. chooser: chooses how lanes exchange what spread chunks need;
-    None if no rates are known. What happens is published on `bus`.
+    prompt, or which prompts run together on how many lanes; None: the cache chooses. chooser:
+    chooses how lanes exchange what spread chunks need; None if no rates are known. What happens is
+    published on `bus`.
     """
 
     def __init__(
@@ -69,7 +72,7 @@ class Scheduler:
         max_len: int,
         eos_ids: Iterable[int] = (),
         costs: Costs = NOMINAL,
-        planner: LanePlanner | None = None,
+        planner: LanePlanner | PoolScheduler | None = None,
         chooser: ExchangeChooser | None = None,
     ):
         self.config = config
@@ -94,20 +97,29 @@ class Scheduler:
             None if self.admission is None else self.admission.max_running,
             copies,
         )
+        self.pool = Pool(cache, self.slots, costs, None if chooser is None else chooser.heads)
         self.packer = BatchPacker(
             config,
             cache,
             self.slots,
             self.predictor,
-            PrefillPacker(cache, self.slots, self.page_admission, self.fetches, planner),
+            self._make_prefill(planner),
             copies,
         )
         self._reader = BatchReader(cache, self.slots, self.requests, self.times, self.bus)
-        self._planner = planner
+        self._planner = None if isinstance(planner, PoolScheduler) else planner
         self._eos = frozenset(eos_ids)
         self._flight: deque[Batch] = deque()
         self._born = 0
         self._batches = 0
+
+    def _make_prefill(self, planner: LanePlanner | PoolScheduler | None) -> PrefillPacker:
+        parts = self.cache, self.slots, self.page_admission, self.fetches
+        if isinstance(planner, PoolScheduler):
+            return PrefillPacker(*parts, None, self.pool, planner)
+        exchanges = {self.config.exchange, self.config.decode_exchange}
+        matched = self.cache.placement.pools and exchanges & TARGETED
+        return PrefillPacker(*parts, planner, self.pool if matched else None)
 
     def _make_admission(self, lengths: CompletionLengths) -> AdmissionController | None:
         if self.config.admission == "queue":

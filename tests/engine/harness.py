@@ -28,6 +28,7 @@ from jaxserve.lanes.choice import ExchangeChooser
 from jaxserve.lanes.planner import LanePlanner, PlanPart
 from jaxserve.scheduling import Batch, Scheduler
 from jaxserve.scheduling.events import StepIssued
+from jaxserve.scheduling.pool.interface import PoolScheduler
 from jaxserve.settings.schema import (
     CacheConfig,
     EngineConfig,
@@ -76,7 +77,7 @@ def fresh(
     old: Engine,
     placement: str,
     pages: int | None = None,
-    planner: LanePlanner | None = None,
+    planner: LanePlanner | PoolScheduler | None = None,
     costs: Costs = NOMINAL,
     chooser: ExchangeChooser | None = None,
     **settings,

@@ -15,6 +15,16 @@ import pytest
 
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.step_shapes import StepShape
+from jaxserve.lanes.cdsp import Latency
+from jaxserve.scheduling.pool.elastic import BatchTimes
+from jaxserve.scheduling.pool.elastic_scheduler import ElasticScheduler
+from jaxserve.scheduling.pool.interface import (
+    Pool,
+    PoolChunk,
+    PoolDecision,
+    PoolScheduler,
+    PoolStep,
+)
 from jaxserve.scheduling.slots import DECODE, PREFILL
 from tests.engine.groups import led
 from tests.engine.harness import (
@@ -147,11 +157,56 @@ def few(golden_first_layers) -> list[Case]:
     return few_of(golden_first_layers["cases"])
 
 
-def test_tokens_of_the_first_layers_equal_the_reference_in_a_pool_of_eight_lanes(
-    few, smollm2_first_layers
-):
-    real = engine(smollm2_first_layers, "kvp=8", **FEW)
-    assert_equal_under_chaos(real, few)
+@pytest.fixture(scope="module")
+def pooled(smollm2_first_layers) -> Engine:
+    """Eight lanes, for tests to give other schedulers."""
+    return engine(smollm2_first_layers, "kvp=8", **FEW)
+
+
+def test_tokens_of_the_first_layers_equal_the_reference_in_a_pool_of_eight_lanes(few, pooled):
+    assert_equal_under_chaos(pooled, few)
+
+
+class AnyBatches(PoolScheduler):
+    """Cuts prompts into batches at random, on any numbers of lanes."""
+
+    def __init__(self, seed: int):
+        self._rng = random.Random(seed)
+
+    def decide(self, pool: Pool, step: PoolStep) -> PoolDecision:
+        batches: list[list[PoolChunk]] = []
+        degrees: list[int] = []
+        for prompt, most in step.prompts:
+            chunk = PoolChunk(prompt, self._rng.randint(1, most))
+            degree = self._rng.choice(pool.degrees)
+            if sum(degrees) + degree <= pool.lanes:
+                batches.append([chunk])
+                degrees.append(degree)
+            elif batches:
+                self._rng.choice(batches).append(chunk)
+        return PoolDecision(batches, degrees)
+
+
+ELASTIC = {  # a step takes 1 ms, a token 0.1 ms on one lane
+    degree: Latency(1e-3, 1e-4 / degree, 0.0, 1e-7 / degree) for degree in (1, 2, 4, 8)
+}
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "least"),
+    [
+        (AnyBatches(0), 10),
+        pytest.param(ElasticScheduler(BatchTimes.of(ELASTIC)), 3, marks=pytest.mark.matrix),
+    ],
+    ids=["any", "elastic"],
+)
+def test_rows_are_computed_on_lanes_that_do_not_hold_their_blocks(scheduler, least, few, pooled):
+    """Batches on other lanes than all of the pool, in turns with copies and other blocks read."""
+    real = fresh(pooled, "hashed", planner=scheduler)
+    dealt: list[int] = []
+    watch_batches(real, lambda batch: dealt.extend(map(len, batch.dealt.values())))
+    assert_equal_under_chaos(real, few, resting=0.4)
+    assert len(dealt) > least
 
 
 @pytest.mark.matrix

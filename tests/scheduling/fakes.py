@@ -8,7 +8,7 @@ position is a function of that hash and of the completion's index.
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from jaxserve.costs.coefficients import NOMINAL, Costs
 from jaxserve.lanes.groups import group_around, group_sizes
 from jaxserve.scheduling import Batch, Scheduler
 from jaxserve.scheduling.batch_reader import StepResults
+from jaxserve.scheduling.pool.interface import PoolScheduler
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 
@@ -183,6 +184,7 @@ class Replica:
         placement: str = "grow",
         max_len: int = 1000,
         costs: Costs = NOMINAL,
+        planner: PoolScheduler | None = None,
     ):
         self.cache = CacheManager(
             dataclasses.replace(cache, placement=placement),
@@ -191,7 +193,7 @@ class Replica:
             CacheIdentity("model", "float32"),
             rules=LaneRules(most_moves=2),
         )
-        self.scheduler = Scheduler(config, self.cache, mesh, max_len, {EOS}, costs)
+        self.scheduler = Scheduler(config, self.cache, mesh, max_len, {EOS}, costs, planner)
         self.device = Device(cache.block_size, self.scheduler.sequences)
         self.flight: deque[tuple[Batch, np.ndarray, set]] = deque()
         self.requests: dict[str, Request] = {}
@@ -266,14 +268,18 @@ class Replica:
     def _check_limits(self, batch: Batch) -> None:
         config = self.scheduler.config
         lanes = self.cache.pages.lanes
+        chunks = np.flatnonzero(~batch.is_decode).tolist()
         for size in group_sizes(lanes):  # what must be computed in a group: of others its last row
-            for first in range(0, lanes, size):
-                inside = (batch.lane // size == first // size) & ~batch.is_decode
-                tiles = -(-batch.length[inside] // config.tile)
-                tiles = np.where(batch.group_size[inside] <= size, tiles, 1)
-                assert tiles.sum() <= config.tiles * size, (
-                    f"lanes from {first}, {size} of them, get {batch.length[inside]}"
-                )
+            tiles = Counter[int]()
+            for row in chunks:
+                home = int(batch.lane[row])
+                over = batch.dealt.get(row) or group_around(home, int(batch.group_size[row]))
+                tiles[home // size] += 1
+                if len(over) <= size:
+                    tiles[over.start // size] += -(-int(batch.length[row]) // config.tile) - 1
+            assert max(tiles.values(), default=0) <= config.tiles * size, (
+                f"lanes in groups of {size} get {tiles} rows"
+            )
         for seq, stop in zip(batch.seq.tolist(), (batch.start + batch.length).tolist()):
             assert stop <= self.scheduler.sequences[seq].max_positions, (
                 f"sequence {seq} is issued beyond its end"

@@ -80,6 +80,11 @@ HASHED = {"mesh": "kvp=6", "placement": "hashed"}
         ({"mesh": "kvp=2", "segment_tokens": 9}, "segment_tokens: has no effect with --placement"),
         ({**HASHED, "pool_lanes": 3}, "pool_lanes: 3 is not one of 2, 6"),
         ({**HASHED, "planner": "cdsp"}, "placement: hashed cannot follow --planner=cdsp"),
+        (
+            {"mesh": "kvp=2", "planner": "elastic"},
+            "placement: grow cannot follow --planner=elastic; that needs round_robin or random or "
+            "hashed",
+        ),
         ({"prefix_copies": True}, "prefix_copies: True has no effect on one lane; give --mesh"),
         ({**HASHED, "prefix_copies": True, "prefix_caching": False}, "without prefix_caching"),
         ({"placement": "random"}, "placement: random has no effect on one lane; give --mesh a kvp"),

@@ -8,13 +8,16 @@ counts as one for the group of lanes that it gets: the bytes between its parts a
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from jaxserve.lanes.work import Heads
+
+# exchanges by which queries go to the lanes that hold blocks alone; others send the same bytes
+# wherever homes are
+TARGETED = frozenset({"visit"})
 
 
 class TokenBytes(NamedTuple):
@@ -41,7 +44,7 @@ def gains(visits: np.ndarray, puts: np.ndarray, sizes: TokenBytes) -> np.ndarray
     return sizes.query * visits + sizes.put * puts
 
 
-def match(gain: np.ndarray, room: Sequence[int]) -> np.ndarray:
+def match(gain: np.ndarray, room: Sequence[int] | np.ndarray) -> np.ndarray:
     """Returns the lane of each request [n] such that the sum of their gains is greatest.
 
     gain [n, lanes]: see `gains`; room [lanes]: requests that a lane can take. Takes O(n^3). Errors:
@@ -70,20 +73,15 @@ def match_groups(gain: np.ndarray, degrees: Sequence[int], room: np.ndarray) -> 
         batches = [number for number, each in enumerate(degrees) if each == degree]
         whole = free.reshape(lanes // degree, degree).all(1)
         by_group = gain[batches].reshape(len(batches), lanes // degree, degree).sum(2)
-        for batch, group in zip(batches, match(by_group, whole.astype(int).tolist()).tolist()):
+        for batch, group in zip(batches, match(by_group, whole.astype(int)).tolist()):
             groups[batch] = range(group * degree, (group + 1) * degree)
             free[group * degree : (group + 1) * degree] = False
     return groups
 
 
-def even_room(running: Sequence[int], requests: int) -> list[int]:
-    """Returns how many of `requests` requests each lane takes such that all lanes then have as
-    equal numbers of requests as can be. running [lanes]: those that they have."""
-    room = [0] * len(running)
-    emptiest = [(count, lane) for lane, count in enumerate(running)]
-    heapq.heapify(emptiest)
-    for _ in range(requests):
-        count, lane = emptiest[0]
-        room[lane] += 1
-        heapq.heapreplace(emptiest, (count + 1, lane))
-    return room
+def balanced_room(running: np.ndarray, requests: int) -> np.ndarray:
+    """Returns how many of `requests` requests each lane may take [lanes], all lanes together at
+    least that many, such that none then has more than the mean, rounded up. running [lanes]:
+    requests that they have."""
+    level = -(-(int(running.sum()) + requests) // len(running))
+    return np.maximum(level - running, 0)

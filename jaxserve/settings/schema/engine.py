@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from jaxserve.api.errors import ConfigError
 from jaxserve.lanes.choice import CHOOSERS
 from jaxserve.lanes.groups import group_sizes
-from jaxserve.lanes.placement import PLACEMENTS
+from jaxserve.lanes.placement import PLACEMENTS, Placement
+from jaxserve.lanes.planner import ELASTIC
 from jaxserve.settings.fields import Settings, option
 from jaxserve.settings.schema.cache import CacheConfig
 from jaxserve.settings.schema.mesh import MeshConfig
@@ -102,17 +103,17 @@ def check_lanes(mesh: MeshConfig, cache: CacheConfig, scheduler: SchedulerConfig
     if scheduler.improvement is not None and planner not in ("single", "cdsp"):
         raise ConfigError("improvement", f"has no effect with --planner={planner}")
     _check_pool(mesh, cache)
-    planned = PLACEMENTS[cache.placement].planned
+    placement = PLACEMENTS[cache.placement]
     if planner == "none":
-        if planned and cache.lane_tokens is None:
+        if placement.planned and cache.lane_tokens is None:
             raise ConfigError(
                 "placement",
                 f"{cache.placement} deals out prompts of more than --lane_tokens, which is not "
                 "given",
             )
         return
-    if not planned:
-        names = " or ".join(name for name, kind in PLACEMENTS.items() if kind.planned)
+    if not _follows(placement, planner):
+        names = " or ".join(name for name, kind in PLACEMENTS.items() if _follows(kind, planner))
         raise ConfigError(
             "placement", f"{cache.placement} cannot follow --planner={planner}; that needs {names}"
         )
@@ -121,6 +122,10 @@ def check_lanes(mesh: MeshConfig, cache: CacheConfig, scheduler: SchedulerConfig
         raise ConfigError(
             "planner", f"{planner} needs a kvp that {size} divides; --mesh has kvp={mesh.kvp}"
         )
+
+
+def _follows(placement: type[Placement], planner: str) -> bool:
+    return placement.scatters if planner == ELASTIC else placement.planned
 
 
 def _check_pool(mesh: MeshConfig, cache: CacheConfig) -> None:

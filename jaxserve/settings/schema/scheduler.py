@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from jaxserve.api.batch import DEFAULT_EXCHANGE
 from jaxserve.lanes.cdsp import PLANNERS
 from jaxserve.lanes.choice import DECODE_CHOICES, EXCHANGE_CHOICES
+from jaxserve.lanes.planner import ELASTIC
 from jaxserve.policies import POLICIES
 from jaxserve.settings.fields import option
 from jaxserve.settings.schema.objectives import Objectives, objectives_by_class
@@ -73,9 +74,10 @@ class SchedulerConfig(Objectives):
         "none",
         "how many lanes compute a prompt: chosen for each of its chunks so that it ends soonest "
         "(cdsp), chosen once for all of it (single), always N (fixed-N), or by lane_tokens (none); "
-        "needs a placement of striped or zigzag",
+        "needs a placement of striped or zigzag; or, over a placement of hashed, chosen in each "
+        "step for all its prompts so that their summed latency is least (elastic)",
         # fixed-1 is what none does
-        choices=("none", *(name for name in PLANNERS if name != "fixed-1")),
+        choices=("none", *(name for name in PLANNERS if name != "fixed-1"), ELASTIC),
     )
     improvement: float | None = option(
         None,

@@ -9,7 +9,7 @@ import pytest
 
 from jaxserve.lanes.groups import group_sizes
 from jaxserve.lanes.work import Heads
-from jaxserve.scheduling.pool.dispatch import TokenBytes, even_room, gains, match, match_groups
+from jaxserve.scheduling.pool.dispatch import TokenBytes, balanced_room, gains, match, match_groups
 
 LLAMA_2 = Heads(32, 32, 128)
 
@@ -76,6 +76,8 @@ def test_groups_are_aligned_and_disjoint_and_best_for_one_degree(seed):
 
 
 def test_room_makes_lanes_equal():
-    assert even_room([3, 0, 1, 3], 4) == [0, 3, 1, 0]
-    assert even_room([0, 0], 5) == [3, 2]
-    assert even_room([5, 1], 2) == [0, 2]
+    room = lambda *running, requests: balanced_room(np.array(running), requests).tolist()
+    assert room(3, 0, 1, 3, requests=4) == [0, 3, 2, 0]
+    assert room(0, 0, requests=1) == [1, 1], "either"
+    assert room(2, 0, requests=1) == [0, 2]
+    assert room(90, 0, requests=5) == [0, 48]
