@@ -12,7 +12,7 @@ from jaxserve.lanes.groups import group_sizes
 from jaxserve.lanes.placement import UNLIMITED, Placement
 
 DRAWS = 500  # of segments on lanes, for the share of the fullest one: to 1 %
-STEPS = 8  # numbers of segments that are told apart, from one power of two to the next
+STEPS = 8  # numbers of segments that are kept apart, from one power of two to the next
 
 
 class PromptLanes:

@@ -46,7 +46,7 @@ PoolBatch = Sequence[PoolChunk]
 
 
 class PoolPlans(NamedTuple):
-    """Where batches run, and what moves by that.
+    """The lanes of batches, and what moves by that.
 
     query_plans, transfer_plans [batches, lanes]: tokens whose queries visit a lane, and whose new
     KV a lane is to hold, as far as keys say so. groups: lanes of each batch.
@@ -58,7 +58,7 @@ class PoolPlans(NamedTuple):
 
 
 class PoolStep(NamedTuple):
-    """What is to be decided in one step.
+    """The prompts of one step, of which batches are to be made.
 
     prompts: the most tokens that each of those that may run can run with, in the order of the
     policy; decodes: numbers of the sequences that decode in any case; seconds: that a batch may
