@@ -61,12 +61,8 @@ def prompt(rng: random.Random, shared: list[int]) -> list[int]:
     ]
 
 
-@pytest.mark.parametrize("placement", ["hashed", "random"])
-def test_its_batches_have_the_tokens_that_they_should(placement):
-    scheduler = MostCachedFirst()
-    replica = Replica(
-        CONFIG, CacheConfig(4, 40), LANES, placement, costs=SECONDS, planner=scheduler
-    )
+def busy(replica: Replica) -> None:
+    """Runs random requests behind a shared prefix, and checks their answers."""
     rng = random.Random(0)
     shared = [rng.randrange(12) for _ in range(40)]
     for _ in range(30):
@@ -77,8 +73,21 @@ def test_its_batches_have_the_tokens_that_they_should(placement):
                 replica.finish()
     replica.drain()
     replica.check_answers()
+
+
+@pytest.mark.parametrize("placement", ["hashed", "random"])
+def test_its_batches_have_the_tokens_that_they_should(placement):
+    scheduler = MostCachedFirst()
+    busy(Replica(CONFIG, CacheConfig(4, 40), LANES, placement, costs=SECONDS, planner=scheduler))
     assert scheduler.degrees == {1, 2}
     assert 0 < max(scheduler.loads) < 1
+
+
+@pytest.mark.parametrize("pages", [12, 40])
+def test_matched_homes_have_the_tokens_that_they_should(pages):
+    replica = Replica(CONFIG, CacheConfig(4, pages), LANES, "hashed", costs=SECONDS)
+    replica.scheduler.packer.prefill.pool = replica.scheduler.pool  # as with a targeted exchange
+    busy(replica)
 
 
 def test_its_batches_are_dealt_over_as_many_lanes_as_it_says():

@@ -126,6 +126,14 @@ def test_every_placement_is_simulated(placement):
     assert any(batch.spread.any() for batch in batches)
 
 
+@pytest.mark.parametrize(("placement", "exchange"), [("hashed", "gather"), ("random", "auto")])
+def test_elastic_plans_run_prompts_on_as_many_lanes_as_they_say(placement, exchange):
+    outcome, batches = run(replica(exchange, "elastic", placement))
+    ended = sorted((r.prompt, r.output, r.reason) for r in outcome.records)
+    assert ended == sorted((a.prompt, a.output, "length") for a in ARRIVALS)
+    assert 2 in {len(lanes) for batch in batches for lanes in batch.dealt.values()}
+
+
 @pytest.mark.parametrize("decode_exchange", ["gather", "pass_q", "auto"])
 def test_decodes_are_simulated_by_every_exchange(decode_exchange):
     outcome, batches = run(replica("gather", decode_exchange=decode_exchange))
