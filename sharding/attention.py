@@ -12,18 +12,17 @@ the number of tokens in the step, except with `pass_kv`, which moves KV (Medha, 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxserve.api.batch import DEFAULT_EXCHANGE
-from jaxserve.kernels import ops
 from jaxserve.kernels.kv_pages import KVPages
 from jaxserve.lanes import exchange as strategies
-from jaxserve.sharding.exchange import EXCHANGES, split, write_gathered
-from jaxserve.sharding.rows import Groups, Rows, write_kv
+from jaxserve.sharding.attend import Attend
+from jaxserve.sharding.exchange import EXCHANGES, write_gathered
+from jaxserve.sharding.rows import Groups, split, write_kv
+from jaxserve.sharding.visit import Put, put
 
 
 def attention(
@@ -36,13 +35,15 @@ def attention(
     None. scale: factor on q k. Returns out, shaped like q, and the pages with the new keys and
     values.
     """
-    attend = functools.partial(_attend, scale=scale, window=window)
+    attend = Attend(scale, window)
     parts = _spread_parts(groups)
     spread_outs = []
+    puts: list[Put] = []
     tokens = groups.local_tokens()
     pages = write_kv(pages, kv[:tokens], groups.local)
-    # Everything is written before anything is read: XLA's CPU compiler would otherwise copy the
-    # pool for the readers. Exchanges without settled rows write what they gather themselves.
+    # Everything is written before anything is read, or after everything was: XLA would otherwise
+    # copy the pool for the readers. Exchanges without settled rows write themselves what others
+    # send, or return it.
     for exchange, part, mine in parts:
         if not strategies.EXCHANGES[exchange].settled:
             continue
@@ -52,13 +53,17 @@ def attention(
         else:
             pages = write_gathered(kv[mine], pages, part)
     for exchange, part, mine in parts:
-        out, pages = EXCHANGES[exchange](q[mine], kv[mine], pages, part, attend)
+        out, pages, late = EXCHANGES[exchange](q[mine], kv[mine], pages, part, attend)
+        puts += late
         spread_outs.append(out.astype(q.dtype))
     local = zip(groups.local, split(q[None, :tokens], groups.local, 1))
     outs = [
         attend(x, rows, pages.take(0), groups.table, dtype=q.dtype)[0] for rows, x in local
     ] + spread_outs
-    return (jnp.concatenate(outs) if len(outs) > 1 else outs[0]), pages
+    out = jnp.concatenate(outs) if len(outs) > 1 else outs[0]
+    if puts:
+        pages = put(puts, pages, after=out)
+    return out, pages
 
 
 def _spread_parts(groups: Groups) -> list[tuple[str, Groups, slice]]:
@@ -76,32 +81,3 @@ def _spread_parts(groups: Groups) -> list[tuple[str, Groups, slice]]:
             out.append((exchange, dataclasses.replace(groups, spread=spread), slice(at, stop)))
             at = stop
     return out
-
-
-def _attend(
-    q: jax.Array,
-    rows: Rows,
-    pages: KVPages,
-    table: jax.Array,
-    before: tuple[jax.Array, jax.Array] | None = None,
-    *,
-    scale: float,
-    window: int | None,
-    dtype: Any = jnp.float32,
-) -> tuple[jax.Array, jax.Array]:
-    """`ops.attend` on flat tokens: q [R * T, K, G, H] -> out [R * T, K, G, H] of type `dtype`, lse
-    [R * T, K, G] f32, merged with `before` (out, lse), if any."""
-    shaped = lambda x: x.reshape(*rows.shape, *x.shape[1:])
-    out, lse = ops.attend(
-        shaped(q),
-        rows.pos,
-        pages,
-        table,
-        rows.slot,
-        rows.entries,
-        scale=scale,
-        window=window,
-        dtype=dtype,
-        before=jax.tree.map(shaped, before),
-    )
-    return out.reshape(q.shape), lse.reshape(q.shape[:-1])

@@ -7,10 +7,12 @@ signature; a program is compiled for one of them.
   transfer (ring pass-Q of the Context Parallelism paper).
 - `pass_kv`: KV blocks travel around the ring in chunks of equal size, so that the program does not
   depend on the length of contexts (ring pass-KV of the same paper).
+- `visit`: queries go only to lanes that hold blocks of their sequence (`sharding.visit`).
 
-Which is fastest depends on the number of new and of cached tokens; results are equal. `gather`
-writes the gathered keys and values to their pages; with the ring strategies the caller has done so,
-by `write_gathered` where these may belong on any lane.
+Which is fastest depends on the number of new and of cached tokens, and on how many lanes hold a
+sequence; results are equal. `gather` writes the gathered keys and values to their pages, and
+`visit` writes them or returns those that are to be written once everything was read; with the ring
+strategies the caller has written them, by `write_gathered` where these may belong on any lane.
 
 Everything here runs inside shard_map, on one lane and one rank; each rank's heads have their own
 ring. Lanes meet in groups (`lane_groups`): `lanes` are those of one group, and `lane` is counted in
@@ -30,22 +32,28 @@ from jaxserve.api.batch import DEFAULT_EXCHANGE
 from jaxserve.kernels.kv_pages import KVPages
 from jaxserve.kernels.merge import merge
 from jaxserve.lanes.exchange import PIECE_TOKENS
+from jaxserve.sharding.attend import Attend
 from jaxserve.sharding.lane_groups import LaneGroups
-from jaxserve.sharding.rows import Groups, Rows, write_kv
+from jaxserve.sharding.rows import Groups, split, write_kv
+from jaxserve.sharding.visit import Put, visit
 
-# For GPUs. Before jax 0.12, XLA's latency hiding scheduler takes custom calls (attention) for short
-# and waits for a transfer before the attention that should hide it; from 0.12 on, transfers are not
-# asynchronous without that scheduler.
-COMPILER_OPTIONS: dict[str, Any] = (
-    {"xla_gpu_enable_latency_hiding_scheduler": False} if jax.__version_info__ < (0, 12) else {}
-)
-# q [R * T, K, G, H], rows, pages, table, before -> out, lse
-Attend = Callable[..., tuple[jax.Array, jax.Array]]
+
+def compiler_options(exchange: str) -> dict[str, Any]:
+    """Options for GPUs of a program with this exchange.
+
+    XLA's latency hiding scheduler makes transfers asynchronous, and so hides partial results of
+    `visit` that go home. Before jax 0.12 it takes custom calls (attention) for short, and waits for
+    a hop of a ring before the attention that should hide it; from 0.12 on, no transfer is
+    asynchronous without it.
+    """
+    if jax.__version_info__ >= (0, 12):
+        return {}
+    return {"xla_gpu_enable_latency_hiding_scheduler": exchange == "visit"}
 
 
 def gather(
     q: jax.Array, kv: jax.Array, pages: KVPages, groups: Groups, attend: Attend
-) -> tuple[jax.Array, KVPages]:
+) -> tuple[jax.Array, KVPages, list[Put]]:
     """Attends by one all-gather and one all-to-all, whose bytes depend only on the new tokens."""
     lanes = groups.lanes
     gathered = lanes.gather(jnp.concatenate([q, kv], 2))  # [lanes, T, K, G + 2, H]
@@ -56,7 +64,7 @@ def gather(
     ]
     by_lane = lambda x: x.reshape(lanes.size, -1, *x.shape[1:])  # rows are in order of lanes
     outs, lses = (jnp.concatenate([by_lane(x) for x in xs], 1) for xs in zip(*partials))
-    return _merge_across(lanes, outs, lses), pages
+    return _merge_across(lanes, outs, lses), pages, []
 
 
 def write_gathered(kv: jax.Array, pages: KVPages, groups: Groups) -> KVPages:
@@ -67,7 +75,7 @@ def write_gathered(kv: jax.Array, pages: KVPages, groups: Groups) -> KVPages:
 
 def pass_q(
     q: jax.Array, kv: jax.Array, pages: KVPages, groups: Groups, attend: Attend
-) -> tuple[jax.Array, KVPages]:
+) -> tuple[jax.Array, KVPages, list[Put]]:
     """Ring pass-Q: queries travel in lanes - 1 hops; the partial results of all hops return in one
     all-to-all (Context Parallelism paper, Alg. 3 and 4)."""
     lanes = groups.lanes.size
@@ -87,12 +95,12 @@ def pass_q(
         q = arriving
     hop_of_lane = (lane - jnp.arange(lanes)) % lanes  # the hop at which a lane's queries were here
     outs, lses = (jnp.stack(x)[hop_of_lane] for x in zip(*by_hop))
-    return _merge_across(groups.lanes, outs, lses), pages
+    return _merge_across(groups.lanes, outs, lses), pages, []
 
 
 def pass_kv(
     q: jax.Array, kv: jax.Array, pages: KVPages, groups: Groups, attend: Attend
-) -> tuple[jax.Array, KVPages]:
+) -> tuple[jax.Array, KVPages, list[Put]]:
     """Ring pass-KV: blocks travel in lanes - 1 hops, chunk by chunk (Context Parallelism paper,
     Alg. 2)."""
     lanes = groups.lanes.size
@@ -137,26 +145,15 @@ def pass_kv(
     ]
     chunks = groups.lanes.most(-(-ends[-1].max() // width))
     outs = lax.fori_loop(0, chunks, chunk, nothing)
-    return jnp.concatenate([out for out, _ in outs]), pages
+    return jnp.concatenate([out for out, _ in outs]), pages, []
 
 
-EXCHANGES: dict[str, Callable[..., tuple[jax.Array, KVPages]]] = {
+EXCHANGES: dict[str, Callable[..., tuple[jax.Array, KVPages, list[Put]]]] = {
     DEFAULT_EXCHANGE: gather,
     "pass_q": pass_q,
     "pass_kv": pass_kv,
+    "visit": visit,
 }
-
-
-def split(x: jax.Array, groups: tuple[Rows, ...], lanes: int) -> list[jax.Array]:
-    """Splits tokens x [n, T, ...] of n lanes by group of rows -> per group [n * R * T, ...]. lanes:
-    how many lanes' rows each group has."""
-    out = []
-    at = 0
-    for rows in groups:
-        count = rows.pos.size // lanes
-        out.append(x[:, at : at + count].reshape(len(x) * count, *x.shape[2:]))
-        at += count
-    return out
 
 
 def _write(gathered: jax.Array, pages: KVPages, groups: Groups) -> KVPages:

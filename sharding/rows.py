@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,8 @@ from jaxserve.kernels import ops
 from jaxserve.kernels.kv_pages import KVPages, quantize
 from jaxserve.kernels.table import entries_below
 from jaxserve.sharding.lane_groups import LaneGroups
+
+NO_PAGE = 2**30  # a page that no pool has: writes to it are dropped
 
 
 @functools.partial(
@@ -59,6 +62,15 @@ class Rows:
             self,
         )
 
+    def pick(self, number: jax.Array) -> Rows:
+        """Returns rows `number` [n]; numbers past the last give rows of padding."""
+        count = len(self.slot)
+        out = jax.tree.map(lambda x: x[jnp.minimum(number, count - 1)], self)
+        pos = jnp.where((number < count)[:, None], out.pos, -1)
+        entries = jnp.where(number < count, out.entries, 0)
+        page = jnp.where((number < count)[:, None], out.page, NO_PAGE)
+        return dataclasses.replace(out, pos=pos, entries=entries, page=page)
+
     def with_entries(self, entries: jax.Array) -> Rows:
         """Returns the rows over a table with other numbers of entries [R]."""
         return dataclasses.replace(self, entries=entries)
@@ -67,7 +79,7 @@ class Rows:
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["local", "spread", "table"],
-    meta_fields=["exchange", "lanes"],
+    meta_fields=["exchange", "lanes", "room"],
 )
 @dataclasses.dataclass(frozen=True)
 class Groups:
@@ -77,6 +89,7 @@ class Groups:
     lane's group, in order of lanes, [lanes * R, T] each. table [2, slots, W]: this lane's page
     table. exchange: strategy for settled spread rows, or for the others where there are none; a
     name in `sharding.exchange.EXCHANGES`. lanes: the groups of lanes that meet for spread rows.
+    room: share of a lane's spread rows that may visit one other lane (`sharding.visit`).
     """
 
     local: tuple[Rows, ...]
@@ -84,6 +97,7 @@ class Groups:
     table: jax.Array
     exchange: str
     lanes: LaneGroups
+    room: float = 1.0
 
     @property
     def settled(self) -> bool:
@@ -146,6 +160,18 @@ def write_kv(pages: KVPages, kv: jax.Array, groups: tuple[Rows, ...]) -> KVPages
     if pages.scales is not None:
         stored = quantize(kv)
     return jax.tree.map(lambda pool, x: ops.write(pool, page, offset, x), pages, stored)
+
+
+def split(x: jax.Array, groups: Sequence[Rows], lanes: int) -> list[jax.Array]:
+    """Splits tokens x [n, T, ...] of n lanes by group of rows -> per group [n * R * T, ...]. lanes:
+    how many lanes' rows each group has."""
+    out = []
+    at = 0
+    for rows in groups:
+        count = rows.pos.size // lanes
+        out.append(x[:, at : at + count].reshape(len(x) * count, *x.shape[2:]))
+        at += count
+    return out
 
 
 def _positions(start: jax.Array, length: jax.Array, width: int) -> jax.Array:

@@ -1,10 +1,11 @@
-"""Predicts what lanes say to each other for a step of decodes: gathered queries beside ring pass-Q.
+"""Predicts what lanes say to each other for a step of decodes, by exchange.
 
 python -m experiments.context_parallel.decodes --lanes=8
 
-Microseconds of one layer besides attention, behind which the ring hides its hops; the attention
-of a lane is in a column of its own. Steps whose KV does not fit are left out. All is computed, from
-the profile of the GPU.
+Microseconds of one layer besides attention, behind which the ring hides its hops, and visits their
+way home: all lanes hold all sequences here, so that visits send as much as is gathered. The
+attention of a lane is in a column of its own. Steps whose KV does not fit are left out. All is
+computed, from the profile of the GPU.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 from experiments.markdown import table
 from experiments.script import command_line
 from jaxserve.lab.simulate.run import System, shape_of
+from jaxserve.lanes.exchange import decode_exchanges
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option
 from jaxserve.settings.schema import CacheConfig, ConfigError, MeshConfig, SchedulerConfig
@@ -32,16 +34,17 @@ OPTIONS = {
         Option("batches", str, "1,16,256,2048", "sequences of the step, evenly over lanes"),
     ]
 }
-HEAD = ("context", "sequences", "attention, us", "gather, us", "pass_q, us", "auto")
+NAMES = tuple(decode_exchanges())
+HEAD = ("context", "sequences", "attention, us", *(f"{name}, us" for name in NAMES), "auto")
 BLOCK = 64  # tokens of a page
 
 
 def rows(
     system: System, contexts: list[int], batches: list[int]
-) -> Iterator[tuple[int, int, float, float, float, str]]:
-    """Per context and number of sequences: seconds of attention, of what gathered queries and ring
-    pass-Q take besides it, and which one is chosen; only of steps whose KV fits the GPUs. Errors:
-    ConfigError for a mesh that cannot be."""
+) -> Iterator[tuple[int, int, list[float], str]]:
+    """Per context and number of sequences: seconds of attention and of what each exchange takes
+    besides it, and which one is chosen; only of steps whose KV fits the GPUs. Errors: ConfigError
+    for a mesh that cannot be."""
     system.check()
     settings = SchedulerConfig(exchange="auto", decode_exchange="auto")
     chooser = system.sizes(settings, CacheConfig(block_size=BLOCK)).chooser(system.profile)
@@ -54,14 +57,9 @@ def rows(
             share = -(-batch // chooser.lanes)
             kv = context * batch / chooser.lanes
             decision = chooser.decodes(share, kv)
-            yield (
-                context,
-                batch,
-                system.costs.attend_decodes(share, kv),
-                decision.seconds["gather"],
-                decision.seconds["pass_q"],
-                decision.strategy,
-            )
+            seconds = [decision.seconds[name] for name in NAMES]
+            attention = system.costs.attend_decodes(share, kv)
+            yield context, batch, [attention, *seconds], decision.strategy
 
 
 def run(values: dict[str, Any]) -> int:
@@ -72,8 +70,8 @@ def run(values: dict[str, Any]) -> int:
     return 0
 
 
-def _cells(row: tuple[int, int, float, float, float, str]) -> list[str]:
-    context, batch, *seconds, strategy = row
+def _cells(row: tuple[int, int, list[float], str]) -> list[str]:
+    context, batch, seconds, strategy = row
     return [
         f"{context:,}",
         f"{batch:,}",
@@ -93,4 +91,4 @@ def _numbers(values: dict[str, Any], name: str) -> list[int]:
 COMMAND = Command(OPTIONS, run, __doc__.partition("\n\n")[2])
 
 if __name__ == "__main__":
-    sys.exit(command_line("decodes", "gathered queries beside ring pass-Q", COMMAND, sys.argv[1:]))
+    sys.exit(command_line("decodes", "exchanges of decodes", COMMAND, sys.argv[1:]))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from experiments.context_parallel.paper import HEADS, MODEL
-from experiments.context_parallel.system import PaperHost, calibrated
+from experiments.context_parallel.system import PaperHost, calibrated, fastest
 from experiments.figures import Claim, Figure, Panel, Row, Rows, cell
 from experiments.papers import main
 from jaxserve.cache import CacheManager, LaneRules
@@ -55,7 +55,8 @@ def replica(hosts: int, exchange: str) -> VirtualReplica:
     """A lane per host, with room for a prompt on any of them."""
     host = calibrated()
     mesh = MeshConfig(kvp=hosts)
-    chooser = ExchangeChooser(hosts, HEADS, host.prefill, chooser=exchange, block=BLOCK)
+    chosen = fastest if exchange == "auto" else exchange
+    chooser = ExchangeChooser(hosts, HEADS, host.prefill, chooser=chosen, block=BLOCK)
     lanes = dict(placement="striped", lane_tokens=BLOCK) if hosts > 1 else {}
     cache = CacheConfig(block_size=BLOCK, pages=2**11, **lanes)
     config = SchedulerConfig(

@@ -50,4 +50,4 @@ def choose(chooser: ExchangeChooser, chunks: Sequence[tuple[int, int]]) -> Decis
 
 def bytes_of(sent: ExchangeBytes) -> int:
     """Bytes that one lane sends in all."""
-    return sent.hops * sent.hop + sent.gathered + sent.returned
+    return sent.hops * sent.hop + sent.gathered + sent.returned + sent.visiting + sent.put

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxserve.api.batch import DEFAULT_EXCHANGE
 from jaxserve.checkpoint.model import padded_vocab
 from jaxserve.engine import sampling, sampling_rows
 from jaxserve.engine.command import SCORES
@@ -22,7 +23,7 @@ from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.step import HeadProgram, LayersProgram, Weights, write_table
 from jaxserve.engine.step_shapes import StepShape, layout
 from jaxserve.kernels.kv_pages import KVPages
-from jaxserve.sharding.exchange import COMPILER_OPTIONS
+from jaxserve.sharding.exchange import compiler_options
 from jaxserve.sharding.mesh import KVP
 from jaxserve.sharding.rules import sharding, spec
 
@@ -181,6 +182,7 @@ class StagePrograms(Programs):
             (stage.values, pages, self.table_shape(stage), ints, x),
             ((LANES,) * 3 if last else LANES, _specs(pages), LANES),
             donate=(1, 2),
+            exchange=shape.exchange,
         )
 
     def _lower_table(self, stage: Stage) -> Any:
@@ -235,14 +237,19 @@ class StagePrograms(Programs):
 
 
 def lowered(
-    f: Callable, mesh: Mesh, arguments: tuple, out_specs: Any, donate: tuple[int, ...] = ()
+    f: Callable,
+    mesh: Mesh,
+    arguments: tuple,
+    out_specs: Any,
+    donate: tuple[int, ...] = (),
+    exchange: str = DEFAULT_EXCHANGE,
 ) -> Any:
     """Lowers `f`, which runs on each device of the mesh, for arguments: arrays or shapes with
     shardings; without a sharding they are on all devices. donate: arguments whose memory the
-    results may take."""
+    results may take. exchange: between lanes, if any."""
     options = None
     if mesh.shape[KVP] > 1 and mesh.devices.flat[0].platform == "gpu":
-        options = COMPILER_OPTIONS or None
+        options = compiler_options(exchange) or None
     specs = _specs(arguments)
     mapped = jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
     return jax.jit(mapped, donate_argnums=donate, compiler_options=options).lower(*arguments)

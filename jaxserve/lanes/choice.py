@@ -145,10 +145,10 @@ class ExchangeChooser(ExchangeTimes):
             return dict.fromkeys(EXCHANGES, self.attention(work.pairs, work.shard, work.tokens))
         return {name: row.of_chunks(work, self) for name, row in EXCHANGES.items()}
 
-    def decodes(self, share: int, kv: float) -> Decision:
+    def decodes(self, share: int, kv: float, visits: float = 1.0) -> Decision:
         """Decides for a step whose spread rows are decodes alone: see `work_of_decodes`. The
         seconds are those that lanes take besides the attention of as many decodes of their own."""
-        work = work_of_decodes(self.lanes, share, kv)
+        work = work_of_decodes(self.lanes, share, kv, visits)
         seconds = {name: row.of_decodes(work, self) for name, row in decode_exchanges().items()}
         if self.decode_chooser == "auto":
             return Decision(least_seconds(self, work, seconds), seconds)

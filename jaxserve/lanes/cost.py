@@ -22,6 +22,7 @@ from jaxserve.lanes.groups import ChunkPlace, group_around, group_sizes, size_ar
 from jaxserve.lanes.load import ExchangedChunks, LaneLoad, SpreadChunks
 from jaxserve.lanes.placement import Grow
 from jaxserve.lanes.rates import AttentionCosts
+from jaxserve.lanes.work import most_visits
 
 MOVED_PER_TOKEN = 4  # tokens of KV that a step moves to another lane for each that a lane computes
 MOST_MOVES = 256  # pages that a lane sends to all lanes of a replica in a step
@@ -189,7 +190,9 @@ class GatherCosts(LaneCosts):
         choice = None
         if len(tokens):
             share = int(np.bincount(lane[spread]).max())
-            choice = self._decode_choice(int(group_size.max()), share, float(shards.max()), alone)
+            visits = most_visits(lane[spread], blocks) / share
+            size = int(group_size.max())
+            choice = self._decode_choice(size, share, float(shards.max()), visits, alone)
         longest = [float(context[lane == index].max(initial=0)) for index in lanes]
         return [
             LaneLoad(n, float(kv), most, spread=len(tokens), samples=n, decode_choice=choice)
@@ -204,13 +207,15 @@ class GatherCosts(LaneCosts):
         if size > 1:
             load.context *= size * max(self.prompts.shares(context * size, size))
             load.spread = count * self.lanes
-            load.decode_choice = self._decode_choice(size, count, load.context, True)
+            load.decode_choice = self._decode_choice(size, count, load.context, 1.0, True)
         return load
 
-    def _decode_choice(self, size: int, share: int, kv: float, alone: bool) -> Decision | None:
+    def _decode_choice(
+        self, size: int, share: int, kv: float, visits: float, alone: bool
+    ) -> Decision | None:
         """Decides how spread decodes exchange in groups of `size` lanes; None where no rates are
         known. share: decodes of the lane that is home to most; kv: tokens of their KV on the
-        fullest lane."""
+        fullest lane; visits: see `work_of_decodes`."""
         return None
 
     def _spread(
@@ -295,8 +300,10 @@ class ExchangeCosts(GatherCosts):
             strategy = DEFAULT_EXCHANGE
         return ExchangedChunks(strategy, decision.seconds[strategy], chunks)
 
-    def _decode_choice(self, size: int, share: int, kv: float, alone: bool) -> Decision:
-        choice = self._choosers[size].decodes(share, kv)
+    def _decode_choice(
+        self, size: int, share: int, kv: float, visits: float, alone: bool
+    ) -> Decision:
+        choice = self._choosers[size].decodes(share, kv, visits)
         return Decision(choice.strategy if alone else DEFAULT_EXCHANGE, choice.seconds)
 
     def _spread(

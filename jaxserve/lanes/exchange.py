@@ -1,8 +1,8 @@
 """The exchanges: strategies by which queries of spread sequences attend over KV on other lanes.
 
 A sequence that is spread over N lanes has a share of its KV on each, and each lane computes a share
-of its new tokens. Three strategies give the same attention (Context Parallelism paper, section 3.5,
-and Medha, section 3.4):
+of its new tokens. Four strategies give the same attention (Context Parallelism paper, section 3.5,
+Medha, section 3.4, and TokenLake, section 3.4):
 
 - `gather`: all lanes get all queries in one all-gather, attend over their own KV, and send the
   partials home in one all-to-all. With the queries go the new keys and values, for a token's KV
@@ -12,6 +12,9 @@ and Medha, section 3.4):
   all-to-all, which nothing hides. Decodes may go so too, where they are all that is spread in a
   step: their new keys and values are gathered first.
 - `pass_kv`: queries stay and KV goes round in N - 1 hops.
+- `visit`: queries go to the lanes that hold blocks of their sequence, and new keys and values with
+  them, in all-to-alls with room for a share of a lane's rows per pair of lanes. The partials go
+  home beside the attention of a lane's own queries.
 
 `EXCHANGES` is the one table of them, which settings, compiled shapes, metrics, profiles and costs
 read; `sharding.exchange.EXCHANGES` has the device function of each.
@@ -20,6 +23,7 @@ read; `sharding.exchange.EXCHANGES` has the device function of each.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 from jaxserve.api.batch import DEFAULT_EXCHANGE
@@ -27,19 +31,23 @@ from jaxserve.lanes.rates import ExchangeTimes
 from jaxserve.lanes.work import ExchangeWork, Heads
 
 PIECE_TOKENS = 2048  # of KV, that a lane of the engine sends on at once round a ring
+# shares of a lane's spread rows, of which a program with `visit` has room for one per pair of lanes
+ROOMS = (0.25, 0.5, 1.0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExchangeBytes:
     """Bytes that one lane sends (and receives) per layer. `rounds` times `lanes - 1` hops of `hop`
-    bytes each; then bytes of an all-gather and of an all-to-all, each in `lanes - 1` messages; 0
-    if it sends none."""
+    bytes each; then bytes of an all-gather and of all-to-alls, of partials that return, of queries
+    that visit and of new KV that is put, each in `lanes - 1` messages; 0 if it sends none."""
 
     lanes: int
     rounds: int = 0
     hop: int = 0
     gathered: int = 0
     returned: int = 0
+    visiting: int = 0
+    put: int = 0
 
     @property
     def hops(self) -> int:
@@ -59,7 +67,8 @@ class Exchange:
     name: as settings, metrics and profiles have it. summary: what it does, for help texts. ring:
     whether messages go from lane to lane in hops. settled: whether a chunk's tokens must be
     computed by the lanes that hold their blocks; the device function of an exchange that does
-    without writes the keys and values itself. traffic, seconds: of chunks. decode_traffic,
+    without writes the keys and values itself. rooms: shares of a lane's spread rows that may reach
+    one other lane, by program. traffic, seconds: of chunks. decode_traffic,
     decode_seconds: of steps whose spread rows are decodes alone, besides the attention of as many
     decodes of a lane's own; None: decodes cannot use it.
     """
@@ -72,6 +81,7 @@ class Exchange:
     decode_seconds: Seconds | None = None
     ring: bool = False
     settled: bool = False
+    rooms: tuple[float, ...] = (1.0,)
 
     def of_chunks(self, work: ExchangeWork, times: ExchangeTimes) -> float:
         """Seconds per layer of attention and of what lanes send for it."""
@@ -124,6 +134,28 @@ def pass_q_decode_traffic(work: ExchangeWork, heads: Heads, piece: int = 0) -> E
     return dataclasses.replace(pass_q_traffic(work, heads), gathered=gathered)
 
 
+def visit_traffic(work: ExchangeWork, heads: Heads, piece: int = 0) -> ExchangeBytes:
+    """Sends what `gather_traffic` does, of the share of a lane's tokens that there is room for."""
+    tokens = (work.lanes - 1) * _visiting(work)
+    return ExchangeBytes(
+        work.lanes,
+        returned=tokens * heads.partial_bytes,
+        visiting=tokens * heads.query_bytes,
+        put=tokens * heads.new_kv_bytes,
+    )
+
+
+def _visiting(work: ExchangeWork) -> int:
+    """New tokens of a lane that a program has room for per pair of lanes."""
+    room = next(room for room in ROOMS if room >= work.visits)
+    return rows_with_room(room, work.even or work.share)
+
+
+def rows_with_room(room: float, rows: int) -> int:
+    """Rows that may reach one other lane, of the `rows` of a lane. room: see `Exchange.rooms`."""
+    return math.ceil(room * rows)
+
+
 # --- seconds
 
 
@@ -169,6 +201,28 @@ def ring_decode_seconds(sent: ExchangeBytes, work: ExchangeWork, times: Exchange
     )
 
 
+def visit_seconds(sent: ExchangeBytes, work: ExchangeWork, times: ExchangeTimes) -> float:
+    """Adds up queries and new KV on their way; the attention of visitors; partials on their way
+    home beside the attention of a lane's own queries."""
+    rates = times.rates
+    lanes = work.lanes
+    own = times.attention(work.gathered_pairs / lanes, work.shard, work.tokens / lanes)
+    others = work.gathered_pairs * (lanes - 1) / lanes
+    visitors = times.attention(others, work.shard, (lanes - 1) * _visiting(work))
+    there = rates.all_to_all(sent.visiting) + rates.all_to_all(sent.put)
+    return there + visitors + rates.beside(rates.all_to_all(sent.returned), own)
+
+
+def visit_decode_seconds(sent: ExchangeBytes, work: ExchangeWork, times: ExchangeTimes) -> float:
+    """Adds up queries on their way; the part of what partials and new KV take that the attention
+    of a lane's own decodes does not hide; a call of attention more."""
+    rates = times.rates
+    attention = times.attention_of_decodes(work.share, work.touched)
+    beside = rates.all_to_all(sent.returned) + rates.all_to_all(sent.put)
+    exposed = rates.beside(beside, attention) - attention
+    return rates.all_to_all(sent.visiting) + exposed + times.decode_call
+
+
 # --- the table
 
 ROWS = (
@@ -192,6 +246,15 @@ ROWS = (
     ),
     Exchange(
         "pass_kv", "KV goes round a ring", pass_kv_traffic, ring_seconds, ring=True, settled=True
+    ),
+    Exchange(
+        "visit",
+        "queries go to lanes that hold their sequence",
+        visit_traffic,
+        visit_seconds,
+        visit_traffic,
+        visit_decode_seconds,
+        rooms=ROOMS,
     ),
 )
 EXCHANGES: dict[str, Exchange] = {row.name: row for row in ROWS}

@@ -24,6 +24,7 @@ class LaneSums(NamedTuple):
     shard_pairs: float = 0.0  # pairs of all queries and the lane's KV
     hop_pairs: float = 0.0  # pairs of the lane's queries and another lane's KV, at most
     touched: float = 0.0  # tokens of KV that the lane's queries are paired with in a hop, at most
+    visits: float = 0  # of `even`, new tokens of each other lane whose sequences this one holds
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,6 +72,7 @@ class SpreadChunks:
                     shard_pairs=earlier.shard_pairs + pairs * share,
                     hop_pairs=earlier.hop_pairs + pairs * largest * part,
                     touched=earlier.touched + context * largest * (part > 0),
+                    visits=earlier.visits + part_of_all * (share > 0),
                 )
             )
         holders = sum(share > 0 for share in shares)
@@ -105,6 +107,7 @@ class SpreadChunks:
             holders=self.holders,
             shard_pairs=largest.shard_pairs,
             hop_pairs=largest.hop_pairs,
+            visits=min(largest.visits / max(largest.even, 1), 1.0),
         )
 
 

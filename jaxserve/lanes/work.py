@@ -10,6 +10,8 @@ import dataclasses
 import math
 from typing import Any
 
+import numpy as np
+
 from jaxserve.api.errors import ConfigError
 
 ITEM = 2  # bytes of a bf16 weight, activation or KV element
@@ -86,6 +88,7 @@ class ExchangeWork:
     holders: int = 0  # lanes that hold a sequence
     shard_pairs: float = 0.0  # pairs of all queries and the KV of the lane that attends most
     hop_pairs: float = 0.0  # pairs of one lane's queries and another's KV, at most
+    visits: float = 1.0  # share of a lane's new tokens whose sequence one other lane holds, at most
 
     @property
     def cached(self) -> int:
@@ -107,10 +110,19 @@ def pairs_of(cached: int, new: int) -> float:
     return new * (cached + (new + 1) / 2)
 
 
-def work_of_decodes(lanes: int, share: int, kv: float) -> ExchangeWork:
+def most_visits(home: np.ndarray, blocks: np.ndarray) -> int:
+    """Counts how many rows of a lane visit one other lane, at most. home [n]: lane that computes
+    each row; blocks [n, lanes]: of its sequence on each lane."""
+    computes = np.arange(blocks.shape[1])[:, None] == home
+    visits = computes.astype(np.int32) @ (blocks > 0).astype(np.int32)
+    np.fill_diagonal(visits, 0)
+    return int(visits.max())
+
+
+def work_of_decodes(lanes: int, share: int, kv: float, visits: float = 1.0) -> ExchangeWork:
     """Sums up decodes in a group of `lanes` lanes, each of which sends as many rows as the one that
     is home to most, `share`, and of whose KV a lane holds at most `kv` tokens. One lane's queries
-    need an even share of them."""
+    need an even share of them. visits: share of a lane's rows that visit one other lane."""
     return ExchangeWork(
         lanes=lanes,
         tokens=lanes * share,
@@ -119,4 +131,5 @@ def work_of_decodes(lanes: int, share: int, kv: float) -> ExchangeWork:
         share=share,
         shard=math.ceil(kv),
         touched=kv / lanes,
+        visits=visits,
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +39,7 @@ from jaxserve.models.decoder import stage_modules
 from jaxserve.settings.options import make
 from jaxserve.settings.schema import EngineConfig
 from jaxserve.sharding import attention
-from jaxserve.sharding.exchange import COMPILER_OPTIONS
+from jaxserve.sharding.exchange import compiler_options
 from jaxserve.sharding.lane_groups import LaneGroups
 from jaxserve.sharding.mesh import KVP
 from jaxserve.sharding.rows import Groups, local_rows, spread_rows
@@ -274,7 +275,7 @@ def test_hops_around_a_ring_run_beside_attention(exchange, hidden):
         array((4, 4)),
         donate=(0,),
         mesh=(4, 1),
-        options=COMPILER_OPTIONS,
+        options=compiler_options(exchange),
     )
     assert compiled.aliased == shape.bytes and compiled.hlo.count(" collective-permute-start(") == 3
     computation = next(
@@ -294,6 +295,58 @@ def test_hops_around_a_ring_run_beside_attention(exchange, hidden):
                 'custom_call_target="mosaic_gpu_v2"' in between for between in lines[number:end]
             )
     assert found >= hidden
+
+
+ORDER = re.compile(
+    r"^  .* = .* (?:(all-to-all)-(start|done)\(|custom-call\(.*(mosaic_gpu_v2)|.*kind=.*(scatter))"
+    r".*op_name=\"[^\"]*/(query|init_transfer|put)/",
+    re.M,
+)
+
+
+@needs_compiler
+def test_new_kv_and_partials_of_visits_travel_beside_attention():
+    """Sixteen decodes of each of eight lanes, four of which may visit each other lane: in the order
+    in which the program runs. Each attention is two kernels."""
+    shape = AttendCase(16, 1, 8, 4, 128, 64, 64)
+    pages = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), shape.pool)
+    kv = array((16, 8, 2, 128), "bfloat16")
+    q = array((16, 8, 4, 128), "bfloat16")
+    row = array((16,))
+    arguments = pages, kv, q, array((2, 128, 64)), row, row, row, array((16, 8))
+    options = compiler_options("visit")
+    compiled = cuda.compile(visit_step, *arguments, donate=(0,), mesh=(8, 1), options=options)
+    entry = compiled.hlo[compiled.hlo.index("\nENTRY") :]
+    steps = [" ".join(filter(None, found)) for found in ORDER.findall(entry)]
+    steps = [step for step in steps if not step.startswith("scatter query")]  # places what came
+    attend = ["mosaic_gpu_v2 query"] * 2
+    there = ["all-to-all start query", "all-to-all done query"]
+    new = ["all-to-all start init_transfer", *attend, "all-to-all done init_transfer"]
+    home = ["all-to-all start query", *attend, "all-to-all done query"]
+    assert steps == [*there, *new, *home, "scatter put"]
+    assert compiled.aliased == shape.bytes
+    assert compiled.made(shape.numbers) == {"scatter", "fusion"}
+    assert compiled.temp < 2**26
+
+
+def visit_step(
+    pages: KVPages,
+    kv: jax.Array,
+    q: jax.Array,
+    table: jax.Array,
+    slot: jax.Array,
+    start: jax.Array,
+    length: jax.Array,
+    everywhere: jax.Array,
+) -> tuple[jax.Array, KVPages]:
+    P = pages.kv.shape[1]
+    size = pages.kv.shape[4]
+    lanes = LaneGroups(jax.lax.axis_size(KVP))
+    fields = jnp.concatenate([jnp.stack([slot, start, length], 1), everywhere], 1)
+    rows = spread_rows(lanes.gather_rows(fields), lanes.index(), 1, table, P, size)
+    groups = Groups((), (rows,), table, "visit", lanes, 0.25)
+    with as_on_a_gpu(mosaic.attend):
+        return attention.attention(q, kv, pages, None, groups, 0.1)
 
 
 def ring_step(

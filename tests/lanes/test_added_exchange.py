@@ -86,5 +86,7 @@ def test_settings_know_it_as_long_as_it_is_there(twin):
 
 
 def test_settings_refuse_it_where_it_is_not():
-    with pytest.raises(ConfigError, match="'twin' is not one of gather, pass_q, pass_kv, auto"):
+    with pytest.raises(
+        ConfigError, match="'twin' is not one of gather, pass_q, pass_kv, visit, auto"
+    ):
         SchedulerConfig(exchange="twin")

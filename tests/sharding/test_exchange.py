@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
+from collections import Counter
 from dataclasses import dataclass, field
 
 import jax
@@ -31,6 +33,7 @@ C = 4
 H = 8
 SLOTS = 5
 PAGES = 110
+LARGE_POOL = 2**15  # pages, where memory is read
 WIDTH = 8
 # of a lane
 ROWS = 16
@@ -43,14 +46,15 @@ pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices"
 @dataclass
 class Case:
     """Sequences whose blocks are on random lanes of a random group; the last sequences decode.
-    group_size: lanes of a group. rows: (slot, start, length, lane) of decodes and of prefill
-    rows."""
+    group_size: lanes of a group. holders: lanes of the group that hold a sequence; 0: any. rows:
+    (slot, start, length, lane) of decodes and of prefill rows."""
 
     lanes: int
     group_size: int
     cached: list[int]
     new: list[int]
     seed: int
+    holders: int = 0
     owner: list[np.ndarray] = field(init=False)  # lane of each block
     rows: tuple[list, list] = field(init=False)
 
@@ -62,7 +66,10 @@ class Case:
         for slot, (cached, new) in enumerate(zip(self.cached, self.new)):
             first = int(rng.integers(0, self.lanes)) // self.group_size * self.group_size
             last = first + self.group_size
-            self.owner.append(rng.integers(first, last, -(-(cached + new) // C)))
+            lanes = np.arange(first, last)
+            if self.holders:
+                lanes = rng.permutation(lanes)[: self.holders]
+            self.owner.append(lanes[rng.integers(0, len(lanes), -(-(cached + new) // C))])
             if new == 1 and len(decodes) < DECODES:
                 decodes.append((slot, cached, 1, int(rng.integers(first, last))))
                 continue
@@ -81,16 +88,31 @@ class Case:
         full = [sum(row[3] == lane for row in prefills) > ROWS for lane in range(self.lanes)]
         self.rows = decodes, [] if any(full) else prefills  # which is rare
 
+    @property
+    def room(self) -> float:
+        """The least share of a lane's rows for which `visit` must have room per pair of lanes."""
+        need = 0.0
+        for some, most in zip(self.rows, (DECODES, ROWS)):
+            pairs = Counter(
+                (lane, other)
+                for slot, _, _, lane in some
+                for other in set(self.owner[slot].tolist()) - {lane}
+            )
+            need = max(need, max(pairs.values(), default=0) / most)
+        return next(room for room in strategies.ROOMS if room >= need)
+
 
 @st.composite
-def cases(draw, lanes: int, group_size: int):
+def cases(draw, lanes: int, group_size: int, holders: int = 0):
     count = draw(st.integers(1, SLOTS))
     new = draw(st.lists(st.sampled_from([0, 1, 1, 2, 7, 16, 19]), min_size=count, max_size=count))
     cached = draw(st.lists(st.integers(0, 60), min_size=count, max_size=count))
-    return Case(lanes, group_size, cached, new, draw(st.integers(0, 1000)))
+    return Case(lanes, group_size, cached, new, draw(st.integers(0, 1000)), holders)
 
 
-def program(strategy: str, lanes: LaneGroups, alone: bool, everywhere, rows, pages, q, kv):
+def program(
+    strategy: str, lanes: LaneGroups, alone: bool, room: float, everywhere, rows, pages, q, kv
+):
     """The attention of a step in one layer, on one lane; alone: of its decodes only."""
     table = everywhere[0]
     lane = lanes.index()
@@ -102,18 +124,19 @@ def program(strategy: str, lanes: LaneGroups, alone: bool, everywhere, rows, pag
         groups.append(spread_rows(mine, lane, width, table, PAGES, C, settled))
         at += number
     tokens = DECODES if alone else None
-    step = Groups((), tuple(groups), table, strategy, lanes)
+    step = Groups((), tuple(groups), table, strategy, lanes, room)
     out, pool = attention.attention(q[0, :tokens], kv[0, :tokens], KVPages(pages), None, step, 0.3)
     return out[None], pool.kv
 
 
 @functools.cache
-def compiled(strategy: str, lanes: int, group_size: int, alone: bool = False):
+def compiled(strategy: str, lanes: int, group_size: int, alone: bool = False, room: float = 1.0):
     mesh = Mesh(np.array(jax.devices()[:lanes]).reshape(lanes, 1), (KVP, TP))
     lane = PartitionSpec(KVP)
-    f = functools.partial(program, strategy, LaneGroups(group_size), alone)
+    f = functools.partial(program, strategy, LaneGroups(group_size), alone, room)
     return jax.jit(
-        jax.shard_map(f, mesh=mesh, in_specs=(lane,) * 5, out_specs=(lane, lane), check_vma=False)
+        jax.shard_map(f, mesh=mesh, in_specs=(lane,) * 5, out_specs=(lane, lane), check_vma=False),
+        donate_argnums=(2,),
     )
 
 
@@ -162,9 +185,9 @@ def dense(q: np.ndarray, x: np.ndarray) -> np.ndarray:
     return np.einsum("kgs,skh->kgh", weights / weights.sum(-1, keepdims=True), x[:, :, 1])
 
 
-def assert_dense(case: Case, strategy: str, alone: bool = False) -> None:
+def assert_dense(case: Case, strategy: str, alone: bool = False, room: float = 1.0) -> None:
     arguments, truth, places, pages_of = inputs(case)
-    run = compiled(strategy, case.lanes, case.group_size, alone)
+    run = compiled(strategy, case.lanes, case.group_size, alone, room)
     out, pages = map(np.asarray, run(*arguments))
     for slot, position, lane, token in places:
         np.testing.assert_allclose(
@@ -195,14 +218,32 @@ def test_every_strategy_is_dense_attention(strategy, lanes, group_size):
 
 
 @pytest.mark.parametrize("lanes, group_size", GROUPS)
-def test_decodes_alone_go_round_a_ring_wherever_their_keys_belong(lanes, group_size):
+@pytest.mark.parametrize("strategy", ["pass_q", "visit"])
+def test_decodes_alone_reach_others_wherever_their_keys_belong(strategy, lanes, group_size):
     @settings(max_examples=examples(25), deadline=None, database=None)
     @given(cases(lanes, group_size))
     def check(case: Case) -> None:
         case.rows = case.rows[0], []
-        assert_dense(case, "pass_q", alone=True)
+        assert_dense(case, strategy, alone=True)
 
     check()
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("lanes, group_size", [(4, 4), (8, 4), (8, 8)])
+def test_visitors_find_room_where_few_lanes_hold_a_sequence(lanes, group_size, alone):
+    rooms = set()
+
+    @settings(max_examples=examples(25), deadline=None, database=None)
+    @given(cases(lanes, group_size, holders=2))
+    def check(case: Case) -> None:
+        if alone:
+            case.rows = case.rows[0], []
+        rooms.add(case.room)
+        assert_dense(case, "visit", alone, case.room)
+
+    check()
+    assert min(rooms) < 1
 
 
 @pytest.mark.parametrize("strategy", EXCHANGES)
@@ -214,16 +255,25 @@ def test_a_prompt_of_fewer_tokens_than_lanes_after_a_context_that_one_lane_holds
         assert_dense(case, strategy)
 
 
-def text_of(strategy: str, lanes: int, group_size: int, alone: bool = False) -> str:
-    """The compiled program."""
+@functools.cache
+def machine_code(strategy: str, lanes: int, group_size: int, alone: bool = False, room=1.0):
+    """The compiled program, with a pool that is larger than all else."""
     arguments = inputs(Case(lanes, group_size, [40], [16], 0))[0]
-    return compiled(strategy, lanes, group_size, alone).lower(*arguments).compile().as_text()
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arguments]
+    shapes[2] = shapes[2].update(shape=(lanes, LARGE_POOL, *shapes[2].shape[2:]))
+    return compiled(strategy, lanes, group_size, alone, room).lower(*shapes).compile()
 
 
-def crossed(strategy: str, lanes: int, group_size: int, alone: bool = False) -> dict[str, int]:
+def text_of(strategy: str, lanes: int, group_size: int, alone: bool = False, room=1.0) -> str:
+    return machine_code(strategy, lanes, group_size, alone, room).as_text()
+
+
+def crossed(
+    strategy: str, lanes: int, group_size: int, alone: bool = False, room: float = 1.0
+) -> dict[str, int]:
     """Bytes that a lane sends to others in the compiled program, by collective; for `pass_kv` those
     of one chunk."""
-    text = text_of(strategy, lanes, group_size, alone)
+    text = text_of(strategy, lanes, group_size, alone, room)
     out = {"all-gather": 0, "all-to-all": 0, "collective-permute": 0}
     for line in text.splitlines():
         if found := re.search(
@@ -292,13 +342,48 @@ def test_what_crosses_lanes_for_decodes_alone_is_what_the_formulas_say(strategy,
     )
     assert crossed(strategy, lanes, group_size, alone=True) == {
         "all-gather": said.gathered,
-        "all-to-all": said.returned,
+        "all-to-all": said.returned + said.visiting + said.put,
         "collective-permute": said.hops * said.hop,
     }
 
 
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("lanes, group_size", [(4, 4), (8, 4), (8, 8)])
+def test_visits_take_the_share_of_what_is_gathered_that_they_have_room_for(
+    lanes, group_size, alone
+):
+    rows = DECODES + (not alone) * ROWS * WIDTH
+    gathered = sum(crossed("gather", lanes, group_size, alone).values())
+    for room in strategies.ROOMS:
+        some = math.ceil(room * DECODES) + (not alone) * math.ceil(room * ROWS) * WIDTH
+        sent = crossed("visit", lanes, group_size, alone, room)
+        assert sent["all-to-all"] * rows == gathered * some
+        assert sent["all-gather"] == sent["collective-permute"] == 0
+
+
 @pytest.mark.parametrize(
-    "strategy, alone", [*((strategy, False) for strategy in EXCHANGES), ("pass_q", True)]
+    "strategy, alone",
+    [("gather", False), ("pass_q", True), ("visit", False), ("visit", True)],
+)
+def test_pages_are_written_without_a_copy_of_the_pool(strategy, alone):
+    memory = machine_code(strategy, 8, 8, alone, 0.5 if strategy == "visit" else 1.0)
+    pool = LARGE_POOL * math.prod((HEADS[8][0], 2, C, H)) * 4
+    assert memory.memory_analysis().alias_size_in_bytes == pool
+    assert memory.memory_analysis().temp_size_in_bytes < pool / 4
+
+
+def test_profiles_show_the_functions_of_the_data_plane():
+    text = text_of("visit", 8, 8, True, 0.5)
+    for name in ("init_query", "query", "init_transfer", "put"):
+        assert f"/{name}/" in text
+    assert re.search(r"all-to-all.*/query/", text) and re.search(
+        r"all-to-all.*/init_transfer/", text
+    )
+
+
+@pytest.mark.parametrize(
+    "strategy, alone",
+    [*((strategy, False) for strategy in EXCHANGES), ("pass_q", True), ("visit", True)],
 )
 @pytest.mark.parametrize("lanes, group_size", [(4, 2), (8, 2), (8, 4)])
 def test_nothing_leaves_a_group_and_a_ring_has_a_hop_less_than_lanes(
@@ -314,7 +399,7 @@ def test_nothing_leaves_a_group_and_a_ring_has_a_hop_less_than_lanes(
     hops = [one for one in found if one.operation == "collective-permute"]
     for source, target in (pair for one in hops for pair in one.groups):
         assert target % group_size == (source + 1) % group_size
-    wanted = {"gather": 0, "pass_q": 1, "pass_kv": 2}  # blocks come with their numbers
+    wanted = {"gather": 0, "pass_q": 1, "pass_kv": 2, "visit": 0}  # blocks come with their numbers
     assert sum(one.times for one in hops) == wanted[strategy] * (group_size - 1)
 
 

@@ -96,7 +96,10 @@ FLAGS = [
     (["--ttft_stretch=0.5"], "--ttft_stretch=0.5: 0.5 is below the limit 1"),
     (["--step_time=0"], "--step_time=0: 0.0 is below the limit"),
     (["--placement=near"], "--placement=near: 'near' is not one of"),
-    (["--exchange=ring"], "--exchange=ring: 'ring' is not one of gather, pass_q, pass_kv, auto"),
+    (
+        ["--exchange=ring"],
+        "--exchange=ring: 'ring' is not one of gather, pass_q, pass_kv, visit, auto",
+    ),
     (["--exchange=auto"], "--exchange: auto has no effect on one lane"),
     (["--planner=cdsp"], "--planner: cdsp has no effect on one lane"),
     (["--placement=zigzag"], "--placement: zigzag has no effect on one lane"),

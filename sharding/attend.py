@@ -1,0 +1,61 @@
+"""Attention of a layer's tokens over pages of this lane, as the exchanges call it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.kernels import ops
+from jaxserve.kernels.kv_pages import KVPages
+from jaxserve.sharding.rows import Rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Attend:
+    """Attends over pages in one layer. Tokens are flat: q [R * T, K, G, H] -> out [R * T, K, G, H],
+    lse [R * T, K, G] f32. scale: factor on q k. window: sliding window in tokens, or None."""
+
+    scale: float
+    window: int | None
+
+    def __call__(
+        self,
+        q: jax.Array,
+        rows: Rows,
+        pages: KVPages,
+        table: jax.Array,
+        before: tuple[jax.Array, jax.Array] | None = None,
+        dtype: Any = jnp.float32,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Calls `ops.attend`. before: (out, lse) to merge with, if any; dtype: of `out`."""
+        shaped = lambda x: x.reshape(*rows.shape, *x.shape[1:])
+        out, lse = ops.attend(
+            shaped(q),
+            rows.pos,
+            pages,
+            table,
+            rows.slot,
+            rows.entries,
+            scale=self.scale,
+            window=self.window,
+            dtype=dtype,
+            before=jax.tree.map(shaped, before),
+        )
+        return out.reshape(q.shape), lse.reshape(q.shape[:-1])
+
+    def to_earlier(
+        self, q: jax.Array, rows: Rows, pages: KVPages, table: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Attends to the tokens before a query's own, which need not be on a page yet."""
+        window = None if self.window is None else self.window - 1
+        before = dataclasses.replace(rows, pos=jnp.maximum(rows.pos - 1, -1))
+        return dataclasses.replace(self, window=window)(q, before, pages, table)
+
+    def to_itself(self, q: jax.Array, kv: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Attends of each token q [T, K, G, H] to its own key and value kv [T, K, 2, H] alone."""
+        lse = jnp.einsum("tkgh,tkh->tkg", q, kv[:, :, 0], preferred_element_type=jnp.float32)
+        out = jnp.broadcast_to(kv[:, :, None, 1], q.shape).astype(jnp.float32)
+        return out, lse * self.scale
