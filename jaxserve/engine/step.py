@@ -205,4 +205,4 @@ def _groups(
         settled = EXCHANGES[shape.exchange].settled and width > 1
         spread.append(spread_rows(mine, lanes.index(), width, table, pages, size, settled))
         row += rows
-    return Groups(tuple(local), tuple(spread), table, shape.exchange, lanes)
+    return Groups(tuple(local), tuple(spread), table, shape.exchange, lanes, shape.room)

@@ -9,25 +9,29 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from jaxserve.api.batch import Batch
 from jaxserve.engine.step_shapes import RowGroup, StepShape
-from jaxserve.lanes.exchange import EXCHANGES
+from jaxserve.lanes.exchange import EXCHANGES, rows_with_room
 from jaxserve.lanes.groups import group_around, group_sizes, size_of_step
+from jaxserve.lanes.work import most_visits
 
 
 class LongChunk(NamedTuple):
     """A chunk of more than one token: its number in the batch, home lane, tokens, lanes that meet,
-    and those over which its rows are dealt, the last row aside, which is at home."""
+    those over which its rows are dealt, the last row aside, which is at home, and those that hold
+    its sequence, where it visits them."""
 
     number: int
     lane: int
     length: int
     group_size: int
     lanes: range
+    holders: tuple[int, ...] = ()
 
     @property
     def spread(self) -> bool:
@@ -46,7 +50,8 @@ class LaneSlice(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class StepDemand:
     """Everything of a batch that bears on its shape. ring: rows of its spread chunks on the lanes
-    that have their blocks; none where the step cannot go round a ring."""
+    that have their blocks; none where the step cannot go round a ring. visits: spread chunks of one
+    token on a lane that visit one other lane, at most."""
 
     local_singles: int  # most local chunks of one token on a lane
     spread_singles: int  # most spread ones
@@ -55,6 +60,7 @@ class StepDemand:
     group_size: int  # of the largest group in which spread chunks meet, or pages change lanes
     moves: bool  # whether pages change lanes
     ring: tuple[LaneSlice, ...] = ()
+    visits: int = 0
 
     @classmethod
     def of(cls, batch: Batch, lanes: int, tile: int, block: int) -> StepDemand:
@@ -79,7 +85,13 @@ class StepDemand:
         ring: tuple[LaneSlice, ...] = ()
         if EXCHANGES[batch.exchange].settled and batch.block_lane.size:
             ring = _ring(batch, [chunk for chunk in long if chunk.spread], tile, block)
-        return cls(local, spread, long, lanes, group_size, len(batch.moves) > 0, ring)
+        visits = 0
+        if len(EXCHANGES[batch.exchange].rooms) > 1:
+            alone = single & batch.spread
+            visits = most_visits(batch.lane[alone], batch.blocks_per_lane[alone])
+            holders = [np.flatnonzero(batch.blocks_per_lane[row]).tolist() for row in chunks]
+            long = tuple(chunk._replace(holders=tuple(some)) for chunk, some in zip(long, holders))
+        return cls(local, spread, long, lanes, group_size, len(batch.moves) > 0, ring, visits)
 
     @functools.cached_property
     def ring_rows(self) -> int:
@@ -94,9 +106,11 @@ class StepDemand:
             return False
         if shape.prefill_ring and not 0 < self.ring_rows <= shape.spread_prefill.rows:
             return False
-        return not self.long or (
+        if self.long and not (
             self._fits(shape.prefill, False) and self._fits(shape.spread_prefill, True)
-        )
+        ):
+            return False
+        return shape.room == 1 or self._finds_room(shape)
 
     def _fits(self, group: RowGroup, spread: bool) -> bool:
         chunks = [chunk for chunk in self.long if chunk.spread == spread]
@@ -115,6 +129,47 @@ class StepDemand:
             if max(need.values()) > group.rows * size:
                 return False
         return True
+
+    def _finds_room(self, shape: StepShape) -> bool:
+        """Returns whether all that visit one lane from another have room."""
+        pairs = Counter(
+            (part.lane, holder)
+            for part in self.dealt(shape.spread_prefill)
+            for holder in self._holders[part.chunk]
+            if holder != part.lane
+        )
+        needs = self.visits, max(pairs.values(), default=0)
+        groups = shape.spread_decode, shape.spread_prefill
+        return all(
+            need <= rows_with_room(shape.room, group.rows) for need, group in zip(needs, groups)
+        )
+
+    @functools.cached_property
+    def _holders(self) -> dict[int, tuple[int, ...]]:
+        return {chunk.number: chunk.holders for chunk in self.long}
+
+    def dealt(self, group: RowGroup) -> Iterator[LaneSlice]:
+        """Deals rows of spread chunks, each to that of its lanes that has most left, the last one
+        to its home lane; chunks on fewer lanes first, which have less choice."""
+        free = [group.rows] * self.lanes
+        chunks = [chunk for chunk in self.long if chunk.spread]
+        chunks.sort(key=lambda chunk: len(chunk.lanes))
+        for chunk in chunks:  # kept for last rows
+            free[chunk.lane] -= 1
+        for chunk in chunks:
+            for part in cut(chunk, group.width):
+                if part.offset + part.size < chunk.length:
+                    lane = max(chunk.lanes, key=lambda lane: (free[lane], lane == chunk.lane))
+                    free[lane] -= 1
+                    part = part._replace(lane=lane)
+                yield part
+
+
+def cut(chunk: LongChunk, width: int) -> Iterator[LaneSlice]:
+    """Cuts a chunk into rows of `width` tokens on its home lane."""
+    for offset in range(0, chunk.length, width):
+        size = min(width, chunk.length - offset)
+        yield LaneSlice(chunk.number, offset, size, chunk.lane)
 
 
 def _ring(batch: Batch, chunks: list[LongChunk], width: int, block: int) -> tuple[LaneSlice, ...]:

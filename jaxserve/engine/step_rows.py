@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxserve.api.batch import Batch
-from jaxserve.engine.step_demand import LaneSlice, LongChunk, StepDemand
+from jaxserve.engine.step_demand import LaneSlice, StepDemand, cut
 from jaxserve.engine.step_shapes import (
     DELTA_SLOT,
     FEED,
@@ -26,7 +26,6 @@ from jaxserve.engine.step_shapes import (
     SLOT,
     START,
     UPDATE_LANE,
-    RowGroup,
     StepShape,
     layout,
 )
@@ -173,13 +172,13 @@ class StepRows:
 
     def _local_slices(self) -> Iterator[ChunkSlice]:
         local = [chunk for chunk in self._demand.long if not chunk.spread]
-        parts = (part for chunk in local for part in _cut(chunk, self._shape.prefill.width))
+        parts = (part for chunk in local for part in cut(chunk, self._shape.prefill.width))
         return self._placed(parts, self._spans.prefill)
 
     def _spread_slices(self) -> Iterator[ChunkSlice]:
         parts: Iterable[LaneSlice] = self._demand.ring
         if not self._shape.prefill_ring:
-            parts = _deal(self._demand, self._shape.spread_prefill)
+            parts = self._demand.dealt(self._shape.spread_prefill)
         return self._placed(parts, self._spans.spread_prefill)
 
     def _placed(self, parts: Iterable[LaneSlice], span: _Span) -> Iterator[ChunkSlice]:
@@ -252,27 +251,3 @@ class StepRows:
             out[lane, : len(riding)] = riding[:, UPDATE_LANE + 1 :]
             early.append(mine[: len(mine) - len(riding)])
         return np.concatenate(early)
-
-
-def _cut(chunk: LongChunk, width: int) -> Iterator[LaneSlice]:
-    """Cuts a chunk into rows of `width` tokens on its home lane."""
-    for offset in range(0, chunk.length, width):
-        size = min(width, chunk.length - offset)
-        yield LaneSlice(chunk.number, offset, size, chunk.lane)
-
-
-def _deal(demand: StepDemand, group: RowGroup) -> Iterator[LaneSlice]:
-    """Deals rows of spread chunks, each to that of its lanes that has most left, the last one to
-    its home lane; chunks on fewer lanes first, which have less choice."""
-    free = [group.rows] * demand.lanes
-    chunks = [chunk for chunk in demand.long if chunk.spread]
-    chunks.sort(key=lambda chunk: len(chunk.lanes))
-    for chunk in chunks:  # kept for last rows
-        free[chunk.lane] -= 1
-    for chunk in chunks:
-        for part in _cut(chunk, group.width):
-            if part.offset + part.size < chunk.length:
-                lane = max(chunk.lanes, key=lambda lane: (free[lane], lane == chunk.lane))
-                free[lane] -= 1
-                part = part._replace(lane=lane)
-            yield part

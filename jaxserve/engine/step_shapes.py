@@ -19,7 +19,7 @@ import numpy as np
 from jaxserve.api.batch import DEFAULT_EXCHANGE
 from jaxserve.lanes.cdsp import PLANNERS
 from jaxserve.lanes.cost import moves_per_pair
-from jaxserve.lanes.exchange import EXCHANGES, decode_exchanges
+from jaxserve.lanes.exchange import EXCHANGES, decode_exchanges, rows_with_room
 from jaxserve.lanes.groups import group_sizes
 from jaxserve.settings.schema import SchedulerConfig
 
@@ -56,6 +56,7 @@ class StepShape:
     # how spread rows, of prompts where there are any, and blocks on other lanes meet: see
     # sharding.exchange
     exchange: str = DEFAULT_EXCHANGE
+    room: float = 1.0  # share of a lane's spread rows that may reach one other lane
     moves: int = 0  # pages that it may move from each lane of a group to each, beside its layers
 
     @property
@@ -95,6 +96,8 @@ class StepShape:
         parts = [name(self.local), "spread", name(self.spread), "on", str(self.group_size)]
         if self.exchange != DEFAULT_EXCHANGE:
             parts.append(self.exchange)
+        if self.room < 1:
+            parts.append(f"{self.room:g}")
         if self.moves:
             parts.append("moves")
         return "_".join(parts)
@@ -111,11 +114,11 @@ def shapes(
         moves = moves_per_pair(config.chunk_tokens, block, lanes)
         every += made.pooled(pool, lanes) if pool > 1 else made.grouped(lanes)
         if config.planner in PLANNERS:
-            moving = [shape for shape in every if shape.spread_prefill.rows]
+            moving = [shape for shape in every if shape.spread_prefill.rows and shape.room == 1]
             every += [dataclasses.replace(shape, moves=moves) for shape in moving]
         if copies:
             copying = made.copying(sorted({pool, lanes} - {1}))
-            every += [dataclasses.replace(shape, moves=moves) for shape in copying]
+            every += [dataclasses.replace(each, moves=moves) for each in copying if each.room == 1]
     sizes = sample_sizes(config)
     samples = lambda shape: next((size for size in sizes if size >= shape.rows), sizes[-1])
     every = [dataclasses.replace(each, samples=samples(each)) for each in dict.fromkeys(every)]
@@ -127,6 +130,7 @@ def shapes(
             shape.rows,
             shape.group_size,
             shape.moves,
+            shape.room,
         ),
     )
 
@@ -194,9 +198,10 @@ class _SpreadShapes:
     def _with_decodes(self, size: int, decodes: RowGroup) -> Iterator[StepShape]:
         """Yields shapes without chunks, and with these rows of spread decodes."""
         for exchange in self._decode_choices:
-            yield StepShape(
+            shape = StepShape(
                 self._decodes, spread_decode=decodes, group_size=size, exchange=exchange
             )
+            yield from _with_rooms(shape)
 
     def _with_chunks(
         self, size: int, decodes: RowGroup, chunks: Iterable[RowGroup]
@@ -207,7 +212,21 @@ class _SpreadShapes:
             self._prefill_choices, chunks, (EMPTY, self._chunks)
         ):
             rows = spread_rows(spread, exchange)
-            yield StepShape(self._decodes, local, decodes, rows, group_size=size, exchange=exchange)
+            shape = StepShape(
+                self._decodes, local, decodes, rows, group_size=size, exchange=exchange
+            )
+            yield from _with_rooms(shape)
+
+
+def _with_rooms(shape: StepShape) -> Iterable[StepShape]:
+    """Returns a shape with each room that its exchange may have, if that differs in whole rows; of
+    two lanes all rows visit the other one."""
+    rooms = {
+        tuple(rows_with_room(room, group.rows) for group in shape.spread): room
+        for room in EXCHANGES[shape.exchange].rooms
+        if room == 1 or shape.group_size > 2
+    }
+    return [dataclasses.replace(shape, room=room) for room in rooms.values()]
 
 
 def spread_rows(chunks: RowGroup, exchange: str) -> RowGroup:

@@ -133,7 +133,9 @@ def rings():
 )
 def test_decodes_go_round_a_ring_where_that_is_predicted_to_be_faster(rings, right, link, ring):
     """By the step; in the smallest group, and never beside a chunk of a prompt."""
-    rates = dataclasses.replace(RATES, hop=link, all_gather=link)
+    # visits need three
+    slow = Link(1.0, 1e9)
+    rates = dataclasses.replace(RATES, hop=link, all_gather=link, all_to_all=slow)
     block = rings.config.cache.block_size
     chooser = ExchangeChooser(4, Heads(4, 2, 16), rates, block=block, decode_chooser="auto")
     real = fresh(rings, "striped", planner=Lanes({300: (0, 1), 250: (2, 3)}), chooser=chooser)

@@ -227,6 +227,18 @@ def test_chunks_and_decodes_go_round_rings(exchange, few, smollm2_first_layers):
     assert any(shape.decode_ring for shape in shapes)
 
 
+def test_chunks_and_decodes_visit_lanes(few, smollm2_first_layers):
+    """By programs with room for few visitors and for all, alone and beside chunks."""
+    settings = dict(exchange="visit", decode_exchange="visit", **FEW)
+    real = engine(smollm2_first_layers, "kvp=8", **settings)
+    shapes = assert_equal_under_chaos(real, few, laps=3, resting=0.5)
+    visits = [shape for shape in shapes if shape.exchange == "visit"]
+    for kind in (True, False):
+        rooms = {shape.room for shape in visits if bool(shape.spread_prefill.rows) == kind}
+        print(f"chunks {kind}: rooms {rooms}, {len(visits)} of {len(shapes)} steps")
+        assert min(rooms) < 1
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     "mesh, pages", [("spp=2,kvp=4", 16), ("kvp=4,tp=3", 16), ("spp=2,kvp=2,tp=3", 21)]
