@@ -23,6 +23,7 @@ LANES = 64
 DECODES = 512
 PREFIX = 24_000  # tokens
 TBT = 0.25  # seconds
+LATE = 0.1  # seconds, too few for 64 prompts beside the decodes
 LLAMA_2 = Heads(32, 32, 128)
 SIZES = TokenBytes.of(LLAMA_2)
 PAIR_OF_A100 = AttentionRates.of(32, LLAMA_2, flops_per_s=3.4e14, bytes_per_s=3.2e12)
@@ -64,8 +65,15 @@ class Step:
         seconds = GROUPS.ideal(self.new)
         return cache_load(self.prefix, self.new, LANES, seconds, PAIR_OF_A100)
 
-    def plan(self, times: BatchTimes = GROUPS) -> ElasticPlan:
-        return plan_step(times, self.tokens, DECODES, LANES, self.load(), TBT)
+    def plan(self, times: BatchTimes = GROUPS, tbt: float = TBT) -> ElasticPlan:
+        return plan_step(times, self.tokens, DECODES, LANES, self.load(), tbt)
+
+    def late(self) -> ElasticPlan:
+        """Plans where each prompt alone would be in time, and no plan is."""
+        return self.plan(tbt=LATE)
+
+    def prompts_alone(self, times: BatchTimes = GROUPS) -> ElasticPlan:
+        return plan_step(times, self.tokens, 0, LANES)
 
     def homes(self) -> np.ndarray:
         return match(self.gain, [1] * LANES)
@@ -99,16 +107,18 @@ def main() -> None:
         step = Step(prompts, prompts)
         timed(f"plan of {prompts} prompts, degrees of groups", step.plan)
         timed(f"load, plan and groups of {prompts} prompts", step.whole)
+        timed(f"plan of {prompts} prompts, {LATE} s between tokens", step.late)
         timed(f"plan of {prompts} prompts, any degree", step.plan_any, 5)
         timed(f"homes of {prompts} prompts", step.homes)
     for prompts in (16, 32, 64):
-        losses = []
+        beside, alone = [], []
         for seed in range(5):
             step = Step(prompts, seed)
-            losses.append(step.plan().latency / step.plan_any().latency - 1)
+            beside.append(step.plan().latency / step.plan_any().latency - 1)
+            alone.append(step.prompts_alone().latency / step.prompts_alone(ANY).latency - 1)
         print(
             f"{prompts} prompts: summed latency with degrees of groups above any degree "
-            f"{np.mean(losses):.1%} on average, {max(losses):.1%} at most"
+            f"{np.mean(beside):.1%} beside the decodes, {np.mean(alone):.1%} alone"
         )
 
 

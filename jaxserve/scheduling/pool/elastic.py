@@ -147,6 +147,17 @@ class PromptTable:
         return tuple(reversed(batches))
 
 
+def lanes_needed(seconds: np.ndarray, prompts: int, degrees: np.ndarray, limit: float) -> float:
+    """Returns the least number of lanes on which all prompts are in batches that end within the
+    limit; infinite where none is enough. seconds: see `BatchTimes.prompts`."""
+    degree = np.where(seconds <= limit, degrees[:, None], INFINITE).min(0)
+    least = np.full(prompts + 1, INFINITE)
+    least[0] = 0
+    for i in range(1, prompts + 1):
+        least[i] = (least[:i] + degree[i * (i - 1) // 2 : i * (i + 1) // 2]).min()
+    return float(least[-1])
+
+
 def decode_latency(
     times: BatchTimes, count: int, lanes: int, load: float, limit: float
 ) -> np.ndarray:
@@ -178,14 +189,15 @@ def plan_step(
     order = np.argsort(tokens, kind="stable")
     seconds = times.prompts(np.asarray(tokens)[order], load)
     for most in dict.fromkeys((limit, INFINITE)):
-        table = PromptTable(seconds, len(order), times.degrees, lanes, most)
         of_decodes = decode_latency(times, decodes, lanes, load, most)
+        needed = lanes_needed(seconds, len(order), times.degrees, most)
+        if needed + np.count_nonzero(of_decodes == INFINITE) > lanes:
+            continue
+        table = PromptTable(seconds, len(order), times.degrees, lanes, most)
         split = table.least[-1] + of_decodes[::-1]
         used = int(split.argmin())
-        if split[used] < INFINITE:
-            batches = table.batches(used, order.tolist())
-            latency = sum(len(batch.prompts) * batch.seconds for batch in batches)
-            latency += float(of_decodes[lanes - used])
-            return ElasticPlan(batches, lanes - used, latency, most == limit)
-    alone = decode_latency(times, decodes, lanes, load, INFINITE)
-    return ElasticPlan((), lanes, float(alone[-1]), False)
+        batches = table.batches(used, order.tolist())
+        latency = sum(len(batch.prompts) * batch.seconds for batch in batches)
+        latency += float(of_decodes[lanes - used])
+        return ElasticPlan(batches, lanes - used, latency, most == limit)
+    return ElasticPlan((), lanes, float(of_decodes[-1]), False)
