@@ -150,3 +150,9 @@ def flag(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return f"--{'' if value else 'no'}{name}"
     return f"--{name}={json.dumps(value) if isinstance(value, (tuple, list)) else value}"
+
+
+def cpu_devices(devices: int) -> dict[str, str]:
+    """Returns the environment of a server with this number of devices, all of them CPUs."""
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "JAXSERVE_LOG_LEVEL": "warning"}

@@ -1,6 +1,6 @@
 """`jaxserve demo`: a small model served over real gRPC on one device and on a mesh with all three
 axes, one long prompt and several short ones at once; or by a cluster of replicas (see
-`demo_cluster`)."""
+`demo_cluster`), or by two lanes with one pool of KV (see `demo_pool`)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from jaxserve.api.events import Accepted, Finished, Progress
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.cli.display import Streams, Waiting, table
 from jaxserve.cli.engine_flags import engine_config, engine_groups
-from jaxserve.cli.own_server import OwnServer, StartingServer, starting_server
-from jaxserve.lab.cli import demo_cluster
+from jaxserve.cli.own_server import OwnServer, StartingServer, cpu_devices, starting_server
+from jaxserve.lab.cli import demo_cluster, demo_pool
 from jaxserve.lab.quotients import per_later_token
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option
@@ -36,7 +36,11 @@ meanwhile. Tables tell how long all that took, and that the tokens are the same.
 With --cluster two replicas that prefill, two that decode and a conductor are started as processes
 of this machine instead, and several users ask about one document: its KV is computed once, goes
 from replica to replica, and is used again. Tables tell what came from where, and the live page,
-whose address is printed, shows it meanwhile. Give both forms --model to use another one.
+whose address is printed, shows it meanwhile.
+
+With --pool twelve users ask about one document at once, of a server with two lanes: first its KV
+is on one of them, then copies are on both. A table tells what the lanes read and how long it took.
+Give each form --model to use another one.
 """
 QUESTIONS = [
     "What is the capital of France?",
@@ -50,6 +54,7 @@ QUESTIONS = [
 ]
 DEMO = [
     Option("cluster", bool, False, "a cluster of five processes in place of one process"),
+    Option("pool", bool, False, "two lanes with one pool of KV, with copies and without"),
     Option("long", int, 700, "tokens of the long prompt", 64),
     Option("short", int, 3, "short prompts", 0, len(QUESTIONS)),
     Option("max_tokens", int, 8, "most tokens of an answer of all devices; one gives more", 1),
@@ -104,6 +109,8 @@ HEADERS = ["request", "prompt", "cached", "output", "TTFT", "TPOT", "tokens/s", 
 def run(values: dict[str, Any]) -> int:
     if values["cluster"]:
         return demo_cluster.run(values, document)
+    if values["pool"]:
+        return demo_pool.run(values, document)
     from jaxserve.checkpoint.fetch import local_files
 
     local_files(values["model"], sys.stderr.isatty(), values["revision"])  # once, for both servers
@@ -111,8 +118,8 @@ def run(values: dict[str, Any]) -> int:
     degrees = f"{mesh.spp} stages x {mesh.kvp} lanes x {mesh.tp} ranks"
     print(f"{values['model']} on one device, then on {mesh.devices}: {degrees}", flush=True)
     # both start at once, which takes one core each
-    with starting_server(values, _on_cpus(mesh.devices)) as many:
-        with starting_server(values | ONE_DEVICE, _on_cpus(1)) as one:
+    with starting_server(values, cpu_devices(mesh.devices)) as many:
+        with starting_server(values | ONE_DEVICE, cpu_devices(1)) as one:
             server = _ready(one, "one device")
             with many.paused():
                 output_tokens = ONE_DEVICE_TOKENS * values["max_tokens"]
@@ -129,12 +136,6 @@ def run(values: dict[str, Any]) -> int:
             with contextlib.suppress(KeyboardInterrupt):
                 signal.pause()
     return int(any(talk.finished is None for talk in (*first, *second)) or _differ(first, second))
-
-
-def _on_cpus(devices: int) -> dict[str, str]:
-    """Environment of a server with this number of devices, all of them CPUs."""
-    flags = f"--xla_force_host_platform_device_count={devices}"
-    return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "JAXSERVE_LOG_LEVEL": "warning"}
 
 
 def _ready(starting: StartingServer, name: str) -> OwnServer:
