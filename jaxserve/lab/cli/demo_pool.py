@@ -1,5 +1,5 @@
 """`jaxserve demo --pool`: two lanes of this machine that keep one pool of KV; many users ask about
-one document, which is on one lane, and then on both, as copies."""
+one document, whose segments are dealt over both by their hashes, and then copied to both."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ from jaxserve.text.output import Delta
 USERS = 12  # who ask at once
 DEFAULTS = {  # of settings that no flag gives
     "mesh": "kvp=2",
+    "placement": "hashed",
+    "segment_tokens": 128,
     "dtype": "float32",  # in which tokens are the same wherever KV lies
     "max_model_len": 4096,
     "lane_tokens": None,
@@ -34,7 +36,7 @@ DEFAULTS = {  # of settings that no flag gives
     "profile": "none",
     "compile_all": False,
 }
-VARIANTS = {"one lane has it": False, "copies on both": True}  # values of prefix_copies
+VARIANTS = {"dealt by hash": False, "copied to both lanes": True}  # values of prefix_copies
 QUESTIONS = (
     "What is this text about?",
     "Which names does it define?",
