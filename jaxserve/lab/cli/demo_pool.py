@@ -62,8 +62,11 @@ class Answer:
 
 @dataclasses.dataclass
 class Reads:
-    """What the live page said of a server's lanes: blocks that its steps read on each, summed over
-    all looks at it, and pages whose block other lanes have too, at the last one."""
+    """Reads and copies by lane, from the live page of a server.
+
+    by_lane: blocks that its steps read on each, summed over all looks at it. copied: pages whose
+    block other lanes have too, at most.
+    """
 
     by_lane: list[int] = dataclasses.field(default_factory=list)
     copied: int = 0
