@@ -20,5 +20,6 @@ SMALL: dict[str, dict[str, Any]] = {
     "exchange": {"points": 12, "rules": ["gather", "pass_kv"]},
     "slack": {"long": 60_000, "seconds": 4},
     "degree": {"points": 4, "draws": 4},
+    "pool": {"requests": 12},
     "deployment": {"requests": 12, "counts": [1, 2]},
 }

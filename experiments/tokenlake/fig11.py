@@ -32,6 +32,7 @@ WORKLOAD = "loogle"
 # TokenLake over each, least and most over the sizes (7.3)
 PAPER = {P1D3: (1.67, 2.14), P3D1: (1.78, 2.70), ROUTER: (1.72, 2.04)}
 OTHERS = (ROUTER, ADAPTIVE, LEAST_TTFT, TWO_HASHES, BY_LOAD, P1D3, P3D1)
+ALWAYS = (HASHED, ROUTER, BY_LOAD, P1D3)
 REMARKS = {
     P3D1: "three quarters of all memory cache for prefill here; the paper has less than half as "
     "many hits, of a cause that it does not name",
@@ -44,7 +45,7 @@ def sweep(settings: TokenLakeSettings) -> Iterator[Row]:
     pools = []
     for zipf in ZIPFS:
         for tokens in sizes(zipf):
-            for name in (HASHED, STRIPED, *OTHERS):
+            for name in names(zipf):
                 spec = SYSTEMS[name]
                 result = simulated(spec, WORKLOAD, QPS, settings, tokens, zipf)
                 if name == HASHED:
@@ -64,6 +65,11 @@ def sweep(settings: TokenLakeSettings) -> Iterator[Row]:
 def sizes(zipf: float) -> tuple[int, ...]:
     """Returns the tokens of an instance that are tried at an exponent."""
     return TOKENS if zipf == ZIPF else FEW
+
+
+def names(zipf: float) -> list[str]:
+    """Returns the systems that are tried at an exponent: all at the workload's own."""
+    return [name for name in (HASHED, STRIPED, *OTHERS) if zipf == ZIPF or name in ALWAYS]
 
 
 def gains(rows: Rows, other: str, zipf: float = ZIPF) -> list[float]:

@@ -22,10 +22,11 @@ from experiments.tokenlake.systems import (
     SHAPE,
     STRIPED,
     SYSTEMS,
-    Accesses,
+    WINDOW,
 )
 from experiments.virtual_cluster.cluster import ClusterSpec, VirtualCluster
 from jaxserve.lab.simulate.arrival import Arrival
+from jaxserve.lab.simulate.lane_reads import LaneReads
 
 PREFIXES = (8_192, 32_768, 131_072)  # tokens
 NEW = 2048  # of a prompt behind it
@@ -71,13 +72,13 @@ def measured(spec: ClusterSpec, prefix: int, pooled: bool = False) -> Times:
     blocks = np.arange(prefix // BLOCK, dtype=np.int32)
     alike = lambda time, prompt, output: Arrival(time, prompt, output, "", blocks, BLOCK)
     cluster = VirtualCluster(spec)
-    accesses = Accesses(spec.system.mesh.kvp, BLOCK)
-    cluster.nodes[0].replica.listeners.append(accesses)
+    reads = LaneReads(spec.system.mesh.kvp, BLOCK, WINDOW)
+    cluster.nodes[0].replica.listeners.append(reads)
     decodes = [alike(3 * LATER, prefix + BLOCK, OUTPUT) for _ in range(BATCH)]
     first = [alike(0.0, prefix + BLOCK, 1), alike(LATER, prefix + NEW, 1)]
     records = cluster.run([*first, *decodes]).records
     assert records[1].cached == prefix, "the prefix was not cached"
-    assert not pooled or accesses.spread, "the prefix lay on one lane"
+    assert not pooled or reads.spread, "the prefix lay on one lane"
     return Times(records[1].ttft, _per_token(records[2:]))
 
 

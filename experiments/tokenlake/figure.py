@@ -33,10 +33,10 @@ class Workload:
 
 
 WORKLOADS: dict[str, Workload] = {
-    "loogle": Workload(rate=3.0, requests=400),
-    "scbench": Workload(rate=0.25, requests=150, drain=120.0),
-    "sharegpt-o3": Workload(rate=16.0, requests=1000, name_tokens=4096 + 512),
-    MIXED: Workload(rate=0.8, requests=300, drain=120.0),
+    "loogle": Workload(rate=3.0, requests=300),
+    "scbench": Workload(rate=0.25, requests=100, drain=120.0),
+    "sharegpt-o3": Workload(rate=16.0, requests=700, name_tokens=4096 + 512),
+    MIXED: Workload(rate=0.8, requests=200, drain=120.0),
 }
 
 

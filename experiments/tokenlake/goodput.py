@@ -7,25 +7,36 @@ from collections.abc import Iterator, Sequence
 
 from experiments.figures import Row, Rows, matching
 from experiments.tokenlake.figure import WORKLOADS, TokenLakeSettings
-from experiments.tokenlake.systems import ATTAINED, Result, simulated
+from experiments.tokenlake.systems import (
+    ATTAINED,
+    P1D3,
+    P3D1,
+    POOL,
+    Result,
+    check_pooled,
+    simulated,
+)
 from experiments.virtual_cluster.cluster import ClusterSpec
 
 FACTOR = 1.5  # between the rates that are tried
 MOST_STEPS = 10  # up, or down
+# shares of a workload's rate at which the search for systems begins that bear less
+BEGIN = {P1D3: 0.22, P3D1: 0.3}
 
 
 def rates(
-    spec: ClusterSpec, workload: str, settings: TokenLakeSettings
+    spec: ClusterSpec, workload: str, settings: TokenLakeSettings, begin: float = 1.0
 ) -> Iterator[tuple[float, Result]]:
     """Yields rates with their results, in the order of the rates: up from the workload's own to the
-    first that is too high, or down to the first that is not, and one between the last two."""
+    first that is too high, or down to the first that is not, and one between the last two. begin:
+    at this share of the workload's own."""
     found: dict[float, Result] = {}
 
     def passes(qps: float) -> bool:
         found[qps] = simulated(spec, workload, qps, settings)
         return found[qps].in_time >= ATTAINED
 
-    qps = WORKLOADS[workload].rate
+    qps = begin * WORKLOADS[workload].rate
     up = passes(qps)
     for _ in range(MOST_STEPS):
         before, qps = qps, qps * FACTOR if up else qps / FACTOR
@@ -36,8 +47,15 @@ def rates(
 
 
 def rows(name: str, spec: ClusterSpec, workload: str, settings: TokenLakeSettings) -> Iterator[Row]:
-    """Yields a row for each rate that is tried."""
-    for qps, result in rates(spec, workload, settings):
+    """Yields a row for each rate that is tried. Errors: AssertionError for a whole run that never
+    comes to its limit, or a pool that is none."""
+    found = list(rates(spec, workload, settings, BEGIN.get(name, 1.0)))
+    if settings.requests is None:
+        shares = [result.in_time for _, result in found]
+        assert min(shares) < ATTAINED <= max(shares), f"{name}, {workload}: no limit in {shares}"
+    if name.startswith(POOL):
+        check_pooled((result for _, result in found), settings, copies=False)
+    for qps, result in found:
         yield {
             "lengths": settings.lengths,
             "workload": workload,

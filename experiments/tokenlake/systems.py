@@ -17,10 +17,10 @@ import numpy as np
 from experiments.tokenlake.figure import WORKLOADS, TokenLakeSettings
 from experiments.virtual_cluster.admission import tbt
 from experiments.virtual_cluster.cluster import ClusterRecord, ClusterSpec, VirtualCluster
-from jaxserve.api.batch import Batch
 from jaxserve.api.request import Slo
 from jaxserve.cluster.roles import Role
 from jaxserve.costs.predictor import Predictor
+from jaxserve.lab.simulate.lane_reads import LaneReads, variation
 from jaxserve.lab.simulate.run import System, shape_of
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 
@@ -156,28 +156,6 @@ SYSTEMS: dict[str, ClusterSpec] = {
 # --- what comes out
 
 
-class Accesses:
-    """Counts the tokens of KV that each lane reads, in windows of WINDOW seconds: once in a step
-    for each sequence in it. windows: by number, [lanes]. steps, spread: all steps, and those with a
-    sequence on several lanes. copies: pages that were copied to another lane."""
-
-    def __init__(self, lanes: int, block: int):
-        self.lanes = lanes
-        self.block = block
-        self.windows: dict[int, np.ndarray] = {}
-        self.steps = self.spread = self.copies = 0
-
-    def step_issued(self, batch: Batch, start: float, end: float) -> None:
-        window = self.windows.setdefault(int(start // WINDOW), np.zeros(self.lanes))
-        window += batch.blocks_per_lane.sum(0) * self.block
-        self.steps += 1
-        self.spread += bool((batch.group_size > 1).any())
-        self.copies += len(batch.moves)
-
-    def step_read(self, batch: Batch, now: float) -> None:
-        """Nothing is to be noted."""
-
-
 @dataclass(frozen=True)
 class Result:
     """Results of a run, of the requests after the warm-up. in_time: share that met both objectives;
@@ -200,8 +178,7 @@ class Result:
     @property
     def variation(self) -> np.ndarray:
         """Coefficients of variation over the instances, of each window in which KV was read."""
-        means = self.accesses.mean(axis=1)
-        return self.accesses.std(axis=1)[means > 0] / means[means > 0]
+        return variation(self.accesses)
 
 
 def simulated(
@@ -230,23 +207,19 @@ def _simulated(
     if tokens is not None:
         spec = replace(spec, cache_tokens=tokens * lanes, decode_tokens=tokens)
     cluster = VirtualCluster(replace(spec, name_tokens=WORKLOADS[workload].name_tokens))
-    listeners = [Accesses(lanes, BLOCK) for _ in cluster.nodes]
-    for node, accesses in zip(cluster.nodes, listeners):
-        node.replica.listeners.append(accesses)
+    listeners = [LaneReads(lanes, BLOCK, WINDOW) for _ in cluster.nodes]
+    for node, reads in zip(cluster.nodes, listeners):
+        node.replica.listeners.append(reads)
     arrivals = settings.arrivals(workload, qps, zipf)
     last = arrivals[-1].time
     report = cluster.run(arrivals, last + WORKLOADS[workload].drain)
     first = arrivals[int(WARM_UP * len(arrivals))].time
     records = [record for record in report.records if record.arrival >= first]
-    windows = range(int(first // WINDOW), int(last // WINDOW) + 1)
-    none = np.zeros(lanes)
-    reads = [
-        np.concatenate([one.windows.get(window, none) for one in listeners]) for window in windows
-    ]
     steps = sum(one.steps for one in listeners)
     spread = sum(one.spread for one in listeners) / max(steps, 1)
-    copies = sum(one.copies for one in listeners)
-    return _result(records, np.array(reads), spread, copies)
+    copies = sum(one.moves for one in listeners)
+    accesses = np.concatenate([one.between(first, last) for one in listeners], axis=1)
+    return _result(records, accesses, spread, copies)
 
 
 def _result(
