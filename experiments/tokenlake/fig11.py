@@ -24,7 +24,7 @@ from experiments.tokenlake.systems import (
 )
 
 QPS = 1.5
-TOKENS = (60_000, 120_000, 180_000, 240_000)  # of an instance; 269K fit
+TOKENS = (120_000, 160_000, 200_000, 240_000)  # of an instance; 269K fit
 ZIPFS = (0.0, 0.6, 0.9, 1.2)
 ZIPF = 0.9  # the workload's own
 FEW = (120_000, 240_000)  # at other exponents

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -22,12 +23,14 @@ MIXED = "mixed"  # the three workloads, a third of the requests each
 @dataclass(frozen=True)
 class Workload:
     """A workload of the evaluation. rate: requests per second, at which searches begin. requests:
-    of a simulation, of which the first third warms caches up. name_tokens: first tokens of a
+    of a simulation, of which the first third warms caches up. seconds: that it has at least, for
+    requests that come fast and go on for long. name_tokens: first tokens of a
     prompt, by which a router that hashes knows its prefix. drain: seconds after the last arrival
     in which requests may end."""
 
     rate: float
     requests: int
+    seconds: float = 0.0
     name_tokens: int = 2048
     drain: float = 60.0
 
@@ -35,7 +38,7 @@ class Workload:
 WORKLOADS: dict[str, Workload] = {
     "loogle": Workload(rate=3.0, requests=300),
     "scbench": Workload(rate=0.25, requests=100, drain=120.0),
-    "sharegpt-o3": Workload(rate=16.0, requests=700, name_tokens=4096 + 512),
+    "sharegpt-o3": Workload(rate=14.0, requests=300, seconds=75.0, name_tokens=4096 + 512),
     MIXED: Workload(rate=0.8, requests=200, drain=120.0),
 }
 
@@ -55,7 +58,8 @@ class TokenLakeSettings:
     def arrivals(self, workload: str, qps: float, zipf: float | None = None) -> list[Arrival]:
         """Generates a workload at `qps` requests per second. zipf: exponent of its documents;
         default: the workload's own."""
-        count = self.requests or WORKLOADS[workload].requests
+        known = WORKLOADS[workload]
+        count = self.requests or max(known.requests, math.ceil(qps * known.seconds))
         if workload == MIXED:
             return together(tuple(SHARED.values()), qps, count, self.seed)
         options = "" if zipf is None else f":zipf={zipf:g}"

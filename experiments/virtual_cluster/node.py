@@ -122,8 +122,8 @@ class Node:
             if copies is not None:
                 page = copies[0]
                 pages.ref(np.array([page]))
-            elif any(pages.available()):
-                page = pages.allocate(0)
+            elif any(available := pages.available()):
+                page = pages.allocate(int(np.argmax(available)))
                 pages.publish(page, chain[block])
             else:
                 break
