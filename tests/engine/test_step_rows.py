@@ -16,7 +16,16 @@ from jaxserve.api.sampling import SamplingParams
 from jaxserve.cache import CacheManager
 from jaxserve.engine.step_demand import StepDemand
 from jaxserve.engine.step_rows import StepArrays, StepRows
-from jaxserve.engine.step_shapes import FEED, NOWHERE, StepShape, layout, sample_sizes, shapes
+from jaxserve.engine.step_shapes import (
+    FEED,
+    LENGTH,
+    NOWHERE,
+    StepShape,
+    layout,
+    sample_sizes,
+    shapes,
+)
+from jaxserve.lanes.exchange import ROOMS, rows_with_room
 from jaxserve.lanes.groups import group_around
 from jaxserve.scheduling import Batch, Scheduler
 from jaxserve.scheduling.batch_reader import StepResults
@@ -279,6 +288,52 @@ def test_spread_decodes_of_a_pool_take_a_program_of_its_group():
     grouped = shapes(config, 8, BLOCK)
     assert len(shapes(config, 8, BLOCK, pool=8, copies=True)) < len(grouped)
     assert len(shapes(config, 8, BLOCK, copies=True)) == len(grouped) + 4
+
+
+def visits_said(arrays: StepArrays) -> list[int]:
+    """Rows of a lane that visit one other lane, at most, in the message: of each group of spread
+    rows."""
+    shape = arrays.shape
+    view = layout(shape, BLOCK).views(arrays.rows)
+    size = shape.group_size
+    local = sum(group.rows for group in shape.local)
+    visits = (view["held"] > 0) & (view["rows"][:, local:, LENGTH, None] > 0)
+    for lane in range(len(visits)):
+        visits[lane, :, lane % size] = False
+    ends = np.cumsum([group.rows for group in shape.spread])[:-1]
+    return [int(rows.sum(1).max()) for rows in np.split(visits, ends, 1)]
+
+
+@pytest.mark.parametrize(
+    "lanes, pool, placement, most",
+    [(4, 4, "random", 1.0), (8, 8, "random", 1.0), (8, 1, "grow", 0.5)],
+)
+def test_the_least_room_holds_all_rows_that_visit_a_lane(lanes, pool, placement, most):
+    settings = dict(exchange="visit", decode_exchange="visit")
+    config = SchedulerConfig(max_seqs=16, chunk_tokens=128, min_chunk=8, **settings)
+    every = shapes(config, lanes, BLOCK, pool)
+    compiled = [shape for shape in every if shape.exchange == "visit"]
+    seen = Counter()
+    for batch in traffic(config, lanes, placement, 30 if placement == "grow" else None, 2):
+        if not batch.spread.any():
+            continue
+        batch = dataclasses.replace(batch, exchange="visit")
+        demand = StepDemand.of(batch, lanes, config.tile, BLOCK)
+        shape = cheapest(compiled, demand)
+        arrays = StepRows(batch, demand, shape, BLOCK).arrays()
+        check_message(batch, arrays, lanes)
+        visits = visits_said(arrays)
+        holds = {
+            room: all(
+                count <= rows_with_room(room, group.rows)
+                for count, group in zip(visits, shape.spread)
+            )
+            for room in ROOMS
+        }
+        others = [one for one in compiled if dataclasses.replace(one, room=shape.room) == shape]
+        assert shape.room == min(one.room for one in others if holds[one.room])
+        seen[shape.room] += 1
+    assert min(seen) == 0.25 and max(seen) >= most
 
 
 @pytest.mark.parametrize("placement", ["striped", "zigzag", "random"])
