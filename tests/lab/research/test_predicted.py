@@ -8,6 +8,7 @@ from jaxserve.lab.research import predicted
 from jaxserve.lab.simulate import workload
 from jaxserve.lab.simulate.plan import PlanQuestion
 from jaxserve.lab.simulate.run import System, shape_of
+from jaxserve.lanes.exchange import EXCHANGES
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 
 SHAPE = shape_of("llama3-8b")
@@ -16,7 +17,7 @@ SHAPE = shape_of("llama3-8b")
 def test_the_fastest_exchange_is_chosen_and_kv_goes_round_where_all_is_new():
     chooser = predicted.exchange_chooser(System(SHAPE, "h100", MeshConfig(kvp=4, tp=8)))
     found = predicted.exchanges(chooser, [2000, 200_000], [0.01, 1.0])
-    seconds = found[["gather", "pass_q", "pass_kv"]]
+    seconds = found[list(EXCHANGES)]
     assert list(found["strategy"]) == list(seconds.idxmin(axis=1))
     assert set(found[found["new"] == 1.0]["strategy"]) == {"pass_kv"}
     assert found[found["new"] < 1.0]["strategy"].iloc[0] == "gather"
