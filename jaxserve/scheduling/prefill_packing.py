@@ -85,11 +85,11 @@ class PrefillPacker:
         if not (most and self.slots.queue and self.admission.open):
             return
         waiting = order.first(most, running=False)
-        chunks = [self._first_chunk(pool, step, sequence) for sequence in waiting]
-        if chunks:
+        prompts = [sequence.number for sequence in waiting]
+        if prompts:
             lanes = [lane for lane, left in enumerate(step.budget.tokens_left) if left]
-            for chunk, home in zip(chunks, pool.homes(chunks, lanes)):
-                step.homes[chunk.prompt] = range(home, home + 1)
+            for prompt, home in zip(prompts, pool.homes(prompts, lanes)):
+                step.homes[prompt] = range(home, home + 1)
 
     def _first_chunk(self, pool: Pool, step: PrefillStep, sequence: Sequence) -> PoolChunk:
         """Returns the next chunk of a sequence, as long as the step may take it."""

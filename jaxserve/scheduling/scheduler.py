@@ -30,7 +30,6 @@ from jaxserve.scheduling.events import Admitted, BatchPacked, EventBus
 from jaxserve.scheduling.fetches import Fetches
 from jaxserve.scheduling.packing import BatchPacker
 from jaxserve.scheduling.page_admission import PageAdmission
-from jaxserve.scheduling.pool.dispatch import TARGETED
 from jaxserve.scheduling.pool.interface import Pool, PoolScheduler
 from jaxserve.scheduling.prefill_packing import PrefillPacker
 from jaxserve.scheduling.prefill_times import PrefillTimes
@@ -117,9 +116,7 @@ class Scheduler:
         parts = self.cache, self.slots, self.page_admission, self.fetches
         if isinstance(planner, PoolScheduler):
             return PrefillPacker(*parts, None, self.pool, planner)
-        exchanges = {self.config.exchange, self.config.decode_exchange}
-        matched = self.cache.placement.pools and exchanges & TARGETED
-        return PrefillPacker(*parts, planner, self.pool if matched else None)
+        return PrefillPacker(*parts, planner, self.pool if self.config.matched_homes else None)
 
     def _make_admission(self, lengths: CompletionLengths) -> AdmissionController | None:
         if self.config.admission == "queue":

@@ -3,6 +3,7 @@ are, decides batches and degrees, and never names a lane."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 
@@ -29,6 +30,7 @@ from tests.scheduling.fakes import Replica
 LANES = MeshConfig(kvp=4)
 SECONDS = Costs(layers=1, linear_token=1e-4, pair=1e-8, read=1e-8, decode_kv=1e-8)
 CONFIG = SchedulerConfig(max_seqs=6, chunk_tokens=16, min_chunk=4)
+MATCHED = dataclasses.replace(CONFIG, matched_homes=True)
 
 
 class MostCachedFirst(PoolScheduler):
@@ -85,8 +87,7 @@ def test_its_batches_have_the_tokens_that_they_should(placement):
 
 @pytest.mark.parametrize("pages", [12, 40])
 def test_matched_homes_have_the_tokens_that_they_should(pages):
-    replica = Replica(CONFIG, CacheConfig(4, pages), LANES, "hashed", costs=SECONDS)
-    replica.scheduler.packer.prefill.pool = replica.scheduler.pool  # as with a targeted exchange
+    replica = Replica(MATCHED, CacheConfig(4, pages), LANES, "hashed", costs=SECONDS)
     busy(replica)
 
 
@@ -163,8 +164,7 @@ def test_plans_send_queries_to_holders_and_batches_to_where_most_lies():
 
 def test_prompts_of_a_step_get_their_homes_together():
     """Each where its prefix lies, and no lane many more than the others."""
-    replica = Replica(CONFIG, CacheConfig(4, 40), LANES, "hashed", costs=SECONDS)
-    replica.scheduler.packer.prefill.pool = replica.scheduler.pool  # as with a targeted exchange
+    replica = Replica(MATCHED, CacheConfig(4, 40), LANES, "hashed", costs=SECONDS)
     for first in range(4):
         replica.add([first] * 5, max_tokens=1)
     replica.drain()

@@ -79,6 +79,7 @@ HASHED = {"mesh": "kvp=6", "placement": "hashed"}
         ({"mesh": "kvp=2", "pool_lanes": 2}, "pool_lanes: has no effect with --placement=grow"),
         ({"mesh": "kvp=2", "segment_tokens": 9}, "segment_tokens: has no effect with --placement"),
         ({**HASHED, "pool_lanes": 3}, "pool_lanes: 3 is not one of 2, 6"),
+        ({"mesh": "kvp=2", "matched_homes": True}, "matched_homes: has no effect with --placement"),
         ({**HASHED, "planner": "cdsp"}, "placement: hashed cannot follow --planner=cdsp"),
         (
             {"mesh": "kvp=2", "planner": "elastic"},

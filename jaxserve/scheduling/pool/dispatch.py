@@ -15,10 +15,6 @@ import numpy as np
 
 from jaxserve.lanes.work import Heads
 
-# exchanges by which queries go to the lanes that hold blocks alone; others send the same bytes
-# wherever homes are
-TARGETED = frozenset({"visit"})
-
 
 class TokenBytes(NamedTuple):
     """Bytes per layer of a token that computes on another lane than the one concerned.

@@ -94,6 +94,18 @@ class _Gain(NamedTuple):
     stay: np.ndarray
 
 
+class _Holders(NamedTuple):
+    """Lanes that hold blocks of a prompt's prefix, and those that have all of it [lanes] bool."""
+
+    some: np.ndarray
+    whole: np.ndarray
+
+    @property
+    def spared(self) -> np.ndarray:
+        """Lanes that queries from a lane need not visit, which they do from others [lanes]."""
+        return np.where(self.whole, self.some.sum(), self.some)
+
+
 class Pool:
     """The cache of a replica as one pool. costs: of a lane's steps; heads: of one rank."""
 
@@ -154,30 +166,30 @@ class Pool:
             return int(self._slots.issued[sequence.slot])
         return max(len(self._pages(sequence)) * self._cache.block_size, sequence.received)
 
-    def homes(self, chunks: Sequence[PoolChunk], usable: Sequence[int]) -> list[int]:
-        """Chooses the homes of prompts that wait such that the fewest bytes move, and each of the
-        `usable` lanes has about as many sequences as the others."""
+    def homes(self, prompts: Sequence[int], usable: Sequence[int]) -> list[int]:
+        """Chooses the homes of prompts that wait such that the fewest queries of their decodes
+        move, and each of the `usable` lanes has about as many sequences as the others. Chunks are
+        dealt over lanes wherever home is: what these send is the same for all homes."""
         lanes = np.array(usable)
         running = np.bincount(self._cache.home[list(self._slots.by_slot)], minlength=self.lanes)
         running = running[lanes]
-        stay = self._gain([[chunk] for chunk in chunks]).stay[:, lanes] - running
-        return lanes[match(stay, balanced_room(running, len(chunks)))].tolist()
+        sequences = map(self._slots.by_number.__getitem__, prompts)
+        spared = np.stack([self._holders(sequence).spared for sequence in sequences])
+        stay = self._sizes.query * spared[:, lanes] - running
+        return lanes[match(stay, balanced_room(running, len(prompts)))].tolist()
 
     def _gain(self, batches: Sequence[PoolBatch]) -> _Gain:
-        shape = len(batches), self.lanes
-        gain = _Gain(np.zeros(shape), np.zeros(shape), np.zeros(shape))
+        visits = np.zeros((len(batches), self.lanes))
+        puts, spared, beyond = (np.zeros_like(visits) for _ in range(3))
         for number, batch in enumerate(batches):
             for chunk in batch:
                 sequence = self._slots.by_number[chunk.prompt]
-                holders, whole = self._holders(sequence)
-                gain.visits[number] += chunk.tokens * holders
-                gain.puts[number] += self._puts(sequence, chunk.tokens)
-                # a lane that has all of the prefix spares the visits to all others
-                others = holders.sum() * whole
-                gain.stay[number] += self._sizes.query * chunk.tokens * others
-                gain.stay[number] -= FORBIDDEN * self._beyond(sequence)
-        gain.stay[:] += gains(gain.visits, gain.puts, self._sizes)
-        return gain
+                holders = self._holders(sequence)
+                visits[number] += chunk.tokens * holders.some
+                spared[number] += chunk.tokens * holders.spared
+                puts[number] += self._puts(sequence, chunk.tokens)
+                beyond[number] += self._beyond(sequence)
+        return _Gain(visits, puts, gains(spared, puts, self._sizes) - FORBIDDEN * beyond)
 
     def _pages(self, sequence: PromptSequence) -> np.ndarray:
         """Returns the pages that a waiting prompt would find."""
@@ -188,8 +200,7 @@ class Pool:
         sequence.prefix_match = match
         return match.pages
 
-    def _holders(self, sequence: PromptSequence) -> tuple[np.ndarray, np.ndarray]:
-        """Returns which lanes hold blocks of a prompt's prefix, and which all of them [lanes]."""
+    def _holders(self, sequence: PromptSequence) -> _Holders:
         pages = self._cache.pages
         if sequence.slot >= 0:
             held = readable = self._cache.blocks_per_lane[sequence.slot]
@@ -197,7 +208,7 @@ class Pool:
             found = self._pages(sequence)
             held = pages.count_by_lane(found)
             readable = pages.readable_by_lane(found)
-        return held > 0, (readable == held.sum()) & (readable > 0)
+        return _Holders(held > 0, (readable == held.sum()) & (readable > 0))
 
     def _puts(self, sequence: PromptSequence, tokens: int) -> np.ndarray:
         """Returns how many of a prompt's next tokens each lane is to hold [lanes]; none where that

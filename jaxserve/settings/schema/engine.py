@@ -94,12 +94,15 @@ def check_lanes(mesh: MeshConfig, cache: CacheConfig, scheduler: SchedulerConfig
         ("exchange", scheduler.exchange, SchedulerConfig.exchange),
         ("decode_exchange", scheduler.decode_exchange, SchedulerConfig.decode_exchange),
         ("planner", planner, SchedulerConfig.planner),
+        ("matched_homes", scheduler.matched_homes, SchedulerConfig.matched_homes),
         ("prefix_copies", cache.prefix_copies, CacheConfig.prefix_copies),
     ):
         if mesh.kvp == 1 and value != default:
             raise ConfigError(
                 name, f"{value} has no effect on one lane; give --mesh a kvp of 2 or more"
             )
+    if scheduler.matched_homes and not PLACEMENTS[cache.placement].pools:
+        raise ConfigError("matched_homes", f"has no effect with --placement={cache.placement}")
     if scheduler.improvement is not None and planner not in ("single", "cdsp"):
         raise ConfigError("improvement", f"has no effect with --planner={planner}")
     _check_pool(mesh, cache)

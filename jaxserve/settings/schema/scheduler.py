@@ -79,6 +79,11 @@ class SchedulerConfig(Objectives):
         # fixed-1 is what none does
         choices=("none", *(name for name in PLANNERS if name != "fixed-1"), ELASTIC),
     )
+    matched_homes: bool = option(
+        False,
+        "choose the home lanes of all prompts that are admitted in a step together, such that the "
+        "fewest queries of their decodes visit other lanes; needs a placement of hashed",
+    )
     improvement: float | None = option(
         None,
         "share of a prompt's time that more lanes must save to be used (planner single or cdsp); "
