@@ -18,6 +18,7 @@ from jaxserve.settings.schema import ConfigError, EngineConfig, MeshConfig
 LETTERS = string.ascii_letters
 LANES = {"mesh": "kvp=2"}
 DEALT = {**LANES, "placement": "striped", "exchange": "auto"}
+POOLED = {**LANES, "placement": "hashed"}
 TIER = {"host_cache_gib": 1.0}
 
 
@@ -40,6 +41,7 @@ FEATURES = {
     "--placement=zigzag": Feature({"placement": "zigzag"}, {**LANES, "lane_tokens": 64}),
     "--placement=round_robin": Feature({"placement": "round_robin"}, LANES),
     "--placement=random": Feature({"placement": "random"}, LANES),
+    "--placement=hashed": Feature({"placement": "hashed"}, LANES),
     "--exchange=gather": Feature({"exchange": "gather"}),
     "--exchange=pass_q": Feature({"exchange": "pass_q"}, LANES),
     "--exchange=pass_kv": Feature({"exchange": "pass_kv"}, LANES),
@@ -53,6 +55,8 @@ FEATURES = {
     "--planner=fixed-2": Feature({"planner": "fixed-2"}, DEALT),
     "--planner=single": Feature({"planner": "single"}, DEALT),
     "--planner=cdsp": Feature({"planner": "cdsp"}, DEALT),
+    "--planner=elastic": Feature({"planner": "elastic"}, POOLED),
+    "--matched_homes": Feature({"matched_homes": True}, POOLED),
     "--improvement=0.2": Feature({"improvement": 0.2}, {**DEALT, "planner": "cdsp"}),
     "--kv_cache_dtype=fp8": Feature({"kv_cache_dtype": "fp8"}),
     "--noprefix_caching": Feature({"prefix_caching": False}),
