@@ -371,7 +371,7 @@ def test_the_first_layers_say_what_the_reference_says_in_groups_with_decodes_aro
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("exchange", ["gather", "pass_q", "pass_kv"])
+@pytest.mark.parametrize("exchange", ["gather", "pass_q", "pass_kv", "visit"])
 def test_tokens_equal_the_reference_in_groups_of_lanes(exchange, golden, smollm2_gguf):
     assert_golden_in_groups(
         smollm2_gguf, short(golden["cases"], 2000), exchange, (2, 4), ("striped", "random")

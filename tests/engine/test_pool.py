@@ -243,9 +243,10 @@ def test_chunks_and_decodes_visit_lanes(few, smollm2_first_layers):
 @pytest.mark.parametrize(
     "mesh, pages", [("spp=2,kvp=4", 16), ("kvp=4,tp=3", 16), ("spp=2,kvp=2,tp=3", 21)]
 )
-def test_stages_and_ranks(mesh, pages, few, smollm2_first_layers):
-    real = engine(smollm2_first_layers, mesh, **{**FEW, "pages": pages})
-    assert_equal_under_chaos(real, few)
+@pytest.mark.parametrize("exchange", ["gather", "visit"])
+def test_stages_and_ranks(mesh, pages, exchange, few, smollm2_first_layers):
+    settings = {**FEW, "pages": pages, "exchange": exchange, "decode_exchange": exchange}
+    assert_equal_under_chaos(engine(smollm2_first_layers, mesh, **settings), few)
 
 
 def behind_one_prefix(model: str) -> list[Case]:
@@ -261,9 +262,12 @@ def behind_one_prefix(model: str) -> list[Case]:
 
 
 @pytest.mark.matrix
-def test_sliding_windows():
+@pytest.mark.parametrize("exchange", ["gather", "visit"])
+def test_sliding_windows(exchange):
     cases = behind_one_prefix("random:tiny-window")
-    assert_equal_under_chaos(engine("random:tiny-window", "kvp=8", **FEW), cases)
+    settings = {**FEW, "exchange": exchange, "decode_exchange": exchange}
+    real = engine("random:tiny-window", "kvp=8", **settings)
+    assert_equal_under_chaos(real, cases, laps=3, resting=0.4)
 
 
 @pytest.mark.matrix

@@ -162,7 +162,7 @@ def _spread_shapes(shapes: list[StepShape]) -> tuple[SpreadShape, ...]:
             shape.tokens,
         )
         for shape in shapes
-        if shape.spread_prefill.rows
+        if shape.spread_prefill.rows and shape.room == 1
     )
 
 
