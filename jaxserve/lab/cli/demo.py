@@ -38,9 +38,8 @@ of this machine instead, and several users ask about one document: its KV is com
 from replica to replica, and is used again. Tables tell what came from where, and the live page,
 whose address is printed, shows it meanwhile.
 
-With --pool twelve users ask about one document at once, of a server with two lanes: first each
-segment of its KV is on one of them, so that every step of a decode needs both; then copies are on
-both. A table tells what the lanes read and how long it took.
+With --pool twelve users ask about one document at once, of a server with two lanes: first its KV
+is on one lane, which answers nearly all of them; then copies are on both. A table tells what the lanes read and how long it took.
 Give each form --model to use another one.
 """
 QUESTIONS = [

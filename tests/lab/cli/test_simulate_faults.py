@@ -48,7 +48,8 @@ FLAGS = [
     # loads
     (
         ["--workload="],
-        "--workload: '' is neither a generator (poisson, gamma, constant, burst) nor",
+        "--workload: '' is neither a generator (poisson, gamma, constant, burst, loogle, scbench, "
+        "sharegpt-o3) nor",
     ),
     (["--workload=poison:mix=medha-5"], "did you mean poisson?"),
     (["--workload=poisson"], "--workload: lengths are needed"),
