@@ -52,10 +52,10 @@ hypothesis.settings.load_profile("suite")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Four processes for the whole suite, as each waits for servers and clocks half of the time;
+    """Three processes for the whole suite, as each waits for servers and clocks half of the time;
     none for a part of it, which is over sooner without."""
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
-    return min(4, 2 * (os.cpu_count() or 1)) if whole else 0
+    return min(3, 1 + (os.cpu_count() or 1)) if whole else 0
 
 
 @pytest.hookimpl(wrapper=True)

@@ -39,8 +39,8 @@ from replica to replica, and is used again. Tables tell what came from where, an
 whose address is printed, shows it meanwhile.
 
 With --pool twelve users ask about one document at once, of a server with two lanes: first its KV
-is on one lane, which answers nearly all of them; then copies are on both. A table tells what the lanes read and how long it took.
-Give each form --model to use another one.
+is on one lane, which answers nearly all of them; then copies are on both. A table tells what the
+lanes read and how long it took. Give each form --model to use another one.
 """
 QUESTIONS = [
     "What is the capital of France?",
