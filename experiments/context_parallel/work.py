@@ -1,4 +1,4 @@
-"""What the paper's exchanges are asked about: chunks of any lengths that are dealt evenly."""
+"""Sums up the work that the paper's exchanges share: chunks of any lengths, dealt evenly."""
 
 from __future__ import annotations
 

@@ -5,11 +5,10 @@ begins with; `admit` gives these to a slot, with a home lane; `extend` allocates
 block, on the lane that the placement names. A full block is `publish`ed under its key, so that
 later sequences can share its page. `release` gives the slot's pages back: published ones stay
 cached until their lane needs the room: those that no prefix reaches leave first, then the least
-recently used. A published block can be on
-several pages: `copy` has the next batch copy it to another lane, `repoint` has a slot read it
-there. What the device's page tables do
-not have yet travels with the next batch (`table_updates`, `moves`). Where the blocks of a sequence
-lie, and how they move: see `jaxserve.lanes`.
+recently used. A published block can be on several pages: `copy` has the next batch copy it to
+another lane, `repoint` has a slot read it there. What the device's page tables do not have yet
+travels with the next batch (`table_updates`, `moves`). Where the blocks of a sequence lie, and how
+they move: see `jaxserve.lanes`.
 
     pages          PageAllocator: free, held and cached pages of each lane, pages of each key
     hashes         BlockHashes: keys of a sequence's blocks

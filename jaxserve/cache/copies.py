@@ -36,10 +36,7 @@ class _Job(NamedTuple):
 
 
 class PrefixCopies:
-    """Chooses copies for the sequences of one cache, and has prefixes copied.
-
-    `reads` [lanes]: blocks that a step reads in which all running sequences decode.
-    """
+    """Chooses copies for the sequences of one cache, and has prefixes copied."""
 
     def __init__(self, cache: CacheManager):
         self.cache = cache
@@ -50,10 +47,6 @@ class PrefixCopies:
         self._settling: dict[int, int] = {}
         self._random = random.Random(0)
         self._batches = 0
-
-    @property
-    def reads(self) -> np.ndarray:
-        return self.cache.blocks_per_lane.sum(0)
 
     # --- what a sequence reads
 
@@ -66,7 +59,7 @@ class PrefixCopies:
         if not self._pages.copied or not len(pages):
             return pages
         group = group_around(home, self.cache.placement.pool)
-        reads = self.reads.tolist()
+        reads = self.cache.reads.tolist()
         stripe = self.cache.placement.stripe
         lane = home
         nearest: list[int] = []
@@ -111,7 +104,7 @@ class PrefixCopies:
     def _relief(self, lane: int, blocks: int) -> int | None:
         """Returns the least read lane, where it should read a prefix of `blocks` blocks in place of
         a lane that has all of it and is overloaded."""
-        reads = self.reads
+        reads = self.cache.reads
         least = int(reads.argmin())
         if reads[lane] > OVERLOADED * reads.mean() and reads[lane] - reads[least] >= 2 * blocks:
             return least
@@ -201,7 +194,7 @@ class PrefixCopies:
     def _level(self, before: np.ndarray) -> None:
         """Copies the most read blocks of prompts that are dealt out from lanes that are read more
         than their share, and has half of their readers read the copies."""
-        reads = self.reads.astype(float)
+        reads = self.cache.reads.astype(float)
         most = enough_for(self._pages.lanes) * self.cache.placement.stripe
         for page in most_read(self._pages.refs, most).tolist():
             lane = page // self._pages.per_lane

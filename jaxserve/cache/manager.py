@@ -116,6 +116,11 @@ class CacheManager:
         """Pages that can be had on all lanes together, free or by eviction."""
         return sum(self.pages.available())
 
+    @property
+    def reads(self) -> np.ndarray:
+        """Blocks on each lane [lanes] that a step reads in which all running sequences decode."""
+        return self.blocks_per_lane.sum(0)
+
     def blocks(self, tokens: int) -> int:
         """Returns the blocks, and so pages, that this many tokens take."""
         return -(-tokens // self.block_size)
@@ -170,7 +175,7 @@ class CacheManager:
         available = self.pages.available()
         reads = [0] * self.pages.lanes
         if self.pages.copied:
-            reads = self.blocks_per_lane.sum(0).tolist()
+            reads = self.reads.tolist()
 
         def preference(lane: int) -> tuple[int, bool, float, int, int, int]:
             fits = available[lane] >= need

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any
@@ -18,6 +19,7 @@ from jaxserve.cli.engine_flags import ALL, engine_config
 from jaxserve.group.own_code import own_command
 from jaxserve.settings.schema import ConfigError
 
+DATA_SECONDS = 20.0  # for a server to tell what the live page shows
 STOP_SECONDS = 60.0  # for the server to end after SIGTERM, its requests drained
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
@@ -156,3 +158,13 @@ def cpu_devices(devices: int) -> dict[str, str]:
     """Returns the environment of a server with this number of devices, all of them CPUs."""
     flags = f"--xla_force_host_platform_device_count={devices}"
     return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "JAXSERVE_LOG_LEVEL": "warning"}
+
+
+def page_data(url: str) -> dict[str, Any]:
+    """Returns what the live page of a server shows. url: of its HTTP port. Empty where it cannot be
+    had."""
+    try:
+        with urllib.request.urlopen(f"{url}/page/data", timeout=DATA_SECONDS) as data:
+            return json.load(data)
+    except (OSError, ValueError):
+        return {}

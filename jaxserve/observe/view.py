@@ -85,7 +85,7 @@ class Snapshot:
             list(journal.ends),
             scheduler.cache.pages.by_lane(),
             scheduler.cache.pages.copied_by_lane(),
-            scheduler.cache.blocks_per_lane.sum(0).tolist(),
+            scheduler.cache.reads.tolist(),
             scheduler.cache.placement.stripe,
             journal.names,
         )

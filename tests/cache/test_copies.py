@@ -294,7 +294,7 @@ class Copies(RuleBasedStateMachine):
 
     @rule(slot=st.integers(0, SLOTS - 1), number=st.integers(0, 1))
     def retract(self, slot: int, number: int) -> None:
-        """Not each time, so that blocks live long enough to be copied."""
+        """Retracts one time in two, so that blocks live long enough to be copied."""
         if number:
             pages = self.cache.pages
             keys = {pages.key_of.get(page) for page in self.cache.layouts[slot].pages}

@@ -118,13 +118,13 @@ def read_by_all(cache: CacheManager, blocks: int) -> None:
 def test_the_most_read_segments_of_overloaded_lanes_are_shared_by_copies_in_their_group():
     cache, copies = hashed(4, 10)
     read_by_all(cache, 6)  # three segments cannot be even on four lanes
-    before = copies.reads
+    before = copies.cache.reads
     issued = np.full(10, 7 * SIZE)
     for _ in range(4 * LEVEL_EVERY):
         copies.advance(issued)
         cache.moves.take()
         cache.check()
-    after = copies.reads
+    after = copies.cache.reads
     assert after.sum() == before.sum() and after[:4].std() < before[:4].std() / 2
     assert not after[4:].any() and cache.pages.copied
 

@@ -12,7 +12,6 @@ import signal
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from jaxserve.api.events import Finished
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.cli.display import Streams, table
 from jaxserve.cli.engine_flags import ALL, engine_config
-from jaxserve.cli.own_server import SignalsExit, flag
+from jaxserve.cli.own_server import SignalsExit, flag, page_data
 from jaxserve.group.child import Child
 from jaxserve.group.own_code import own_command
 from jaxserve.progress import progress_bar
@@ -45,7 +44,6 @@ ROLES = {"prefill": 2, "decode": 2}
 START_SECONDS = 900.0
 ASK_SECONDS = 600.0  # for a question
 STOP_SECONDS = 20.0  # for the cluster to end by itself
-DATA_SECONDS = 20.0  # for the conductor to tell what the live page shows
 POLL_SECONDS = 0.2
 LOG_LINES = 20  # of a cluster that did not start, that are shown
 QUESTIONS = (
@@ -178,11 +176,7 @@ def _end(process: Child) -> None:
 
 def _members(addresses: Addresses) -> list[dict[str, Any]]:
     """The replicas as the live page shows them; none before the conductor knows one."""
-    try:
-        with urllib.request.urlopen(f"{addresses.http}/page/data", timeout=DATA_SECONDS) as data:
-            return json.load(data).get("members", [])
-    except (OSError, ValueError):
-        return []
+    return page_data(addresses.http).get("members", [])
 
 
 # --- the users

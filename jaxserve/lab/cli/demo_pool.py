@@ -6,18 +6,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import json
 import statistics
 import sys
 import time
-import urllib.request
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from jaxserve.api.events import Finished
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.cli.display import Streams, Waiting, table
-from jaxserve.cli.own_server import OwnServer, cpu_devices, starting_server
+from jaxserve.cli.own_server import OwnServer, cpu_devices, page_data, starting_server
 from jaxserve.text.output import Delta
 
 USERS = 12  # who ask at once
@@ -42,7 +40,6 @@ QUESTIONS = (
     "What comes first in it?",
 )
 POLL_SECONDS = 0.2
-DATA_SECONDS = 20.0  # for the server to tell what the live page shows
 
 Document = Callable[[Any, int], Awaitable[list[int]]]
 
@@ -195,13 +192,5 @@ async def _ask(
 async def _watch(url: str, reads: Reads) -> None:
     """Looks at the live page again and again."""
     while True:
-        reads.add(await asyncio.to_thread(_page_data, url))
+        reads.add(await asyncio.to_thread(page_data, url))
         await asyncio.sleep(POLL_SECONDS)
-
-
-def _page_data(url: str) -> dict[str, Any]:
-    try:
-        with urllib.request.urlopen(f"{url}/page/data", timeout=DATA_SECONDS) as data:
-            return json.load(data)
-    except (OSError, ValueError):
-        return {}

@@ -9,27 +9,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from jaxserve.lanes.cdsp import Latency
+from experiments.tokenlake.control_plane import batch_times
 from jaxserve.lanes.work import Heads
 from jaxserve.scheduling.pool.elastic import BatchTimes, plan_step
 from jaxserve.scheduling.pool.load import AttentionRates, cache_load
 
 DEGREES = (1, 2, 3, 4)
-
-
-def times(degrees: tuple[int, ...] = DEGREES) -> BatchTimes:
-    """A 7B model on pairs of A100, roughly."""
-    return BatchTimes.of(
-        {
-            degree: Latency(
-                4e-3 + 4e-4 * (degree - 1),
-                40e-6 / degree * (1 + 0.05 * math.log2(degree)),
-                0.0,
-                2 * 4096 * 32 / 3.4e14 / degree,
-            )
-            for degree in degrees
-        }
-    )
 
 
 def test_the_load_is_the_larger_of_two_shares():
@@ -87,7 +72,7 @@ def best_decodes(table: BatchTimes, count: int, lanes: int, load: float, limit: 
 def test_the_plan_is_the_best_of_all(seed):
     rng = np.random.default_rng(seed)
     degrees = ((1, 2, 4), DEGREES)[seed % 2]
-    table = times(degrees)
+    table = batch_times(degrees)
     lanes = int(rng.integers(1, 5))
     tokens = rng.integers(10, 8000, int(rng.integers(0, 5)))
     decodes = int(rng.integers(0, 6))
@@ -126,13 +111,13 @@ def test_the_plan_is_the_best_of_all(seed):
 
 def test_a_higher_load_makes_larger_groups_or_smaller_batches():
     tokens = [4000] * 4
-    alone = plan_step(times(), tokens, 0, 8, limit=0.2)
-    loaded = plan_step(times(), tokens, 0, 8, load=0.5, limit=0.2)
+    alone = plan_step(batch_times(DEGREES), tokens, 0, 8, limit=0.2)
+    loaded = plan_step(batch_times(DEGREES), tokens, 0, 8, load=0.5, limit=0.2)
     assert alone.in_time
     work = lambda plan: sum(len(batch.prompts) / batch.degree for batch in plan.batches)
     assert work(loaded) <= work(alone)
 
 
 def test_without_a_plan_in_time_the_limit_is_dropped():
-    plan = plan_step(times(), [100_000], 10, 4, limit=0.05)
+    plan = plan_step(batch_times(DEGREES), [100_000], 10, 4, limit=0.05)
     assert not plan.in_time and plan.batches[0].prompts == (0,) and plan.decode_lanes >= 1
