@@ -1,0 +1,135 @@
+"""The kernels for CPUs beside each other, one call at a time: decode attention over pages of each
+type.
+
+    python -m experiments.benchmarks.cpu_kernels --json=cpu_kernels.json
+
+All that is compared takes turns, call by call, so that what others do on the machine happens to all
+of it. Milliseconds are the best and the median of all calls, and the middle half of them; those of
+CPU time, the median, are sturdier where others use the machine.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.script import command_line, keep
+from jaxserve.cli.display import table
+from jaxserve.kernels import ops
+from jaxserve.kernels.kv_pages import KVPages, quantize
+from jaxserve.observe.machine import described, machine
+from jaxserve.settings.flags import Command
+from jaxserve.settings.options import Option
+
+OPTIONS = {
+    "cpu_kernels": [
+        Option("parts", str, "pages", "what to measure"),
+        Option("seconds", float, 4.0, "for which the calls of a row take turns", 0),
+        Option("json", str, None, "file for all figures"),
+    ]
+}
+MIB = 2**20
+
+Call = Callable[[], jax.Array]
+
+
+def in_turns(calls: Mapping[str, Call], seconds: float) -> dict[str, np.ndarray]:
+    """Makes all calls in turns for some seconds, after one of each that does not count. Returns the
+    milliseconds of each call [calls, 2], and those of CPU time."""
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
+    for call in calls.values():
+        call().block_until_ready()
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        for name, call in calls.items():
+            began = time.perf_counter(), time.process_time()
+            call().block_until_ready()
+            spent = time.perf_counter() - began[0], time.process_time() - began[1]
+            times[name].append(spent)
+    return {name: 1e3 * np.array(spent) for name, spent in times.items()}
+
+
+def figures(part: str, times: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
+    """Rows of the report, of what took turns; ratios are to the first of it, call by call."""
+    first = next(iter(times.values()))
+    return [
+        {
+            "part": part,
+            "name": name,
+            "calls": len(spent),
+            "best": spent[:, 0].min(),
+            "quartiles": np.percentile(spent[:, 0], (25, 50, 75)).tolist(),
+            "cpu": float(np.median(spent[:, 1])),
+            "ratio_best": spent[:, 0].min() / first[:, 0].min(),
+            "ratio_median": float(np.median(spent[:, 0] / first[:, 0])),
+            "ratio_cpu": float(np.median(spent[:, 1]) / np.median(first[:, 1])),
+        }
+        for name, spent in times.items()
+    ]
+
+
+def pages(seconds: float) -> list[dict[str, Any]]:
+    """Decode of one sequence of 8,192 tokens, 8 kv heads of 128 with 4 query heads each."""
+    kv_heads, per_kv_head, tokens, head_dim, entries = 8, 4, 16, 128, 512
+    dice = np.random.default_rng(0)
+    kv = jnp.asarray(dice.standard_normal((entries, kv_heads, 2, tokens, head_dim)), jnp.float32)
+    q = jnp.asarray(dice.standard_normal((1, 1, kv_heads, per_kv_head, head_dim)), jnp.float32)
+    order = np.stack([dice.permutation(entries)[None], np.arange(entries)[None]])
+    rest = (
+        jnp.asarray(order, jnp.int32),
+        jnp.zeros(1, jnp.int32),
+        jnp.full(1, entries, jnp.int32),
+    )
+    last = jnp.full((1, 1), entries * tokens - 1, jnp.int32)
+    attend = jax.jit(lambda *arguments: ops.attend(*arguments, scale=head_dim**-0.5)[0])
+    pools = {
+        "float32": KVPages(kv),
+        "bfloat16": KVPages(kv.astype(jnp.bfloat16)),
+        "float8_e4m3fn": quantize(kv),
+    }
+    calls = {name: lambda pool=pool: attend(q, last, pool, *rest) for name, pool in pools.items()}
+    return figures("decode over 8,192 keys", in_turns(calls, seconds))
+
+
+PARTS: dict[str, Callable[[float], list[dict[str, Any]]]] = {"pages": pages}
+
+
+def run(values: dict[str, Any]) -> int:
+    print(described(machine()), f"load {os.getloadavg()[0]:.1f}")
+    rows = [row for part in values["parts"].split(",") for row in PARTS[part](values["seconds"])]
+    print(report(rows))
+    keep(values, load=os.getloadavg(), rows=rows)
+    return 0
+
+
+def report(rows: list[dict[str, Any]]) -> str:
+    """Makes a table of all rows."""
+    head = ["what", "", "calls", "best ms", "median (middle half)", "CPU ms", "ratio", "of CPU"]
+    lines = [
+        [
+            row["part"],
+            row["name"],
+            str(row["calls"]),
+            f"{row['best']:.2f}",
+            "{1:.2f} ({0:.2f} to {2:.2f})".format(*row["quartiles"]),
+            f"{row['cpu']:.2f}",
+            f"{row['ratio_best']:.2f}, {row['ratio_median']:.2f}",
+            f"{row['ratio_cpu']:.2f}",
+        ]
+        for row in rows
+    ]
+    return table(head, lines)
+
+
+COMMAND = Command(OPTIONS, run, __doc__.partition("\n")[2])
+
+if __name__ == "__main__":
+    summary = "the kernels for CPUs, call by call in turns"
+    sys.exit(command_line("cpu_kernels", summary, COMMAND, sys.argv[1:]))
