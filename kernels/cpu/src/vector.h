@@ -64,9 +64,14 @@ INLINE Floats load(const BF16* from) {
   return as<Floats>(__builtin_convertvector(load_as<Halves>(from), Bits) << 16);
 }
 
+// In two steps: of one step from bytes to ints GCC 12 makes WIDTH scalar moves.
+INLINE Bits load_bytes(const uint8_t* from) {
+  return __builtin_convertvector(__builtin_convertvector(load_as<Bytes>(from), Halves), Bits);
+}
+
 // Exact, without subnormal floats on the way, which XLA's threads flush to zero.
 INLINE Floats load(const FP8* from) {
-  Bits bits = __builtin_convertvector(load_as<Bytes>(from), Bits);
+  Bits bits = load_bytes(&from->bits);
   Bits magnitude = bits & 0x7f;
   Floats normal = as<Floats>((magnitude << 20) + (120u << 23));
   Floats subnormal = __builtin_convertvector(as<Ints>(magnitude), Floats) * 0x1p-9f;
