@@ -32,6 +32,7 @@ def attend(
     entries: jax.Array,
     *,
     scale: float,
+    softcap: float = 0,
     window: int | None = None,
     dtype: Any = jnp.float32,
     before: tuple[jax.Array, jax.Array] | None = None,
@@ -47,6 +48,7 @@ def attend(
         jax.default_backend(),
         jax.ShapeDtypeStruct(q.shape, q.dtype),
         jax.ShapeDtypeStruct(pages.kv.shape, pages.kv.dtype),
+        bool(softcap),
     )
     return ATTEND[name](
         q,
@@ -56,6 +58,7 @@ def attend(
         slot,
         entries,
         scale=scale,
+        softcap=softcap,
         window=window,
         dtype=dtype,
         before=before,
@@ -63,12 +66,18 @@ def attend(
 
 
 @functools.lru_cache
-def choose(platform: str, q: jax.ShapeDtypeStruct, kv: jax.ShapeDtypeStruct) -> str:
-    """Name of the fastest implementation that supports these queries and pages."""
+def choose(
+    platform: str, q: jax.ShapeDtypeStruct, kv: jax.ShapeDtypeStruct, softcap: bool = False
+) -> str:
+    """Name of the fastest implementation that supports these queries and pages, and a soft cap if
+    one is wanted."""
     unsupported = {
         "mosaic": _mosaic_unsupported(kv),
         "cpu": cpu_attention.unsupported(q, kv),
     }
+    if softcap:
+        for name, reason in unsupported.items():
+            unsupported[name] = reason or "it has no soft cap"
     name = next((name for name, reason in unsupported.items() if reason is None), "xla")
     reasons = "".join(
         f"; not {other}: {reason}" for other, reason in unsupported.items() if reason is not None
@@ -83,6 +92,24 @@ def linear(x: jax.Array, w: jax.Array, positions: jax.Array | None = None) -> ja
     """Multiplies x [T, K] by w [K, N], in the dtype of both. positions [T] int32: rows with a
     negative one are padding, whose results mean nothing; None: no row is."""
     return x @ w if cpu_linear.unsupported(x, w) else cpu_linear.linear(x, w, positions)
+
+
+def grouped(x: jax.Array, w: jax.Array, counts: jax.Array) -> jax.Array:
+    """Multiplies rows of x [T, K], sorted by group, by the matrix of their group: the first
+    counts[0] by w[0], the next counts[1] by w[1], and so on; w [E, K, N], counts [E] int32 -> [T,
+    N], in the dtype of both. Rows past the last group come out zero. Sums are f32."""
+    _warn_of_dense_groups(w.shape)
+    out = jax.lax.ragged_dot(x, w, counts, preferred_element_type=jnp.float32)
+    return out.astype(x.dtype)
+
+
+@functools.lru_cache
+def _warn_of_dense_groups(shape: tuple[int, ...]) -> None:
+    log.warning(
+        "products of groups of rows with %d matrices of %d x %d: XLA computes all rows with all "
+        "matrices, which is slow",
+        *shape,
+    )
 
 
 def write(pool: jax.Array, page: jax.Array, offset: jax.Array, values: jax.Array) -> jax.Array:

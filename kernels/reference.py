@@ -18,6 +18,7 @@ def attend(
     entries: jax.Array,
     *,
     scale: float,
+    softcap: float = 0,
     window: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Causal attention of rows of queries over the KV pages of their sequences.
@@ -31,6 +32,7 @@ def attend(
     slot     [R] int32           row of the page table of each row of queries
     entries  [R] int32           valid entries in that row of the page table
     scale                        factor on q k
+    softcap                      bound c of the logits, c tanh(q k scale / c); 0: none
     window                       sliding window in tokens; None: no limit
 
     A query sees the keys at positions p with p <= q_pos, and q_pos - p < window if there is one.
@@ -57,6 +59,8 @@ def attend(
     k = kv[:, :, :, 0]
     v = kv[:, :, :, 1]
     scores = jnp.einsum("rtkgh,rwkch->rtkgwc", q.astype(jnp.float32) * scale, k)
+    if softcap:
+        scores = softcap * jnp.tanh(scores / softcap)
     scores = jnp.where(seen[:, :, None, None], scores, -jnp.inf)
     lse = jax.nn.logsumexp(scores, (-2, -1))
     weights = jnp.where(

@@ -34,12 +34,15 @@ def attend(
     entries: jax.Array,
     *,
     scale: float,
+    softcap: float = 0,
     window: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Arguments and results of `reference.attend`. Errors: NotImplementedError for rows that do not
     split into equal query tiles."""
     R, T, K, G, H = q.shape
-    one_tile = functools.partial(_loop, pages=pages, table=table, scale=scale, window=window)
+    one_tile = functools.partial(
+        _loop, pages=pages, table=table, scale=scale, softcap=softcap, window=window
+    )
     if T == 1:
         return one_tile(q, q_pos, slot, entries)
     tiles = -(-T // QUERY_TILE)
@@ -72,6 +75,7 @@ def _loop(
     pages: KVPages,
     table: jax.Array,
     scale: float,
+    softcap: float,
     window: int | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Online softmax over the key tiles that any of these rows sees; all rows advance together."""
@@ -93,6 +97,8 @@ def _loop(
         at = i * span + jnp.arange(span)
         k, v, k_pos = _keys(pages, q.dtype, table, slot, entries, last, at)
         scores = jnp.einsum("rkmh,rksh->rkms", q, k, preferred_element_type=jnp.float32)
+        if softcap:
+            scores = softcap * jnp.tanh(scores / softcap)
         seen = k_pos <= limit
         if window is not None:
             seen &= limit - k_pos < window

@@ -12,14 +12,18 @@ from jaxserve.kernels import ops
 from jaxserve.kernels.kv_pages import KVPages
 from jaxserve.sharding.rows import Rows
 
+Attended = tuple[jax.Array, jax.Array]  # out [T, K, G, H] f32, lse [T, K, G] f32
+
 
 @dataclasses.dataclass(frozen=True)
 class Attend:
     """Attends over pages in one layer. Tokens are flat: q [R * T, K, G, H] -> out [R * T, K, G, H],
-    lse [R * T, K, G] f32. scale: factor on q k. window: sliding window in tokens, or None."""
+    lse [R * T, K, G] f32. scale: factor on q k. window: sliding window in tokens, or None. softcap:
+    bound of the logits, see `kernels.reference`; 0: none."""
 
     scale: float
-    window: int | None
+    window: int | None = None
+    softcap: float = 0
 
     def __call__(
         self,
@@ -40,6 +44,7 @@ class Attend:
             rows.slot,
             rows.entries,
             scale=self.scale,
+            softcap=self.softcap,
             window=self.window,
             dtype=dtype,
             before=jax.tree.map(shaped, before),
@@ -57,5 +62,8 @@ class Attend:
     def to_itself(self, q: jax.Array, kv: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Attends of each token q [T, K, G, H] to its own key and value kv [T, K, 2, H] alone."""
         lse = jnp.einsum("tkgh,tkh->tkg", q, kv[:, :, 0], preferred_element_type=jnp.float32)
+        lse = lse * self.scale
+        if self.softcap:
+            lse = self.softcap * jnp.tanh(lse / self.softcap)
         out = jnp.broadcast_to(kv[:, :, None, 1], q.shape).astype(jnp.float32)
-        return out, lse * self.scale
+        return out, lse

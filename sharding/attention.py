@@ -26,16 +26,20 @@ from jaxserve.sharding.visit import Put, put
 
 
 def attention(
-    q: jax.Array, kv: jax.Array, pages: KVPages, window: int | None, groups: Groups, scale: float
+    q: jax.Array,
+    kv: jax.Array,
+    pages: KVPages,
+    groups: Groups,
+    attend: Attend,
+    sinks: jax.Array | None = None,
 ) -> tuple[jax.Array, KVPages]:
     """Attention of one layer on one lane and rank; runs inside shard_map.
 
     q [T, K, G, H], kv [T, K, 2, H]: of this lane's tokens, local rows first, then spread ones.
-    pages: the layer's KV pages, with a leading axis of 1. window: sliding window in tokens, or
-    None. scale: factor on q k. Returns out, shaped like q, and the pages with the new keys and
-    values.
+    pages: the layer's KV pages, with a leading axis of 1. sinks f32 [K, G]: logit of a key without
+    a value that every query of a head sees; None: there is no such key. Returns out, shaped like
+    q, and the pages with the new keys and values.
     """
-    attend = Attend(scale, window)
     parts = _spread_parts(groups)
     spread_outs = []
     puts: list[Put] = []
@@ -53,17 +57,25 @@ def attention(
         else:
             pages = write_gathered(kv[mine], pages, part)
     for exchange, part, mine in parts:
-        out, pages, late = EXCHANGES[exchange](q[mine], kv[mine], pages, part, attend)
+        attended, pages, late = EXCHANGES[exchange](q[mine], kv[mine], pages, part, attend)
         puts += late
-        spread_outs.append(out.astype(q.dtype))
+        spread_outs.append(with_sinks(*attended, sinks).astype(q.dtype))
     local = zip(groups.local, split(q[None, :tokens], groups.local, 1))
     outs = [
-        attend(x, rows, pages.take(0), groups.table, dtype=q.dtype)[0] for rows, x in local
+        with_sinks(*attend(x, rows, pages.take(0), groups.table, dtype=q.dtype), sinks)
+        for rows, x in local
     ] + spread_outs
     out = jnp.concatenate(outs) if len(outs) > 1 else outs[0]
     if puts:
         pages = put(puts, pages, after=out)
     return out, pages
+
+
+def with_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array | None) -> jax.Array:
+    """Adds sinks [K, G] to the keys of attention that gave out [T, K, G, H] and lse [T, K, G]."""
+    if sinks is None:
+        return out
+    return (out * jax.nn.sigmoid(lse - sinks)[..., None]).astype(out.dtype)
 
 
 def _spread_parts(groups: Groups) -> list[tuple[str, Groups, slice]]:

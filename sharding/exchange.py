@@ -32,7 +32,7 @@ from jaxserve.api.batch import DEFAULT_EXCHANGE
 from jaxserve.kernels.kv_pages import KVPages
 from jaxserve.kernels.merge import merge
 from jaxserve.lanes.exchange import PIECE_TOKENS
-from jaxserve.sharding.attend import Attend
+from jaxserve.sharding.attend import Attend, Attended
 from jaxserve.sharding.lane_groups import LaneGroups
 from jaxserve.sharding.rows import Groups, split, write_kv
 from jaxserve.sharding.visit import Put, visit
@@ -53,7 +53,7 @@ def compiler_options(exchange: str) -> dict[str, Any]:
 
 def gather(
     q: jax.Array, kv: jax.Array, pages: KVPages, groups: Groups, attend: Attend
-) -> tuple[jax.Array, KVPages, list[Put]]:
+) -> tuple[Attended, KVPages, list[Put]]:
     """Attends by one all-gather and one all-to-all, whose bytes depend only on the new tokens."""
     lanes = groups.lanes
     gathered = lanes.gather(jnp.concatenate([q, kv], 2))  # [lanes, T, K, G + 2, H]
@@ -75,7 +75,7 @@ def write_gathered(kv: jax.Array, pages: KVPages, groups: Groups) -> KVPages:
 
 def pass_q(
     q: jax.Array, kv: jax.Array, pages: KVPages, groups: Groups, attend: Attend
-) -> tuple[jax.Array, KVPages, list[Put]]:
+) -> tuple[Attended, KVPages, list[Put]]:
     """Ring pass-Q: queries travel in lanes - 1 hops; the partial results of all hops return in one
     all-to-all (Context Parallelism paper, Alg. 3 and 4)."""
     lanes = groups.lanes.size
@@ -100,7 +100,7 @@ def pass_q(
 
 def pass_kv(
     q: jax.Array, kv: jax.Array, pages: KVPages, groups: Groups, attend: Attend
-) -> tuple[jax.Array, KVPages, list[Put]]:
+) -> tuple[Attended, KVPages, list[Put]]:
     """Ring pass-KV: blocks travel in lanes - 1 hops, chunk by chunk (Context Parallelism paper,
     Alg. 2)."""
     lanes = groups.lanes.size
@@ -145,10 +145,11 @@ def pass_kv(
     ]
     chunks = groups.lanes.most(-(-ends[-1].max() // width))
     outs = lax.fori_loop(0, chunks, chunk, nothing)
-    return jnp.concatenate([out for out, _ in outs]), pages, []
+    out, lse = (jnp.concatenate(x) for x in zip(*outs))
+    return (out, lse), pages, []
 
 
-EXCHANGES: dict[str, Callable[..., tuple[jax.Array, KVPages, list[Put]]]] = {
+EXCHANGES: dict[str, Callable[..., tuple[Attended, KVPages, list[Put]]]] = {
     DEFAULT_EXCHANGE: gather,
     "pass_q": pass_q,
     "pass_kv": pass_kv,
@@ -175,8 +176,8 @@ def _kv_chunk(
     return pages.take((0, table[0, slot, entry])), table[1, slot, entry]
 
 
-def _merge_across(lanes: LaneGroups, out: jax.Array, lse: jax.Array) -> jax.Array:
+def _merge_across(lanes: LaneGroups, out: jax.Array, lse: jax.Array) -> Attended:
     """Sends partial results (out [lanes, T, K, G, H], lse [lanes, T, K, G]: all tokens of the group
     over this lane's blocks) back to the tokens' lanes, and merges those of this lane's tokens."""
     partials = lanes.all_to_all(jnp.concatenate([out, lse[..., None]], -1))
-    return merge(partials[..., :-1], partials[..., -1])[0]
+    return merge(partials[..., :-1], partials[..., -1])

@@ -22,7 +22,7 @@ from jax import lax
 from jaxserve.kernels.kv_pages import KVPages
 from jaxserve.kernels.merge import merge
 from jaxserve.lanes.exchange import rows_with_room
-from jaxserve.sharding.attend import Attend
+from jaxserve.sharding.attend import Attend, Attended
 from jaxserve.sharding.lane_groups import LaneGroups
 from jaxserve.sharding.rows import Groups, Rows, split, write_kv
 
@@ -59,7 +59,7 @@ Put = tuple[jax.Array, Rows]  # keys and values [R * T, K, 2, H] to write, and t
 
 def visit(
     q: jax.Array, kv: jax.Array, pages: KVPages, groups: Groups, attend: Attend
-) -> tuple[jax.Array, KVPages, list[Put]]:
+) -> tuple[Attended, KVPages, list[Put]]:
     """Attends by all-to-alls of `groups.room` of each lane's rows per pair of lanes."""
     lanes = groups.lanes
     visits = [init_query(rows, lanes, groups.room) for rows in groups.spread]
@@ -129,7 +129,7 @@ def query(
     groups: Groups,
     visits: Sequence[Visits],
     attend: Attend,
-) -> jax.Array:
+) -> Attended:
     """Attention of tokens q [T, K, G, H] over the pages of all lanes. kv [T, K, 2, H]: keys and
     values of these tokens that are not on pages yet; None: they are."""
     over_pages = attend if kv is None else attend.to_earlier
@@ -153,8 +153,9 @@ def query(
         out, lse = (jnp.stack(y) for y in zip(*parts))
         out = jnp.concatenate([each.take_home(x[..., :-1], 0), out])
         lse = jnp.concatenate([each.take_home(x[..., -1], -jnp.inf), lse])
-        merged.append(merge(out, lse)[0])
-    return jnp.concatenate(merged)
+        merged.append(merge(out, lse))
+    out, lse = (jnp.concatenate(x) for x in zip(*merged))
+    return out, lse
 
 
 def _exchange(

@@ -22,6 +22,7 @@ from jaxserve.checkpoint.rope import Rope
 from jaxserve.kernels import ops
 from jaxserve.kernels.kv_pages import KVPages
 from jaxserve.models.layers import gated, rms_norm, rope_cos_sin, rotate
+from jaxserve.sharding.attend import Attend
 from jaxserve.sharding.attention import attention
 from jaxserve.sharding.mesh import TP, axis_sum
 from jaxserve.sharding.page_moves import move_pages
@@ -42,8 +43,7 @@ class Attention(nnx.Module):
         self.spec = model.attention
         self.eps = model.norms.eps
         self.rope = model.rope(layer)
-        self.window = model.window(layer)
-        self.scale = self.spec.scale or model.head_dim**-0.5
+        self.attend = Attend(self.spec.scale or model.head_dim**-0.5, model.window(layer))
         self.sizes = (model.heads * model.head_dim, model.kv_heads * model.head_dim)
         _create(self, self.spec.declare(model))
 
@@ -59,7 +59,7 @@ class Attention(nnx.Module):
         axis of 1) -> this rank's part of the output, and the pages with the new keys and values.
         cos_sin: None for a layer without positions."""
         q, kv = self._project(x, positions, cos_sin)
-        out, pages = attention(q, kv, pages, self.window, groups, self.scale)
+        out, pages = attention(q, kv, pages, groups, self.attend)
         return _matmul(out.reshape(len(x), -1), self.o_proj, 3, positions), pages
 
     def _project(

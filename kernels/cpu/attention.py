@@ -35,6 +35,7 @@ def attend(
     entries: jax.Array,
     *,
     scale: float,
+    softcap: float = 0,
     window: int | None = None,
     dtype: Any = jnp.float32,
 ) -> tuple[jax.Array, jax.Array]:
@@ -42,6 +43,8 @@ def attend(
     NotImplementedError, with the reason, for shapes and types that the kernel does not have."""
     if reason := unsupported(q, pages.kv):
         raise NotImplementedError(reason)
+    if softcap:
+        raise NotImplementedError("it has no soft cap")
     scales = jnp.zeros(0, SCALE_DTYPE) if pages.scales is None else pages.scales
     results = (
         jax.ShapeDtypeStruct(q.shape, dtype),

@@ -79,6 +79,7 @@ def _attend(
     entries: jax.Array,
     *,
     scale: float,
+    softcap: float = 0,
     window: int | None = None,
     dtype: Any = jnp.float32,
     before: tuple[jax.Array, jax.Array] | None = None,
@@ -93,6 +94,8 @@ def _attend(
     interpret: run in the Pallas interpreter, with these parameters. Returns out, lse, and the pages
     received (`pages` without senders).
     """
+    if softcap:
+        raise NotImplementedError("it has no soft cap")
     R, T, K, G, H = q.shape
     tiles = default_tiles(T * G, H, pages.kv.dtype) if tiles is None else tiles
     if senders:

@@ -81,13 +81,17 @@ def with_moved_history(case: Case, size: int, seed: int) -> Case:
 
 
 @functools.cache
-def compiled(name: str, window: int | None):
-    return jax.jit(functools.partial(ops.attend, scale=0.3, window=window, implementation=name))
+def compiled(name: str, window: int | None, softcap: float = 0):
+    return jax.jit(
+        functools.partial(
+            ops.attend, scale=0.3, softcap=softcap, window=window, implementation=name
+        )
+    )
 
 
-def assert_means_truth(name: str, case: Case, window: int | None) -> None:
-    out, lse = map(np.asarray, compiled(name, window)(*case.arguments()))
-    right_out, right_lse = truth(case, 0.3, window)
+def assert_means_truth(name: str, case: Case, window: int | None, softcap: float = 0) -> None:
+    out, lse = map(np.asarray, compiled(name, window, softcap)(*case.arguments()))
+    right_out, right_lse = truth(case, 0.3, window, softcap)
     assert out.dtype == lse.dtype == np.float32
     np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(right_lse))
     np.testing.assert_allclose(lse, right_lse, **TOLERANCE)
@@ -99,6 +103,13 @@ def assert_means_truth(name: str, case: Case, window: int | None) -> None:
 def test_attention_over_pages_is_dense_attention(name, shape):
     for seed in range(6):
         assert_means_truth(name, make_case(shape, seed), shape.window)
+
+
+@pytest.mark.parametrize("shape", SHAPES[:2] + SHAPES[-4:-2], ids=str)
+@pytest.mark.parametrize("name", ["reference", "xla"])
+def test_logits_have_a_soft_cap(name, shape):
+    for softcap in (0.7, 50.0):
+        assert_means_truth(name, make_case(shape, 1), shape.window, softcap)
 
 
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if not shape.window], ids=str)

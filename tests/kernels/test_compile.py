@@ -39,6 +39,7 @@ from jaxserve.models.decoder import stage_modules
 from jaxserve.settings.options import make
 from jaxserve.settings.schema import EngineConfig
 from jaxserve.sharding import attention
+from jaxserve.sharding.attend import Attend
 from jaxserve.sharding.exchange import compiler_options
 from jaxserve.sharding.lane_groups import LaneGroups
 from jaxserve.sharding.mesh import KVP
@@ -346,7 +347,7 @@ def visit_step(
     rows = spread_rows(lanes.gather_rows(fields), lanes.index(), 1, table, P, size)
     groups = Groups((), (rows,), table, "visit", lanes, 0.25)
     with as_on_a_gpu(mosaic.attend):
-        return attention.attention(q, kv, pages, None, groups, 0.1)
+        return attention.attention(q, kv, pages, groups, Attend(0.1))
 
 
 def ring_step(
@@ -368,7 +369,7 @@ def ring_step(
     rows = spread_rows(fields, lane, len(q), table, P, size, True)
     groups = Groups((), (rows,), table, exchange, LaneGroups(jax.lax.axis_size(KVP)))
     with as_on_a_gpu(mosaic.attend):
-        return attention.attention(q, kv, pages, None, groups, 0.1)
+        return attention.attention(q, kv, pages, groups, Attend(0.1))
 
 
 @needs_compiler
@@ -417,7 +418,7 @@ def step(
         LaneGroups(jax.lax.axis_size(KVP) if spread else 1),
     )
     with as_on_a_gpu(mosaic.attend):
-        return attention.attention(q, kv, pages, None, groups, 0.1)
+        return attention.attention(q, kv, pages, groups, Attend(0.1))
 
 
 @needs_compiler

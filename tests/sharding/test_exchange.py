@@ -22,12 +22,15 @@ from jaxserve.kernels.kv_pages import KVPages
 from jaxserve.lanes import exchange as strategies
 from jaxserve.lanes.work import ExchangeWork, Heads, work_of_decodes
 from jaxserve.sharding import attention, exchange
+from jaxserve.sharding.attend import Attend
 from jaxserve.sharding.exchange import EXCHANGES
 from jaxserve.sharding.lane_groups import LaneGroups
 from jaxserve.sharding.mesh import KVP, TP
 from jaxserve.sharding.rows import Groups, spread_rows
 from tests.examples import examples
 
+ATTEND = Attend(0.3)
+CAPPED = Attend(0.3, softcap=0.7)
 # tokens of a page, head dim, sequences, pages of a lane, tokens of a prefill row
 C = 4
 H = 8
@@ -110,10 +113,24 @@ def cases(draw, lanes: int, group_size: int, holders: int = 0):
     return Case(lanes, group_size, cached, new, draw(st.integers(0, 1000)), holders)
 
 
+def sinks_of(lanes: int) -> np.ndarray:
+    return np.random.default_rng(lanes).standard_normal(HEADS[lanes]).astype(np.float32)
+
+
 def program(
-    strategy: str, lanes: LaneGroups, alone: bool, room: float, everywhere, rows, pages, q, kv
+    strategy: str,
+    lanes: LaneGroups,
+    alone: bool,
+    room: float,
+    attend: Attend,
+    everywhere,
+    rows,
+    pages,
+    q,
+    kv,
 ):
-    """The attention of a step in one layer, on one lane; alone: of its decodes only."""
+    """The attention of a step in one layer, on one lane; alone: of its decodes only. With a soft
+    cap, it has sinks too."""
     table = everywhere[0]
     lane = lanes.index()
     groups = []
@@ -125,15 +142,25 @@ def program(
         at += number
     tokens = DECODES if alone else None
     step = Groups((), tuple(groups), table, strategy, lanes, room)
-    out, pool = attention.attention(q[0, :tokens], kv[0, :tokens], KVPages(pages), None, step, 0.3)
+    sinks = sinks_of(jax.lax.axis_size(KVP)) if attend.softcap else None
+    out, pool = attention.attention(
+        q[0, :tokens], kv[0, :tokens], KVPages(pages), step, attend, sinks
+    )
     return out[None], pool.kv
 
 
 @functools.cache
-def compiled(strategy: str, lanes: int, group_size: int, alone: bool = False, room: float = 1.0):
+def compiled(
+    strategy: str,
+    lanes: int,
+    group_size: int,
+    alone: bool = False,
+    room: float = 1.0,
+    attend: Attend = ATTEND,
+):
     mesh = Mesh(np.array(jax.devices()[:lanes]).reshape(lanes, 1), (KVP, TP))
     lane = PartitionSpec(KVP)
-    f = functools.partial(program, strategy, LaneGroups(group_size), alone, room)
+    f = functools.partial(program, strategy, LaneGroups(group_size), alone, room, attend)
     return jax.jit(
         jax.shard_map(f, mesh=mesh, in_specs=(lane,) * 5, out_specs=(lane, lane), check_vma=False),
         donate_argnums=(2,),
@@ -178,21 +205,32 @@ def inputs(case: Case):
     return (table, rows, pages, q, kv), truth, places, pages_of
 
 
-def dense(q: np.ndarray, x: np.ndarray) -> np.ndarray:
+def dense(q: np.ndarray, x: np.ndarray, attend: Attend, sinks: np.ndarray) -> np.ndarray:
     """Dense attention of q [K, G, H] over keys and values x [S, K, 2, H]."""
-    scores = np.einsum("kgh,skh->kgs", q.astype(np.float64) * 0.3, x[:, :, 0])
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    return np.einsum("kgs,skh->kgh", weights / weights.sum(-1, keepdims=True), x[:, :, 1])
+    scores = np.einsum("kgh,skh->kgs", q.astype(np.float64) * attend.scale, x[:, :, 0])
+    sink = 0.0
+    if attend.softcap:
+        scores = attend.softcap * np.tanh(scores / attend.softcap)
+        sink = np.exp(sinks)[..., None]
+    weights = np.exp(scores)
+    return np.einsum("kgs,skh->kgh", weights / (weights.sum(-1, keepdims=True) + sink), x[:, :, 1])
 
 
-def assert_dense(case: Case, strategy: str, alone: bool = False, room: float = 1.0) -> None:
+def assert_dense(
+    case: Case, strategy: str, alone: bool = False, room: float = 1.0, attend: Attend = ATTEND
+) -> None:
     arguments, truth, places, pages_of = inputs(case)
-    run = compiled(strategy, case.lanes, case.group_size, alone, room)
+    run = compiled(strategy, case.lanes, case.group_size, alone, room, attend)
     out, pages = map(np.asarray, run(*arguments))
     for slot, position, lane, token in places:
         np.testing.assert_allclose(
             out[lane, token],
-            dense(arguments[3][lane, token], truth[slot][: position + 1]),
+            dense(
+                arguments[3][lane, token],
+                truth[slot][: position + 1],
+                attend,
+                sinks_of(case.lanes),
+            ),
             rtol=1e-5,
             atol=1e-5,
         )
@@ -213,6 +251,17 @@ def test_every_strategy_is_dense_attention(strategy, lanes, group_size):
     @given(cases(lanes, group_size))
     def check(case: Case) -> None:
         assert_dense(case, strategy)
+
+    check()
+
+
+@pytest.mark.parametrize("lanes, group_size", [(1, 1), (4, 2), (8, 8)])
+@pytest.mark.parametrize("strategy", EXCHANGES)
+def test_soft_caps_and_sinks_are_those_of_dense_attention(strategy, lanes, group_size):
+    @settings(max_examples=examples(10), deadline=None, database=None)
+    @given(cases(lanes, group_size))
+    def check(case: Case) -> None:
+        assert_dense(case, strategy, attend=CAPPED)
 
     check()
 

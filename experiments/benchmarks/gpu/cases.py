@@ -85,7 +85,9 @@ def draw(
     return Case(q, q_pos, pages, table, slot, entries)
 
 
-def truth(case: Case, scale: float, window: int | None) -> tuple[np.ndarray, np.ndarray]:
+def truth(
+    case: Case, scale: float, window: int | None, softcap: float = 0
+) -> tuple[np.ndarray, np.ndarray]:
     """Attention in f64 by its definition: out and lse."""
     R, T, K, G, H = case.q.shape
     size = case.pages.shape[3]
@@ -110,7 +112,10 @@ def truth(case: Case, scale: float, window: int | None) -> tuple[np.ndarray, np.
                 case.pages[pages, head].astype(np.float64).swapaxes(0, 1).reshape(2, -1, H)[:, live]
             )
             q = case.q[row, :, head].astype(np.float64).reshape(T * G, H) * scale
-            scores = np.where(seen[:, None], (q @ k.T).reshape(T, G, -1), -np.inf)
+            scores = (q @ k.T).reshape(T, G, -1)
+            if softcap:
+                scores = softcap * np.tanh(scores / softcap)
+            scores = np.where(seen[:, None], scores, -np.inf)
             top = np.maximum(scores.max(-1, keepdims=True), -1e300)
             weights = np.exp(scores - top)
             total = weights.sum(-1)
