@@ -48,7 +48,6 @@ def attend(
         jax.default_backend(),
         jax.ShapeDtypeStruct(q.shape, q.dtype),
         jax.ShapeDtypeStruct(pages.kv.shape, pages.kv.dtype),
-        bool(softcap),
     )
     return ATTEND[name](
         q,
@@ -66,18 +65,12 @@ def attend(
 
 
 @functools.lru_cache
-def choose(
-    platform: str, q: jax.ShapeDtypeStruct, kv: jax.ShapeDtypeStruct, softcap: bool = False
-) -> str:
-    """Name of the fastest implementation that supports these queries and pages, and a soft cap if
-    one is wanted."""
+def choose(platform: str, q: jax.ShapeDtypeStruct, kv: jax.ShapeDtypeStruct) -> str:
+    """Name of the fastest implementation that supports these queries and pages."""
     unsupported = {
         "mosaic": _mosaic_unsupported(kv),
         "cpu": cpu_attention.unsupported(q, kv),
     }
-    if softcap:
-        for name, reason in unsupported.items():
-            unsupported[name] = reason or "it has no soft cap"
     name = next((name for name, reason in unsupported.items() if reason is None), "xla")
     reasons = "".join(
         f"; not {other}: {reason}" for other, reason in unsupported.items() if reason is not None

@@ -43,8 +43,6 @@ def attend(
     NotImplementedError, with the reason, for shapes and types that the kernel does not have."""
     if reason := unsupported(q, pages.kv):
         raise NotImplementedError(reason)
-    if softcap:
-        raise NotImplementedError("it has no soft cap")
     scales = jnp.zeros(0, SCALE_DTYPE) if pages.scales is None else pages.scales
     results = (
         jax.ShapeDtypeStruct(q.shape, dtype),
@@ -60,6 +58,7 @@ def attend(
         slot,
         entries,
         scale=np.float32(scale),
+        softcap=np.float32(softcap),
         window=np.int64(window or 0),
     )
     return out, lse

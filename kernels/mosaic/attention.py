@@ -176,6 +176,8 @@ def _softmax(
 
         s = pl.run_scoped(score, plgpu.ACC((ROWS, width), jnp.float32))
         plgpu.barrier_arrive(buffers.k_consumed.at[stage])
+        if config.inner:
+            s = _tanh(s * config.inner)
         if masked:
             origins = keys.origins(tile)
             visible = keys.visible(
@@ -207,6 +209,11 @@ def _softmax(
     safe = jnp.where(some, total, 1.0)
     acc = acc * lax.broadcast_in_dim(jnp.where(some, 1.0 / safe, 0.0), acc.shape, [0])
     return acc, jnp.where(some, top * (1 / LOG2E) + jnp.log(safe), -jnp.inf)
+
+
+def _tanh(x: jax.Array) -> jax.Array:
+    """Computes tanh by the exponential: the device's own keeps 11 bits."""
+    return 1 - 2 / (1 + jnp.exp2(x * (2 * LOG2E)))
 
 
 def _accumulate(

@@ -27,7 +27,8 @@ FP8_ROW_LAYOUT = plgpu.Layout.WGMMA_UPCAST_2X.reduce(1)
 class KernelConfig:
     """Parameters that a kernel is compiled for.
 
-    scale: of scores, times log2 e. window: sliding window in tokens. rows: R. page_size: C.
+    scale: of scores, times log2 e. inner: scores are tanh(q k inner), and `scale` is their soft cap
+    times log2 e; 0: scores are q k. window: sliding window in tokens. rows: R. page_size: C.
     senders: thread blocks that send pages to the next device while the others attend (`ring_send`).
     ring_axis: the mesh axis of the ring; None: send to this device.
     """
@@ -41,6 +42,7 @@ class KernelConfig:
     interpret: bool
     senders: int = 0
     ring_axis: str | None = None
+    inner: float = 0
 
     @property
     def copies_per_tile(self) -> int:

@@ -94,8 +94,6 @@ def _attend(
     interpret: run in the Pallas interpreter, with these parameters. Returns out, lse, and the pages
     received (`pages` without senders).
     """
-    if softcap:
-        raise NotImplementedError("it has no soft cap")
     R, T, K, G, H = q.shape
     tiles = default_tiles(T * G, H, pages.kv.dtype) if tiles is None else tiles
     if senders:
@@ -107,7 +105,7 @@ def _attend(
     staged = jnp.dtype(dtype) == computed  # results can be stored through the queries' buffer
     packing = pack(T, K, G, tiles.warpgroups, partial=before is None and staged)
     config = KernelConfig(
-        scale * LOG2E,
+        (softcap or scale) * LOG2E,
         window,
         packing,
         tiles,
@@ -116,6 +114,7 @@ def _attend(
         interpret=bool(interpret),
         senders=senders,
         ring_axis=ring,
+        inner=scale / softcap if softcap else 0,
     )
     whole_tiles = packing._replace(rows=config.tiles_per_row * config.tile_rows)
     q_rows = to_rows(q.astype(computed), packing)

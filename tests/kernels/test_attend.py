@@ -42,6 +42,8 @@ SHAPES = [
     Shape(1, window=40),
     Shape(1, K=1, G=1, H=16, C=256, W=3),
     Shape(1, K=3, G=16, R=1),
+    Shape(1, K=1, G=4, H=256, C=32, W=4),
+    Shape(40, K=1, G=2, H=256, C=32, W=4, R=2),
     Shape(1, K=8, G=4, C=1, W=70),
     Shape(5, G=7),
     Shape(5, K=1, G=8, C=4, W=90, window=7),
@@ -105,8 +107,8 @@ def test_attention_over_pages_is_dense_attention(name, shape):
         assert_means_truth(name, make_case(shape, seed), shape.window)
 
 
-@pytest.mark.parametrize("shape", SHAPES[:2] + SHAPES[-4:-2], ids=str)
-@pytest.mark.parametrize("name", ["reference", "xla"])
+@pytest.mark.parametrize("shape", SHAPES[:2] + SHAPES[4:7] + SHAPES[-4:-2], ids=str)
+@pytest.mark.parametrize("name", PORTABLE)
 def test_logits_have_a_soft_cap(name, shape):
     for softcap in (0.7, 50.0):
         assert_means_truth(name, make_case(shape, 1), shape.window, softcap)

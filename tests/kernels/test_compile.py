@@ -67,6 +67,7 @@ class AttendCase:
     kv: str | None = None  # dtype of the pages, if it differs
     out: str = "bfloat16"
     tiles: Tiles | None = None
+    softcap: float = 0
     hop: bool = False
     spilled: int = 0
 
@@ -112,7 +113,12 @@ class AttendCase:
 
     def attend(self) -> Any:
         return functools.partial(
-            attend, scale=0.1, window=self.window, dtype=np.dtype(self.out), tiles=self.tiles
+            attend,
+            scale=0.1,
+            softcap=self.softcap,
+            window=self.window,
+            dtype=np.dtype(self.out),
+            tiles=self.tiles,
         )
 
 
@@ -140,6 +146,11 @@ SHAPES = {
         1, 2048, 8, 4, 128, 64, 2048, dtype="float16", out="float16", spilled=80
     ),
     "prefill, window": AttendCase(1, 2048, 8, 4, 128, 64, 2048, window=4096, spilled=80),
+    "prefill, soft cap": AttendCase(1, 2048, 8, 4, 128, 64, 2048, softcap=50.0, spilled=80),
+    "prefill, soft cap, H of 256": AttendCase(
+        4, 256, 4, 2, 256, 64, 128, softcap=50.0, spilled=424
+    ),
+    "decode, soft cap": AttendCase(16, 1, 8, 4, 128, 64, 2048, softcap=50.0),
     "prefill, G of 7": AttendCase(2, 512, 4, 7, 128, 64, 512, spilled=80),
     "prefill, G of 16": AttendCase(1, 512, 2, 16, 128, 16, 512, spilled=200),
     "prefill, H of 64": AttendCase(4, 256, 2, 8, 64, 256, 128),

@@ -36,11 +36,17 @@ def few(cases, numbers):
 
 
 @functools.cache
-def compiled(tiles: Tiles, window: int | None, races: bool, dtype: str):
+def compiled(tiles: Tiles, window: int | None, races: bool, dtype: str, softcap: float):
     interpret = plgpu.InterpretGPUParams(detect_races=races)
     return jax.jit(
         functools.partial(
-            mosaic.attend, scale=0.3, window=window, tiles=tiles, interpret=interpret, dtype=dtype
+            mosaic.attend,
+            scale=0.3,
+            softcap=softcap,
+            window=window,
+            tiles=tiles,
+            interpret=interpret,
+            dtype=dtype,
         )
     )
 
@@ -52,12 +58,14 @@ def assert_means_dense(
     races: bool = False,
     dtype: str = "bfloat16",
     out_dtype: str = "float32",
+    softcap: float = 0,
 ) -> None:
     quantized = tiles.narrow > 0
     out, lse = map(
-        np.asarray, compiled(tiles, window, races, out_dtype)(*case.arguments(dtype, quantized))
+        np.asarray,
+        compiled(tiles, window, races, out_dtype, softcap)(*case.arguments(dtype, quantized)),
     )
-    right_out, right_lse = truth(case.rounded(dtype, quantized), 0.3, window)
+    right_out, right_lse = truth(case.rounded(dtype, quantized), 0.3, window, softcap)
     assert out.dtype == out_dtype and lse.dtype == np.float32
     np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(right_lse))
     np.testing.assert_allclose(lse, right_lse, rtol=2e-5, atol=2e-5)
@@ -88,6 +96,12 @@ def test_the_kernel_is_dense_attention(shape, tiles):
     # rows less than a tile are stored otherwise in bfloat16
     for seed, out in enumerate(("float32", "bfloat16", "bfloat16")):
         assert_means_dense(make_case(shape, seed), tiles, shape.window, out_dtype=out)
+
+
+@pytest.mark.parametrize("shape, tiles", few([SHAPES[1], SHAPES[6], SHAPES[11]], (0, 1)), ids=str)
+def test_scores_have_a_soft_cap(shape, tiles):
+    for softcap in (0.7, 50.0):
+        assert_means_dense(make_case(shape, 1), tiles, shape.window, softcap=softcap)
 
 
 @pytest.mark.parametrize("shape, tiles", few(SHAPES[3:8], (1, 3)), ids=str)

@@ -65,7 +65,7 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::Buffer<ffi::S32> 
                   ffi::AnyBuffer kv, ffi::Buffer<ffi::BF16> scales, ffi::Buffer<ffi::S32> table,
                   ffi::Buffer<ffi::S32> slot, ffi::Buffer<ffi::S32> entries,
                   ffi::Result<ffi::AnyBuffer> out, ffi::ResultBuffer<ffi::F32> lse, float scale,
-                  int64_t window) {
+                  int64_t window, float softcap) {
   const auto queries = q.dimensions(), pages = kv.dimensions(), rows = table.dimensions();
   if (queries[4] % WIDTH)
     return ffi::Error::InvalidArgument("attend: the head dim does not fit the vectors");
@@ -80,7 +80,8 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::Buffer<ffi::S32> 
       .slots = rows[1],
       .W = rows[2],
       .window = window,
-      .scale = scale,
+      .scale = softcap ? softcap : scale,
+      .inner = softcap ? scale / softcap : 0,
       .q = numbers_of(q),
       .kv = numbers_of(kv),
       .out = numbers_of(*out),
@@ -115,4 +116,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_attend, attend,
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Attr<float>("scale")
-                                  .Attr<int64_t>("window"));
+                                  .Attr<int64_t>("window")
+                                  .Attr<float>("softcap"));

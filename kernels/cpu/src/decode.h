@@ -76,7 +76,8 @@ class DecodeTask {
         const Floats q = load(q_.data() + g * call_.H + h);
         UNROLL for (int i = 0; i < WIDTH; i++) sum[i] += q * load(batch.keys[first + i] + h);
       }
-      store(weights + first, sums(sum));
+      const Floats scores = sums(sum);
+      store(weights + first, call_.inner ? tanh(scores * call_.inner) : scores);
     }
     float top = part.top[g];
     for (int i = 0; i < batch.count; i++) top = weights[i] > top ? weights[i] : top;

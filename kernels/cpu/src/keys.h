@@ -50,7 +50,8 @@ struct Numbers {
 struct Attention {
   int64_t R, T, K, G, H, P, C, slots, W;
   int64_t window;  // in tokens; 0: no limit
-  float scale;
+  float scale;  // of scores in the softmax
+  float inner;  // scores are tanh(q k inner), and `scale` their soft cap; 0: they are q k
   Numbers q, kv, out;
   const BF16* kv_scales;  // [P, K, 2, C]; null unless kv is FP8
   const int32_t *q_pos, *table, *slot, *entries;

@@ -37,6 +37,16 @@ inline void multiply_keys(QueryTile& tile, const KeyBatch& batch, int64_t H) {
   }
 }
 
+// Scores get a soft cap: those of it that are in (-1, 1).
+inline void cap(QueryTile& tile, int count, float inner) {
+  for (int i = 0; i < count; i++) {
+    for (int j = 0; j < TILE_VECTORS; j++) {
+      float* scores = tile.scores[i] + j * WIDTH;
+      store(scores, tanh(load(scores) * inner));
+    }
+  }
+}
+
 // Scores of keys that a query does not see become -inf.
 inline void mask(QueryTile& tile, const KeyBatch& batch, int64_t window) {
   for (int i = 0; i < batch.count; i++) {
@@ -107,6 +117,7 @@ class PrefillTask {
     KeyBatch batch;
     while (reader.next(batch)) {
       multiply_keys(tile, batch, call_.H);
+      if (call_.inner) cap(tile, batch.count, call_.inner);
       const bool future = batch.positions[batch.count - 1] > first_;
       const bool past = call_.window && last_ - batch.positions[0] >= call_.window;
       if (future || past) mask(tile, batch, call_.window);

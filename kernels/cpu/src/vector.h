@@ -108,6 +108,14 @@ INLINE Floats exp2_of_negative(Floats x) {
   return x < -126.f ? Floats{} : power * scale;
 }
 
+// To about one unit in the last place of 1.
+INLINE Floats tanh(Floats x) {
+  constexpr float TWICE_LOG2_E = 2.88539008f;
+  Floats size = as<Floats>(as<Bits>(x) & 0x7fffffff);
+  Floats power = exp2_of_negative(size * -TWICE_LOG2_E);
+  return as<Floats>(as<Bits>((1 - power) / (1 + power)) | (as<Bits>(x) & 0x80000000));
+}
+
 INLINE float sum(Floats x) {
   float total = 0;
   UNROLL for (int i = 0; i < WIDTH; i++) total += x[i];
