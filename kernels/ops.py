@@ -11,12 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxserve.kernels import reference, xla
+from jaxserve.kernels import quantised, reference, xla
 from jaxserve.kernels.cpu import attention as cpu_attention
 from jaxserve.kernels.cpu import linear as cpu_linear
 from jaxserve.kernels.cpu import write as cpu_write
 from jaxserve.kernels.kv_pages import KVPages
 from jaxserve.kernels.merge import merge
+from jaxserve.kernels.quantised import Quantised
 
 log = logging.getLogger(__name__)
 HOPPER = "9.0"  # compute capability of H100, H200 and GH200
@@ -81,16 +82,30 @@ def choose(platform: str, q: jax.ShapeDtypeStruct, kv: jax.ShapeDtypeStruct) -> 
     return name
 
 
-def linear(x: jax.Array, w: jax.Array, positions: jax.Array | None = None) -> jax.Array:
-    """Multiplies x [T, K] by w [K, N], in the dtype of both. positions [T] int32: rows with a
-    negative one are padding, whose results mean nothing; None: no row is."""
+def linear(x: jax.Array, w: jax.Array | Quantised, positions: jax.Array | None = None) -> jax.Array:
+    """Multiplies x [T, K] by w [K, N], in the dtype of x, which is that of w unless w is quantised.
+    positions [T] int32: rows with a negative one are padding, whose results mean nothing; None: no
+    row is."""
+    if isinstance(w, Quantised):
+        return x @ quantised.dequantise(w.flat(), x.dtype)
     return x @ w if cpu_linear.unsupported(x, w) else cpu_linear.linear(x, w, positions)
 
 
-def grouped(x: jax.Array, w: jax.Array, counts: jax.Array) -> jax.Array:
+def rows(w: jax.Array | Quantised, ids: jax.Array, dtype: Any) -> jax.Array:
+    """Looks up embeddings ids [T] in a table w [V, D]; of a quantised w, the V are outputs. Returns
+    [T, D] in this dtype."""
+    if isinstance(w, Quantised):
+        return quantised.rows(w, ids, dtype)
+    return w[ids].astype(dtype)
+
+
+def grouped(x: jax.Array, w: jax.Array | Quantised, counts: jax.Array) -> jax.Array:
     """Multiplies rows of x [T, K], sorted by group, by the matrix of their group: the first
     counts[0] by w[0], the next counts[1] by w[1], and so on; w [E, K, N], counts [E] int32 -> [T,
-    N], in the dtype of both. Rows past the last group come out zero. Sums are f32."""
+    N], in the dtype of x, which is that of w unless w is quantised. Rows past the last group come
+    out zero. Sums are f32."""
+    if isinstance(w, Quantised):
+        w = quantised.dequantise(w.flat(experts=True), x.dtype)
     _warn_of_dense_groups(w.shape)
     out = jax.lax.ragged_dot(x, w, counts, preferred_element_type=jnp.float32)
     return out.astype(x.dtype)
