@@ -2,7 +2,7 @@
 a block's parts, fields of its config.json, names of its tensors.
 
 A new architecture whose parts exist is a row here. A new kind of attention or MLP is a spec in
-`checkpoint.model` and a module in `models.decoder` besides.
+`checkpoint.specs` besides.
 """
 
 from __future__ import annotations
@@ -12,13 +12,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxserve.checkpoint.fields import Fields
-from jaxserve.checkpoint.model import (
-    AttentionSpec,
-    ModelConfig,
-    Multipliers,
-    NormSpec,
-)
+from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.checkpoint.model_paths import CheckpointError
+from jaxserve.checkpoint.specs import AttentionSpec, Multipliers, NormSpec
 
 # Stored tensor -> the parts of `weights.names` that are stacked in its rows. {layers}: number of
 # the layer.
@@ -161,7 +157,7 @@ def _write_phi_window(model: ModelConfig) -> dict[str, Any]:
 def _read_multipliers(fields: Fields, model: ModelConfig) -> ModelConfig:
     return replace(
         model,
-        attention=replace(model.attention, scale=fields.number("attention_multiplier", 1.0)),
+        mixers=(AttentionSpec(scale=fields.number("attention_multiplier", 1.0)),),
         multipliers=Multipliers(
             embedding=fields.number("embedding_multiplier", 1.0),
             residual=fields.number("residual_multiplier", 1.0),
@@ -172,7 +168,7 @@ def _read_multipliers(fields: Fields, model: ModelConfig) -> ModelConfig:
 
 def _write_multipliers(model: ModelConfig) -> dict[str, Any]:
     return {
-        "attention_multiplier": model.attention.scale,
+        "attention_multiplier": model.mixer(0).scale,
         "embedding_multiplier": model.multipliers.embedding,
         "residual_multiplier": model.multipliers.residual,
         "logits_scaling": model.multipliers.logits_divisor,
@@ -190,14 +186,14 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family(
         "Qwen2ForCausalLM",
         gguf="qwen2",
-        specs=dict(attention=AttentionSpec(qkv_bias=True), norms=NormSpec(eps=1e-6)),
+        specs=dict(mixers=(AttentionSpec(qkv_bias=True),), norms=NormSpec(eps=1e-6)),
         parts=(_QWEN_WINDOWS,),
         allowed=frozenset({"attention_bias"}),
     ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
         gguf="qwen3",
-        specs=dict(attention=AttentionSpec(qk_norm="head"), norms=NormSpec(eps=1e-6)),
+        specs=dict(mixers=(AttentionSpec(qk_norm="head"),), norms=NormSpec(eps=1e-6)),
         parts=(_QWEN_WINDOWS,),
         head_dim=128,
     ),
@@ -212,7 +208,7 @@ FAMILIES: dict[str, Family] = {
     "olmo2": Family(
         "Olmo2ForCausalLM",
         specs=dict(
-            attention=AttentionSpec(qk_norm="all"), norms=NormSpec(before=False, after=True)
+            mixers=(AttentionSpec(qk_norm="all"),), norms=NormSpec(before=False, after=True)
         ),
         tensors={**_SHARED, **_NORMS_AFTER, **_SPLIT},
         max_len=2048,
@@ -220,7 +216,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "granite": Family(
         "GraniteForCausalLM",
-        specs=dict(attention=AttentionSpec(scale=1.0)),
+        specs=dict(mixers=(AttentionSpec(scale=1.0),)),
         parts=(_MULTIPLIERS,),
         max_len=2048,
     ),

@@ -1,144 +1,57 @@
-"""`ModelConfig`: all that differs between the supported models, as dimensions and specs of a
-block's parts.
-
-Each spec declares the parameters of its part. Whatever depends on their number or size (modules of
-the decoder, loading, memory, costs) asks these declarations.
-"""
+"""`ModelConfig`: all that differs between the supported models, as dimensions and specs of the
+parts of each layer (`checkpoint.specs`)."""
 
 from __future__ import annotations
 
 import itertools
-import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from jaxserve.checkpoint.rope import Rope
+from jaxserve.checkpoint.specs import (
+    AttentionSpec,
+    Declared,
+    Dimensions,
+    FeedForwardSpec,
+    MixerSpec,
+    MlpSpec,
+    Multipliers,
+    NormSpec,
+)
 from jaxserve.settings.schema import ConfigError
 
 
 @dataclass(frozen=True)
-class Declared:
-    """A parameter without values: its global shape and the logical axis name of each dimension
-    (None: replicated). inputs: leading dimensions that a matrix product sums over; 0: it is no
-    matrix of a product."""
+class ModelConfig(Dimensions):
+    """A decoder: its dimensions, and specs of the parts of each layer.
 
-    shape: tuple[int, ...]
-    axes: tuple[str | None, ...]
-    inputs: int = 0
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-
-@dataclass(frozen=True)
-class AttentionSpec:
-    """Attention with grouped queries. qk_norm: RMSNorm of queries and keys, '' for none, 'head' for
-    each head by itself (Qwen 3), 'all' over all heads (OLMo 2). scale: factor on q k; None is
-    head_dim ** -0.5."""
-
-    qkv_bias: bool = False
-    qk_norm: str = ""
-    scale: float | None = None
-
-    def declare(self, model: ModelConfig) -> dict[str, Declared]:
-        """`qkv` has the G query heads, key and value of each kv head side by side, so that
-        splitting the kv heads over tensor-parallel ranks splits all three."""
-        D = model.d_model
-        K = model.kv_heads
-        G = model.heads // model.kv_heads
-        H = model.head_dim
-        declared = {"qkv": Declared((D, K, G + 2, H), ("embed", "kv_heads", None, None), inputs=1)}
-        if self.qkv_bias:
-            declared["qkv_bias"] = Declared((K, G + 2, H), ("kv_heads", None, None))
-        if self.qk_norm == "head":
-            declared |= {name: Declared((H,), (None,)) for name in ("q_norm", "k_norm")}
-        if self.qk_norm == "all":
-            declared["q_norm"] = Declared((K, G, H), ("kv_heads", None, None))
-            declared["k_norm"] = Declared((K, 1, H), ("kv_heads", None, None))
-        declared["o_proj"] = Declared((K, G, H, D), ("kv_heads", None, None, "embed"), inputs=3)
-        return declared
-
-
-@dataclass(frozen=True)
-class MlpSpec:
-    """Gated MLP: activation(gate) * up, then down (Shazeer, 2020). activation: a key of
-    `models.layers.ACTIVATIONS`."""
-
-    activation: str = "silu"
-
-    def declare(self, model: ModelConfig) -> dict[str, Declared]:
-        """`gate_up` has both projections, side by side."""
-        D = model.d_model
-        F = model.d_ff
-        return {
-            "gate_up": Declared((D, 2, F), ("embed", None, "ffn"), inputs=1),
-            "down": Declared((F, D), ("ffn", "embed"), inputs=1),
-        }
-
-
-@dataclass(frozen=True)
-class NormSpec:
-    """RMSNorms of a block, before and after attention and MLP, and their epsilon. less_one:
-    checkpoints store the weights less 1."""
-
-    eps: float = 1e-5
-    before: bool = True
-    after: bool = False
-    less_one: bool = False
-
-    def declare(self, model: ModelConfig) -> dict[str, Declared]:
-        """Declares the weights of the norms."""
-        names: list[str] = []
-        if self.before:
-            names += ["attn_norm", "mlp_norm"]
-        if self.after:
-            names += ["attn_post_norm", "mlp_post_norm"]
-        return {name: Declared((model.d_model,), ("embed",)) for name in names}
-
-
-@dataclass(frozen=True)
-class Multipliers:
-    """Factors on the embedding and on what attention and MLP add to the residual; the divisor of
-    the logits."""
-
-    embedding: float = 1.0
-    residual: float = 1.0
-    logits_divisor: float = 1.0
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """A decoder: its dimensions, and specs of the parts of a block.
-
-    family: a key of `families.FAMILIES`. max_len: most tokens of a sequence. ropes, windows: by
-    layer, or one for all layers. None among the ropes: no positions. Window w: a token attends to
-    itself and the w - 1 tokens before it (None: to all). tied: the LM head is the embedding.
-    eos_ids: tokens that end a completion. stored: the type in which a checkpoint holds the weights;
-    bfloat16 where it does not say.
+    family: a key of `families.FAMILIES`. mixers, mlps, ropes, windows: by layer, or one for all
+    layers. None among the ropes: no positions. Window w: a token attends to itself and the w - 1
+    tokens before it (None: to all). tied: the LM head is the embedding. eos_ids: tokens that end a
+    completion. stored: the type in which a checkpoint holds the weights; bfloat16 where it does not
+    say.
     """
 
-    name: str
-    layers: int
-    d_model: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    d_ff: int
-    vocab: int
-    max_len: int
     family: str = "llama"
-    attention: AttentionSpec = AttentionSpec()
-    mlp: MlpSpec = MlpSpec()
-    norms: NormSpec = NormSpec()
-    multipliers: Multipliers = Multipliers()
+    mixers: tuple[MixerSpec, ...] = (AttentionSpec(),)
+    mlps: tuple[FeedForwardSpec, ...] = (MlpSpec(),)
+    norms: NormSpec = field(default=NormSpec())
+    multipliers: Multipliers = field(default=Multipliers())
     ropes: tuple[Rope | None, ...] = (Rope(),)
     windows: tuple[int | None, ...] = (None,)
     tied: bool = False
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
     stored: str = "bfloat16"
+
+    def mixer(self, layer: int) -> MixerSpec:
+        """Spec of what mixes the tokens of a sequence in a layer."""
+        return self.mixers[layer % len(self.mixers)]
+
+    def mlp(self, layer: int) -> FeedForwardSpec:
+        """Spec of what follows in a layer, for each token by itself."""
+        return self.mlps[layer % len(self.mlps)]
 
     def rope(self, layer: int) -> Rope | None:
         """RoPE of a layer."""
@@ -147,6 +60,11 @@ class ModelConfig:
     def window(self, layer: int) -> int | None:
         """Sliding window of a layer."""
         return self.windows[layer % len(self.windows)]
+
+    @property
+    def kinds(self) -> list[MixerSpec | FeedForwardSpec]:
+        """All specs of mixers and MLPs, each once."""
+        return [*dict.fromkeys(self.mixers), *dict.fromkeys(self.mlps)]
 
     @property
     def has_windows(self) -> bool:
@@ -159,13 +77,22 @@ class ModelConfig:
         declared = declare(self, range(self.layers))
         return sum(p.size for path, p in declared.items() if not (self.tied and path == "head"))
 
-    def block(self) -> dict[str, Declared]:
-        """Declares the parameters of a block by path."""
+    def block(self, layer: int) -> dict[str, Declared]:
+        """Declares the parameters of a layer by path."""
         return {
             **self.norms.declare(self),
-            **_within("attention", self.attention.declare(self)),
-            **_within("mlp", self.mlp.declare(self)),
+            **_within("attention", self.mixer(layer).declare(self)),
+            **_within("mlp", self.mlp(layer).declare(self)),
         }
+
+    def parts(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the parts, rows first, that a checkpoint's tensors can consist of."""
+        D = self.d_model
+        found = {"embed": (self.vocab, D), "head": (self.vocab, D), "norm": (D,)}
+        found |= self.norms.parts(self)
+        for spec in self.kinds:
+            found |= spec.parts(self)
+        return found
 
     def share(self, tp: int) -> ModelConfig:
         """The part of the model on one of `tp` ranks, as a model; sizes that do not divide are
@@ -184,8 +111,20 @@ class ModelConfig:
         return -(-self.heads // tp), -(-self.kv_heads // tp)
 
     def layer_weights(self, tp: int = 1) -> int:
-        """Elements of the matrices of one layer on one of `tp` ranks."""
-        return matrix_elements(self.share(tp).block().values())
+        """Elements of the matrices of one layer on one of `tp` ranks, averaged over the layers."""
+        share = self.share(tp)
+        kinds = Counter((share.mixer(i), share.mlp(i)) for i in range(self.layers))
+        elements = sum(
+            count * matrix_elements(spec.declare(share).values())
+            for specs, count in kinds.items()
+            for spec in specs
+        )
+        return elements // self.layers
+
+    def inner(self, tp: int = 1) -> int:
+        """Most inner states of a token in an MLP, on one of `tp` ranks."""
+        share = self.share(tp)
+        return max(spec.inner(share) for spec in share.mlps)
 
     def head_weights(self, tp: int = 1) -> int:
         """Elements of the product with the vocabulary on one of `tp` ranks."""
@@ -215,8 +154,7 @@ class ModelConfig:
 
     def splits(self, tp: int) -> bool:
         """Returns True if `tp` ranks can share the model; kv heads may be repeated."""
-        heads = self.kv_heads % tp == 0 or (tp % self.kv_heads == 0 and self.heads % tp == 0)
-        return heads and self.d_ff % tp == 0
+        return all(spec.splits(self, tp) for spec in self.kinds)
 
 
 def declare(model: ModelConfig, layers: range, tp: int = 1) -> dict[str, Declared]:
@@ -225,14 +163,13 @@ def declare(model: ModelConfig, layers: range, tp: int = 1) -> dict[str, Declare
     last the LM head. model: after `with_tp`."""
     D = model.d_model
     vocab = padded_vocab(model, tp)
-    block = model.block()
     declared = {}
     if layers.start == 0:
         declared["embed"] = Declared((vocab, D), ("vocab", "embed"))
     for number in layers:
-        declared |= _within(f"layers.{number}", block)
+        declared |= _within(f"layers.{number}", model.block(number))
     if layers.stop == model.layers:
-        declared["norm"] = Declared((D,), ("embed",))
+        declared["norm"] = Declared((D,), ("embed",), wide=True)
         declared["head"] = Declared((D, vocab), ("embed", "vocab"), inputs=1)
     return declared
 

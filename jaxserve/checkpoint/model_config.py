@@ -15,9 +15,10 @@ import numpy as np
 
 from jaxserve.checkpoint.families import FAMILIES, Family
 from jaxserve.checkpoint.fields import Fields, token_ids
-from jaxserve.checkpoint.model import MlpSpec, ModelConfig, NormSpec
+from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.checkpoint.model_paths import CheckpointError
 from jaxserve.checkpoint.rope import SCALINGS, Rope, RopeScaling, llama3_scaling, yarn_magnitude
+from jaxserve.checkpoint.specs import MlpSpec, NormSpec
 
 _MAX_LAYERS = 10_000  # so that listing every tensor of a made-up config ends soon
 _FULL = 1.0  # partial_rotary_factor of heads that are rotated whole
@@ -65,7 +66,7 @@ def to_hf(model: ModelConfig) -> dict:
         "architectures": [family.architecture],
         "model_type": family.model_type,
         "_name_or_path": model.name,
-        "hidden_act": model.mlp.activation,
+        "hidden_act": model.mlp(0).activation,
         "num_hidden_layers": model.layers,
         "hidden_size": model.d_model,
         "num_attention_heads": model.heads,
@@ -150,7 +151,7 @@ def _family_of(config: dict) -> str:
         )
     family = FAMILIES[families[name]]
     wanted = {
-        "hidden_act": family.specs.get("mlp", MlpSpec()).activation,
+        "hidden_act": family.specs.get("mlps", (MlpSpec(),))[0].activation,
         "attention_bias": False,
         "mlp_bias": False,
         "partial_rotary_factor": _FULL,

@@ -6,8 +6,9 @@ from __future__ import annotations
 from typing import Any
 
 from jaxserve.checkpoint.families import FAMILIES
-from jaxserve.checkpoint.model import AttentionSpec, ModelConfig, Multipliers, NormSpec
+from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.checkpoint.rope import Rope, llama3_scaling
+from jaxserve.checkpoint.specs import AttentionSpec, Multipliers, NormSpec
 
 _TINY = dict(
     layers=2,
@@ -155,7 +156,7 @@ _GRANITE31 = dict(
     d_ff=12800,
     vocab=49155,
     max_len=131072,
-    attention=AttentionSpec(scale=0.0078125),
+    mixers=(AttentionSpec(scale=0.0078125),),
     multipliers=Multipliers(embedding=12.0, residual=0.22, logits_divisor=16.0),
     ropes=(Rope(1e7),),
     tied=True,

@@ -13,7 +13,7 @@ import json
 import math
 from pathlib import Path
 
-from jaxserve.checkpoint.model import ModelConfig, declare, matrix_elements
+from jaxserve.checkpoint.model import ModelConfig, declare
 from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.costs.coefficients import Costs
 from jaxserve.lanes.rates import Link
@@ -28,8 +28,7 @@ def elementwise_bytes(model: ModelConfig, tp: int = 1) -> float:
     one of `tp` ranks, if none is fused."""
     rank = model.share(tp)
     rotated = rank.heads + rank.kv_heads
-    inner = matrix_elements(rank.mlp.declare(rank).values()) // model.d_model
-    return ITEM * (7 * model.d_model + 2 * rotated * rank.head_dim + inner)
+    return ITEM * (7 * model.d_model + 2 * rotated * rank.head_dim + model.inner(tp))
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxserve.checkpoint.model import declare, layers_of, matrix_elements, padded_vocab
+from jaxserve.checkpoint.model import declare, layers_of, padded_vocab
 from jaxserve.engine import sampling
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.stage_programs import POOL_AXES
@@ -92,14 +92,17 @@ def sizes(plan: StagePlan) -> Sizes:
     """Bytes per device of a replica with this plan."""
     stages = layers_of(plan.model, plan.mesh.spp)
     weights = [
-        sum(_part(d.shape, d.axes, plan) for d in declare(plan.model, part, plan.mesh.tp).values())
+        sum(
+            _part(d.shape, d.axes, plan) * d.dtype(np.dtype(plan.dtype)).itemsize
+            for d in declare(plan.model, part, plan.mesh.tp).values()
+        )
         for part in stages
     ]
     layer = sum(
         _part(x.shape, POOL_AXES, plan) * x.dtype.itemsize for x in jax.tree.leaves(plan.pool())
     )
     return Sizes(
-        max(weights) * np.dtype(plan.dtype).itemsize,
+        max(weights),
         max(map(len, stages)) * layer,
         _tables(plan),
         _work(plan),
@@ -133,7 +136,6 @@ def _work(plan: StagePlan) -> int:
     item = np.dtype(plan.dtype).itemsize
     tokens = max(shape.tokens for shape in plan.shapes)
     heads = 3 * (model.heads + 2 * model.kv_heads) * model.head_dim // tp
-    inner = matrix_elements(model.mlp.declare(model).values()) // model.d_model // tp
-    widest = max(heads, inner)
+    widest = max(heads, model.inner(tp))
     logits = max(plan.samples) * padded_vocab(model, tp) // tp
     return tokens * (4 * model.d_model + widest) * item + 3 * logits * F32

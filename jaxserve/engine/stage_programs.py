@@ -177,7 +177,7 @@ class StagePrograms(Programs):
         last = stage.index == plan.mesh.spp - 1
         pages = self.page_shapes(stage)
         return lowered(
-            LayersProgram(stage.weights, plan.model, shape, last).run,
+            LayersProgram(stage.weights, plan.model, shape, last, plan.dtype).run,
             stage.mesh,
             (stage.values, pages, self.table_shape(stage), ints, x),
             ((LANES,) * 3 if last else LANES, _specs(pages), LANES),

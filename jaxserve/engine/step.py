@@ -51,12 +51,14 @@ class Weights:
 
 @dataclasses.dataclass(frozen=True)
 class LayersProgram:
-    """The layers of one stage, in steps of a shape. last: whether this is the last stage."""
+    """The layers of one stage, in steps of a shape. last: whether this is the last stage. dtype: of
+    hidden states."""
 
     weights: Weights
     model: ModelConfig
     shape: StepShape
     last: bool
+    dtype: Any
 
     def run(
         self,
@@ -85,7 +87,7 @@ class LayersProgram:
         if stage.is_first:
             x = stage.embed_tokens(_tokens(view, shape, x))
         moves = view["moves"] if shape.moves else None
-        x = x.astype(values[0].dtype)
+        x = x.astype(self.dtype)
         positions = _positions(view, shape)
         x, pages = run_layers(stage, self.model, x, positions, groups, pages, moves)
         if not self.last:

@@ -1,2 +1,3 @@
-"""The transformer that runs every supported model: `decoder` (modules, built from the specs of
-`checkpoint.model.ModelConfig`) and `layers` (RMSNorm, RoPE and activations as pure functions)."""
+"""The transformer that runs every supported model: `decoder` (stages, blocks and LM head),
+`attention` and `mlp` (modules of a block, by the specs of `checkpoint.specs`), `parameters` (made
+as declared), and `layers` (RMSNorm, RoPE and activations as pure functions)."""

@@ -1,10 +1,11 @@
 """The decoder of every supported model, configured by `ModelConfig`.
 
 A pipeline stage is a `Stage`: some `Block`s, with the embedding in the first stage and the LM
-`Head` beside the last. Parameters are those that the specs of `checkpoint.model` declare, with
-logical axis names that `sharding.rules` maps to mesh axes. Modules run on local arrays inside
-shard_map, so the shape of a weight, not the config, says how many heads a device has. KV pages are
-never module state: a block takes the pages of its KV cache and returns them.
+`Head` beside the last. Modules of a block are chosen by the specs of its layer; parameters are
+those that the specs declare, with logical axis names that `sharding.rules` maps to mesh axes.
+Modules run on local arrays inside shard_map, so the shape of a weight, not the config, says how
+many heads a device has. KV pages are never module state: a block takes the pages of its KV cache
+and returns them.
 """
 
 from __future__ import annotations
@@ -17,105 +18,26 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxserve.checkpoint.model import Declared, MlpSpec, ModelConfig, declare
+from jaxserve.checkpoint.model import ModelConfig, declare
 from jaxserve.checkpoint.rope import Rope
-from jaxserve.kernels import ops
+from jaxserve.checkpoint.specs import AttentionSpec, Declared, MlpSpec
 from jaxserve.kernels.kv_pages import KVPages
-from jaxserve.models.layers import gated, rms_norm, rope_cos_sin, rotate
-from jaxserve.sharding.attend import Attend
-from jaxserve.sharding.attention import attention
+from jaxserve.models.attention import Attention
+from jaxserve.models.layers import capped, rms_norm, rope_cos_sin
+from jaxserve.models.mlp import GatedMlp
+from jaxserve.models.parameters import create, matmul
 from jaxserve.sharding.mesh import TP, axis_sum
 from jaxserve.sharding.page_moves import move_pages
 from jaxserve.sharding.rows import Groups
 
-
-class Attention(nnx.Module):
-    """Attention with grouped queries over the KV pages of a layer; parameters: see
-    `AttentionSpec`."""
-
-    qkv: nnx.Param
-    qkv_bias: nnx.Param
-    q_norm: nnx.Param
-    k_norm: nnx.Param
-    o_proj: nnx.Param
-
-    def __init__(self, model: ModelConfig, layer: int):
-        self.spec = model.attention
-        self.eps = model.norms.eps
-        self.rope = model.rope(layer)
-        self.attend = Attend(self.spec.scale or model.head_dim**-0.5, model.window(layer))
-        self.sizes = (model.heads * model.head_dim, model.kv_heads * model.head_dim)
-        _create(self, self.spec.declare(model))
-
-    def __call__(
-        self,
-        x: jax.Array,
-        positions: jax.Array,
-        cos_sin: tuple[jax.Array, jax.Array] | None,
-        groups: Groups,
-        pages: KVPages,
-    ) -> tuple[jax.Array, KVPages]:
-        """Hidden states [T, D] at positions [T] (-1: padding) and this layer's KV pages (leading
-        axis of 1) -> this rank's part of the output, and the pages with the new keys and values.
-        cos_sin: None for a layer without positions."""
-        q, kv = self._project(x, positions, cos_sin)
-        out, pages = attention(q, kv, pages, groups, self.attend)
-        return _matmul(out.reshape(len(x), -1), self.o_proj, 3, positions), pages
-
-    def _project(
-        self,
-        x: jax.Array,
-        positions: jax.Array,
-        cos_sin: tuple[jax.Array, jax.Array] | None,
-    ) -> tuple[jax.Array, jax.Array]:
-        """Projects x [T, D] to q [T, K, G, H] and kv [T, K, 2, H], with norms and RoPE on queries
-        and keys."""
-        qkv = _matmul(x, self.qkv, 1, positions)
-        if self.spec.qkv_bias:
-            qkv = qkv + self.qkv_bias[...]
-        q, k, v = jnp.split(qkv, (qkv.shape[2] - 2, qkv.shape[2] - 1), 2)
-        if self.spec.qk_norm == "head":
-            q = rms_norm(q, self.q_norm[...], self.eps)
-            k = rms_norm(k, self.k_norm[...], self.eps)
-        elif self.spec.qk_norm == "all":
-            q, k = self._norm_over_heads(q, k)
-        if cos_sin is not None:
-            q = rotate(q, *cos_sin)
-            k = rotate(k, *cos_sin)
-        return q, jnp.concatenate([k, v], 2)
-
-    def _norm_over_heads(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """RMSNorm of q [T, K, G, H] and k [T, K, 1, H] over the heads of all ranks together."""
-        both = [x.astype(jnp.float32) for x in (q, k)]
-        squares = axis_sum(jnp.stack([(x * x).sum((1, 2, 3)) for x in both]), TP)  # [2, T]
-        factors = jax.lax.rsqrt(squares / jnp.array(self.sizes)[:, None] + self.eps)
-        q, k = (
-            (x * factor[:, None, None, None]).astype(q.dtype) for x, factor in zip(both, factors)
-        )
-        return q * self.q_norm[...], k * self.k_norm[...]
-
-
-class GatedMlp(nnx.Module):
-    """Gated MLP; parameters: see `MlpSpec`."""
-
-    gate_up: nnx.Param
-    down: nnx.Param
-
-    def __init__(self, model: ModelConfig):
-        self.activation = model.mlp.activation
-        _create(self, model.mlp.declare(model))
-
-    def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
-        """Hidden states [T, D] at positions [T] (-1: padding) -> this rank's part of the output."""
-        hidden = gated(_matmul(x, self.gate_up, 1, positions), self.activation)
-        return _matmul(hidden, self.down, 1, positions)
-
-
-MLPS = {MlpSpec: GatedMlp}  # modules by spec
+# modules by spec
+MIXERS = {AttentionSpec: Attention}
+MLPS = {MlpSpec: GatedMlp}
 
 
 class Block(nnx.Module):
-    """A transformer layer: attention and MLP, each with norms and added to the residual."""
+    """A layer: attention and MLP, or what its specs have in their places, each with norms and added
+    to the residual."""
 
     attn_norm: nnx.Param
     attn_post_norm: nnx.Param
@@ -125,9 +47,10 @@ class Block(nnx.Module):
     def __init__(self, model: ModelConfig, layer: int):
         self.norms = model.norms
         self.residual = model.multipliers.residual
-        _create(self, model.norms.declare(model))
-        self.attention = Attention(model, layer)
-        self.mlp = MLPS[type(model.mlp)](model)
+        create(self, model.norms.declare(model))
+        self.rope = model.rope(layer)
+        self.attention = MIXERS[type(model.mixer(layer))](model, layer)
+        self.mlp = MLPS[type(model.mlp(layer))](model, layer)
 
     def __call__(
         self,
@@ -163,7 +86,7 @@ class Stage(nnx.Module):
     def __init__(self, model: ModelConfig, layers: range, tp: int):
         self.is_first = layers.start == 0
         self.multiplier = model.multipliers.embedding
-        _create(self, _among(declare(model, layers, tp), ("embed",)))
+        create(self, _among(declare(model, layers, tp), ("embed",)))
         self.layers = nnx.List([Block(model, number) for number in layers])
 
     def embed_tokens(self, tokens: jax.Array) -> jax.Array:
@@ -188,13 +111,14 @@ class Head(nnx.Module):
     def __init__(self, model: ModelConfig, tp: int):
         self.eps = model.norms.eps
         self.multiplier = 1 / model.multipliers.logits_divisor
+        self.softcap = model.multipliers.logits_softcap
         last = range(model.layers - 1, model.layers)
-        _create(self, _among(declare(model, last, tp), ("norm", "head")))
+        create(self, _among(declare(model, last, tp), ("norm", "head")))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Hidden states x [T, D] -> this rank's slice of the logits, f32 [T, V / tp]."""
-        logits = _matmul(self.normed(x), self.head, 1).astype(jnp.float32)
-        return _scaled(logits, self.multiplier)
+        logits = matmul(self.normed(x), self.head, 1).astype(jnp.float32)
+        return capped(_scaled(logits, self.multiplier), self.softcap)
 
     def normed(self, x: jax.Array) -> jax.Array:
         """Normalises hidden states [T, D] for the projection to logits."""
@@ -233,12 +157,12 @@ def run_layers(
     clipped = jnp.maximum(positions, 0)
     cos_sin: dict[Rope | None, tuple[jax.Array, jax.Array]] = {
         rope: rope_cos_sin(clipped, rope, model.head_dim, model.max_len)
-        for rope in dict.fromkeys(block.attention.rope for block in stage.layers)
+        for rope in dict.fromkeys(block.rope for block in stage.layers)
         if rope is not None
     }
     pages = list(pages) if moves is None else move_pages(pages, moves, groups.lanes)
     for i, block in enumerate(stage.layers):
-        table = cos_sin.get(block.attention.rope)
+        table = cos_sin.get(block.rope)
         x, pages[i] = _run_block(*nnx.split(block), x, positions, table, groups, pages[i])
     return x, pages
 
@@ -258,19 +182,6 @@ def _run_block(
     return nnx.merge(graphdef, state)(x, positions, cos_sin, groups, pages)
 
 
-def _matmul(
-    x: jax.Array, weight: nnx.Param, inputs: int, positions: jax.Array | None = None
-) -> jax.Array:
-    """x [T, in] @ weight, whose first `inputs` dimensions are flattened to `in`; keeps the rest.
-    positions [T]: of the rows (-1: padding); None: no row is padding."""
-    w = weight[...]
-    rows = 1
-    for size in w.shape[:inputs]:
-        rows *= size
-    out = ops.linear(x, w.reshape(rows, -1), positions)
-    return out.reshape(len(x), *w.shape[inputs:])
-
-
 def _scaled(x: jax.Array, factor: float) -> jax.Array:
     if factor == 1.0:
         return x
@@ -279,9 +190,3 @@ def _scaled(x: jax.Array, factor: float) -> jax.Array:
 
 def _among(declared: Mapping[str, Declared], names: tuple[str, ...]) -> dict[str, Declared]:
     return {name: declared[name] for name in names if name in declared}
-
-
-def _create(module: nnx.Module, declared: Mapping[str, Declared]) -> None:
-    """Gives the module its declared parameters, each an attribute of its name."""
-    for name, parameter in declared.items():
-        setattr(module, name, nnx.Param(jnp.zeros(parameter.shape), axes=parameter.axes))

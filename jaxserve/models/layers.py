@@ -20,17 +20,23 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """Normalises x [..., D] by its root mean square, taken in f32, in the dtype of x (Zhang and
-    Sennrich, 2019)."""
+    """Normalises x [..., D] by its root mean square (Zhang and Sennrich, 2019), in f32; the result
+    has the dtype of x."""
     wide = x.astype(jnp.float32)
-    return (wide * jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + eps)).astype(
-        x.dtype
-    ) * weight
+    normed = wide * jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + eps)
+    return (normed * weight).astype(x.dtype)
 
 
 def gated(gate_up: jax.Array, activation: str) -> jax.Array:
     """Computes activation(gate) * up: [T, 2, F] -> [T, F] (Shazeer, 2020)."""
     return ACTIVATIONS[activation](gate_up[:, 0]) * gate_up[:, 1]
+
+
+def capped(x: jax.Array, bound: float) -> jax.Array:
+    """Computes bound tanh(x / bound); a bound of 0 is none."""
+    if not bound:
+        return x
+    return bound * jnp.tanh(x / bound)
 
 
 def rope_cos_sin(

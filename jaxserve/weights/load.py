@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from jaxserve.checkpoint.model import Declared, ModelConfig
+from jaxserve.checkpoint.model import ModelConfig
+from jaxserve.checkpoint.specs import Declared
 from jaxserve.weights.checkpoint import Checkpoint, check
 from jaxserve.weights.names import Index, build
 from jaxserve.weights.store import OrbaxFolder, restore
@@ -30,17 +31,22 @@ def load(
 ) -> dict[str, jax.Array]:
     """Loads the declared parameters (of one stage, or of all) by path.
 
-    config: after `with_tp`. declared, shardings: by path, as of `models.decoder.declare`. dtype: to
-    convert to. progress: show a progress bar. Errors: CheckpointError that lists all faults of the
-    checkpoint, before anything is allocated.
+    config: after `with_tp`. declared, shardings: by path, as of `checkpoint.model.declare`. dtype:
+    to convert those to that need not be wide. progress: show a progress bar. Errors:
+    CheckpointError that lists all faults of the checkpoint, before anything is allocated.
     """
     if isinstance(checkpoint, OrbaxFolder):
         return restore(checkpoint.folder, declared, shardings, dtype)
     check(checkpoint, config)
     dtype = jnp.dtype(dtype)
-    total = sum(int(np.prod(d.shape)) for d in declared.values()) * dtype.itemsize
+    total = sum(d.size * d.dtype(dtype).itemsize for d in declared.values())
     place = lambda path: _place(
-        checkpoint, config, path, declared[path].shape, dtype, shardings[path]
+        checkpoint,
+        config,
+        path,
+        declared[path].shape,
+        declared[path].dtype(dtype),
+        shardings[path],
     )
     params = {}
     with (

@@ -17,9 +17,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from jaxserve.checkpoint.model import Declared, ModelConfig
+from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.checkpoint.model_config import to_hf
 from jaxserve.checkpoint.model_paths import CheckpointError
+from jaxserve.checkpoint.specs import Declared
 from jaxserve.text import Tokenizer
 from jaxserve.weights.safetensors_folder import read_config, tokenizer_of
 
@@ -87,6 +88,7 @@ def restore(
     dtype: jnp.dtype | str,
 ) -> dict[str, jax.Array]:
     """Reads the declared parameters (of one stage, or of all) by path; each device reads its part.
+    dtype: to convert those to that need not be wide.
 
     Errors: one CheckpointError with every missing and misshaped name, before anything is allocated.
     """
@@ -104,7 +106,7 @@ def restore(
         )
     target = {
         stored_names[path]: jax.ShapeDtypeStruct(
-            d.shape, jnp.dtype(dtype), sharding=shardings[path]
+            d.shape, d.dtype(jnp.dtype(dtype)), sharding=shardings[path]
         )
         for path, d in declared.items()
     }

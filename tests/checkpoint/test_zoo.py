@@ -5,10 +5,11 @@ import math
 
 import pytest
 
-from jaxserve.checkpoint.model import AttentionSpec, ModelConfig, NormSpec, layers_of
+from jaxserve.checkpoint.model import ModelConfig, layers_of
 from jaxserve.checkpoint.model_config import from_gguf, from_hf, to_hf
 from jaxserve.checkpoint.model_paths import CheckpointError
 from jaxserve.checkpoint.rope import Rope, RopeScaling
+from jaxserve.checkpoint.specs import AttentionSpec, NormSpec
 from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.settings.schema import ConfigError
 
@@ -234,8 +235,8 @@ def test_families_differ_in_biases_norms_and_windows():
     assert not read("LlamaForCausalLM", sliding_window=64).has_windows
     assert read("MistralForCausalLM").windows == (4096,)  # what transformers assumes
     assert not read("MistralForCausalLM", sliding_window=None).has_windows
-    assert read("Qwen2ForCausalLM").attention == AttentionSpec(qkv_bias=True)
-    assert read("Qwen3ForCausalLM").attention == AttentionSpec(qk_norm="head")
+    assert read("Qwen2ForCausalLM").mixers == (AttentionSpec(qkv_bias=True),)
+    assert read("Qwen3ForCausalLM").mixers == (AttentionSpec(qk_norm="head"),)
     assert not read("Qwen2ForCausalLM", sliding_window=64, use_sliding_window=False).has_windows
     assert not read("Qwen2ForCausalLM", sliding_window=None, use_sliding_window=True).has_windows
     assert read("Phi3ForCausalLM", sliding_window=64).windows == (64,)
@@ -317,7 +318,7 @@ def test_gguf_fields_are_read():
         key.replace("llama", "qwen2"): "qwen2" if value == "llama" else value
         for key, value in GGUF.items()
     }
-    assert from_gguf(qwen).attention.qkv_bias
+    assert from_gguf(qwen).mixer(0).qkv_bias
 
 
 def test_llama3_scaling_is_found_in_the_frequency_factors_of_a_gguf():

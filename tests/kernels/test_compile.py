@@ -555,7 +555,9 @@ def model_step(
 ) -> tuple[Any, ...]:
     stage, _ = stage_modules(model, range(model.layers), 1)
     with as_on_a_gpu(mosaic.attend):
-        return LayersProgram(Weights.of(stage), model, shape, True).run(values, pages, *rest)
+        return LayersProgram(Weights.of(stage), model, shape, True, jnp.bfloat16).run(
+            values, pages, *rest
+        )
 
 
 @needs_compiler

@@ -13,15 +13,10 @@ from safetensors.numpy import save_file
 
 from jaxserve.checkpoint.families import FAMILIES, LLAMA_TENSORS, ConfigPart, Family
 from jaxserve.checkpoint.fields import Fields
-from jaxserve.checkpoint.model import (
-    AttentionSpec,
-    MlpSpec,
-    ModelConfig,
-    Multipliers,
-    NormSpec,
-)
+from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.checkpoint.model_config import from_hf, to_hf
 from jaxserve.checkpoint.rope import Rope
+from jaxserve.checkpoint.specs import AttentionSpec, MlpSpec, Multipliers, NormSpec
 from jaxserve.weights.names import tensors_of
 from tests.engine.harness import Runner, assert_empty, engine
 from tests.models import oracle
@@ -45,7 +40,9 @@ def read_gemma(fields: Fields, model: ModelConfig) -> ModelConfig:
     slides = [kind == "sliding_attention" for kind in kinds]
     return replace(
         model,
-        attention=replace(model.attention, scale=fields.number("query_pre_attn_scalar") ** -0.5),
+        mixers=(
+            AttentionSpec(qk_norm="head", scale=fields.number("query_pre_attn_scalar") ** -0.5),
+        ),
         multipliers=Multipliers(embedding=model.d_model**0.5),
         ropes=tuple(local if mark else model.ropes[0] for mark in slides),
         windows=tuple(fields.count("sliding_window") if mark else None for mark in slides),
@@ -60,7 +57,7 @@ def write_gemma(model: ModelConfig) -> dict:
             "sliding_attention" if window else "full_attention" for window in model.windows
         ],
         "sliding_window": next(filter(None, model.windows)),
-        "query_pre_attn_scalar": model.attention.scale**-2,
+        "query_pre_attn_scalar": model.mixer(0).scale ** -2,
         "rope_theta": model.ropes[whole].theta,
         "rope_scaling": {"rope_type": scaling.kind, "factor": scaling.factor},
         "rope_local_base_freq": model.ropes[1 - whole].theta,
@@ -71,8 +68,8 @@ LAYER = "model.layers.{layers}."
 GEMMA3 = Family(
     "Gemma3ForCausalLM",
     specs=dict(
-        attention=AttentionSpec(qk_norm="head"),
-        mlp=MlpSpec("gelu_pytorch_tanh"),
+        mixers=(AttentionSpec(qk_norm="head"),),
+        mlps=(MlpSpec("gelu_pytorch_tanh"),),
         norms=NormSpec(before=True, after=True, less_one=True),
     ),
     parts=(ConfigPart(read_gemma, write_gemma),),
@@ -154,5 +151,5 @@ def test_a_family_of_one_row_survives_config_json():
     model = from_hf(config)
     assert len(set(model.ropes)) == len(set(model.windows)) == 2
     again = from_hf(to_hf(model))
-    assert again.attention.scale == pytest.approx(model.attention.scale)
-    assert replace(again, attention=model.attention, name=model.name) == model
+    assert again.mixer(0).scale == pytest.approx(model.mixer(0).scale)
+    assert replace(again, mixers=model.mixers, name=model.name) == model

@@ -173,7 +173,7 @@ def assembled(config: ModelConfig, values: dict[str, np.ndarray], tp: int) -> di
         qkv = np.zeros((D, K, G + 2, H), np.float32)
         bias = np.zeros((K, G + 2, H), np.float32)
         for kind, array in (("weight", qkv), ("bias", bias)):
-            if kind == "bias" and not config.attention.qkv_bias:
+            if kind == "bias" and not config.mixer(0).qkv_bias:
                 continue
             heads = {
                 p: (
@@ -201,11 +201,11 @@ def assembled(config: ModelConfig, values: dict[str, np.ndarray], tp: int) -> di
         else:
             layer["attn_norm"] = get("input_layernorm.weight")
             layer["mlp_norm"] = get("post_attention_layernorm.weight")
-        if config.attention.qkv_bias:
+        if config.mixer(0).qkv_bias:
             layer["attention.qkv_bias"] = bias
-        if config.attention.qk_norm:
+        if config.mixer(0).qk_norm:
             norms = {p: get(f"self_attn.{p}_norm.weight") for p in "qk"}
-            if config.attention.qk_norm == "all":
+            if config.mixer(0).qk_norm == "all":
                 copies = np.arange(K) * config.kv_heads // K
                 norms["q"] = norms["q"].reshape(K, G, H)
                 norms["k"] = norms["k"].reshape(-1, 1, H)[copies]

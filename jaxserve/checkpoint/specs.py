@@ -1,0 +1,185 @@
+"""Specs of the parts of a decoder block. Each declares the parameters of its part, and the parts of
+a checkpoint that these are assembled of.
+
+Whatever depends on the number or the size of parameters (modules of the decoder, loading, memory,
+costs) asks these declarations. A new kind of attention or MLP is a spec here, a module in `models`,
+and the assembly of its parameters in `weights.assemble`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Declared:
+    """A parameter without values: its global shape and the logical axis name of each dimension
+    (None: replicated). inputs: leading dimensions that a matrix product sums over; 0: it is no
+    matrix of a product. wide: it stays f32, whatever the type of the weights."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    inputs: int = 0
+    wide: bool = False
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def dtype(self, weights: np.dtype) -> np.dtype:
+        """Returns the type of the parameter among weights of a type."""
+        return np.dtype(np.float32) if self.wide else weights
+
+
+@dataclass(frozen=True)
+class Dimensions:
+    """Sizes of a decoder. d_ff: inner states of a dense MLP. max_len: most tokens of a sequence."""
+
+    name: str
+    layers: int
+    d_model: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    d_ff: int
+    vocab: int
+    max_len: int
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Attention with grouped queries. qkv_bias, o_bias: biases of the projections. qk_norm: RMSNorm
+    of queries and keys, '' for none, 'head' for each head by itself (Qwen 3), 'all' over all heads
+    (OLMo 2). scale: factor on q k; None is head_dim ** -0.5. softcap: bound of the logits, see
+    `kernels.reference` (Gemma 2); 0: none. sinks: every query sees a key without a value, whose
+    logit is a parameter of the head (gpt-oss)."""
+
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: str = ""
+    scale: float | None = None
+    softcap: float = 0.0
+    sinks: bool = False
+
+    def declare(self, sizes: Dimensions) -> dict[str, Declared]:
+        """`qkv` has the G query heads, key and value of each kv head side by side, so that
+        splitting the kv heads over tensor-parallel ranks splits all three."""
+        D = sizes.d_model
+        K = sizes.kv_heads
+        G = sizes.heads // sizes.kv_heads
+        H = sizes.head_dim
+        declared = {"qkv": Declared((D, K, G + 2, H), ("embed", "kv_heads", None, None), inputs=1)}
+        if self.qkv_bias:
+            declared["qkv_bias"] = Declared((K, G + 2, H), ("kv_heads", None, None))
+        if self.qk_norm == "head":
+            norm = Declared((H,), (None,), wide=True)
+            declared |= {"q_norm": norm, "k_norm": norm}
+        if self.qk_norm == "all":
+            axes = ("kv_heads", None, None)
+            declared["q_norm"] = Declared((K, G, H), axes, wide=True)
+            declared["k_norm"] = Declared((K, 1, H), axes, wide=True)
+        if self.sinks:
+            declared["sinks"] = Declared((K, G), ("kv_heads", None), wide=True)
+        declared["o_proj"] = Declared((K, G, H, D), ("kv_heads", None, None, "embed"), inputs=3)
+        if self.o_bias:
+            declared["o_bias"] = Declared((D,), ("embed",))
+        return declared
+
+    def parts(self, sizes: Dimensions) -> dict[str, tuple[int, ...]]:
+        """Shapes of the parts, rows first, that the parameters are assembled of."""
+        D = sizes.d_model
+        queries = sizes.heads * sizes.head_dim
+        keys = sizes.kv_heads * sizes.head_dim
+        norms = (queries, keys) if self.qk_norm == "all" else (sizes.head_dim,) * 2
+        return {
+            "q": (queries, D),
+            "k": (keys, D),
+            "v": (keys, D),
+            "o": (D, queries),
+            "q_bias": (queries,),
+            "k_bias": (keys,),
+            "v_bias": (keys,),
+            "o_bias": (D,),
+            "q_norm": norms[:1],
+            "k_norm": norms[1:],
+            "sinks": (sizes.heads,),
+        }
+
+    def splits(self, sizes: Dimensions, tp: int) -> bool:
+        """Returns True if `tp` ranks can share the heads; kv heads may be repeated."""
+        repeats = tp % sizes.kv_heads == 0 and sizes.heads % tp == 0
+        return sizes.kv_heads % tp == 0 or repeats
+
+
+@dataclass(frozen=True)
+class MlpSpec:
+    """Gated MLP: activation(gate) * up, then down (Shazeer, 2020). activation: a key of
+    `models.layers.ACTIVATIONS`."""
+
+    activation: str = "silu"
+
+    def declare(self, sizes: Dimensions) -> dict[str, Declared]:
+        """`gate_up` has both projections, side by side."""
+        D = sizes.d_model
+        F = sizes.d_ff
+        return {
+            "gate_up": Declared((D, 2, F), ("embed", None, "ffn"), inputs=1),
+            "down": Declared((F, D), ("ffn", "embed"), inputs=1),
+        }
+
+    def parts(self, sizes: Dimensions) -> dict[str, tuple[int, ...]]:
+        """Shapes of the parts, rows first, that the parameters are assembled of."""
+        D = sizes.d_model
+        F = sizes.d_ff
+        return {"gate": (F, D), "up": (F, D), "down": (D, F)}
+
+    def splits(self, sizes: Dimensions, tp: int) -> bool:
+        """Returns True if `tp` ranks can share the MLP."""
+        return sizes.d_ff % tp == 0
+
+    def inner(self, sizes: Dimensions) -> int:
+        """Counts the inner states of a token: gate, up and their product."""
+        return 3 * sizes.d_ff
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    """RMSNorms of a block, before and after attention and MLP, and their epsilon. less_one:
+    checkpoints store the weights less 1."""
+
+    eps: float = 1e-5
+    before: bool = True
+    after: bool = False
+    less_one: bool = False
+
+    def declare(self, sizes: Dimensions) -> dict[str, Declared]:
+        """Declares the weights of the norms."""
+        names: list[str] = []
+        if self.before:
+            names += ["attn_norm", "mlp_norm"]
+        if self.after:
+            names += ["attn_post_norm", "mlp_post_norm"]
+        return {name: Declared((sizes.d_model,), ("embed",), wide=True) for name in names}
+
+    def parts(self, sizes: Dimensions) -> dict[str, tuple[int, ...]]:
+        """Shapes of the stored weights."""
+        return {name: declared.shape for name, declared in self.declare(sizes).items()}
+
+
+@dataclass(frozen=True)
+class Multipliers:
+    """Factors on the embedding and on what attention and MLP add to the residual; the divisor of
+    the logits, and their bound c in c tanh(logits / c) (0: none)."""
+
+    embedding: float = 1.0
+    residual: float = 1.0
+    logits_divisor: float = 1.0
+    logits_softcap: float = 0.0
+
+
+MixerSpec = AttentionSpec
+FeedForwardSpec = MlpSpec

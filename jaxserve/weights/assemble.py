@@ -1,0 +1,145 @@
+"""`TABLE`: of which parts each parameter of the decoder is assembled, and how.
+
+A function of the table builds any slice of its parameter and reads of each part only the rows and
+columns that the slice needs. Parameters are [in, out], with heads and gate/up as dimensions of
+their own (see `checkpoint.specs`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxserve.weights.sources import Index, Sources, empty, inputs_first, transpose
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """The parts of a parameter. build: builds a slice of it from them."""
+
+    parts: tuple[str, ...]
+    build: Callable[[Sources, Index], np.ndarray]
+
+
+def _norm(sources: Sources, index: Index) -> np.ndarray:
+    """[D] or [H]."""
+    weights = sources.read(sources.parts[0], index[0], None).astype(np.float32)
+    return (weights + np.float32(sources.stored.norms.less_one)).astype(sources.dtype)
+
+
+def _embed(sources: Sources, index: Index) -> np.ndarray:
+    """[padded vocabulary, D]: rows past the vocabulary are zero."""
+    rows, columns = index
+    vectors = _vocabulary(sources, rows, columns)
+    padded = empty((rows.stop - rows.start, vectors.shape[1]), sources.dtype)
+    padded[: len(vectors)] = vectors
+    padded[len(vectors) :] = 0
+    return padded
+
+
+def _head(sources: Sources, index: Index) -> np.ndarray:
+    """[D, padded vocabulary]: columns past the vocabulary are zero."""
+    rows, columns = index
+    vectors = _vocabulary(sources, columns, rows)
+    padded = empty((vectors.shape[1], columns.stop - columns.start), sources.dtype)
+    transpose(vectors, padded[:, : len(vectors)])
+    padded[:, len(vectors) :] = 0
+    return padded
+
+
+def _vocabulary(sources: Sources, tokens: slice, columns: slice) -> np.ndarray:
+    """Reads the rows of tokens, without those past the vocabulary."""
+    vocab = sources.stored.vocab
+    real = slice(min(tokens.start, vocab), min(tokens.stop, vocab))
+    return sources.read(sources.parts[0], real, columns)
+
+
+def _qkv(sources: Sources, index: Index) -> np.ndarray:
+    """[D, K, G + 2, H]: for each kv head its G query heads, its key, its value."""
+    heads = _heads(sources, index[1], index[0])  # [K, G + 2, H, D]
+    return inputs_first(heads, sources.dtype)[:, :, index[2], index[3]]
+
+
+def _qkv_bias(sources: Sources, index: Index) -> np.ndarray:
+    return _heads(sources, index[0], None)[:, index[1], index[2]].astype(sources.dtype)
+
+
+def _heads(sources: Sources, kv: slice, columns: slice | None) -> np.ndarray:
+    """Rows of queries, keys and values, [K, G + 2, H, ...] for the kv heads `kv`."""
+    query, *others = sources.parts
+    parts = [_query_heads(sources, query, kv, columns)]
+    parts += [_kv_heads(sources, part, kv, columns) for part in others]
+    return np.concatenate(parts, 1)
+
+
+def _query_heads(sources: Sources, part: str, kv: slice, columns: slice | None) -> np.ndarray:
+    """[K, G, H, ...]."""
+    G = sources.model.heads // sources.model.kv_heads
+    H = sources.model.head_dim
+    rows = sources.read(part, slice(kv.start * G * H, kv.stop * G * H), columns)
+    return rows.reshape(-1, G, H, *rows.shape[1:])
+
+
+def _kv_heads(sources: Sources, part: str, kv: slice, columns: slice | None) -> np.ndarray:
+    """[K, 1, H, ...]. With more ranks than kv heads, several are copies of a stored one."""
+    H = sources.model.head_dim
+    stored = np.arange(kv.start, kv.stop) * sources.stored.kv_heads // sources.model.kv_heads
+    rows = sources.read(part, slice(stored[0] * H, (stored[-1] + 1) * H), columns)
+    return rows.reshape(-1, 1, H, *rows.shape[1:])[stored - stored[0]]
+
+
+def _q_norm(sources: Sources, index: Index) -> np.ndarray:
+    """[H], or [K, G, H] where heads have weights of their own."""
+    if len(index) == 1:
+        return _norm(sources, index)
+    return _query_heads(sources, "q_norm", index[0], None).astype(sources.dtype)
+
+
+def _k_norm(sources: Sources, index: Index) -> np.ndarray:
+    """[H], or [K, 1, H] where heads have weights of their own."""
+    if len(index) == 1:
+        return _norm(sources, index)
+    return _kv_heads(sources, "k_norm", index[0], None).astype(sources.dtype)
+
+
+def _o_proj(sources: Sources, index: Index) -> np.ndarray:
+    """[K, G, H, D]."""
+    kv = index[0]
+    G = sources.model.heads // sources.model.kv_heads
+    H = sources.model.head_dim
+    outputs = sources.read(sources.parts[0], index[3], slice(kv.start * G * H, kv.stop * G * H))
+    rows = inputs_first(outputs, sources.dtype)
+    return rows.reshape(-1, G, H, len(outputs))[:, index[1], index[2]]
+
+
+def _gate_up(sources: Sources, index: Index) -> np.ndarray:
+    """[D, 2, F]."""
+    parts = [sources.read(part, index[2], index[0]) for part in sources.parts[index[1]]]
+    both = empty((parts[0].shape[1], len(parts), len(parts[0])), sources.dtype)
+    for number, part in enumerate(parts):
+        transpose(part, both[:, number])
+    return both
+
+
+def _down(sources: Sources, index: Index) -> np.ndarray:
+    return inputs_first(sources.read(sources.parts[0], index[1], index[0]), sources.dtype)
+
+
+TABLE: dict[str, Assembly] = {
+    "embed": Assembly(("embed",), _embed),
+    "layers.{layers}.attn_norm": Assembly(("attn_norm",), _norm),
+    "layers.{layers}.attn_post_norm": Assembly(("attn_post_norm",), _norm),
+    "layers.{layers}.attention.qkv": Assembly(("q", "k", "v"), _qkv),
+    "layers.{layers}.attention.qkv_bias": Assembly(("q_bias", "k_bias", "v_bias"), _qkv_bias),
+    "layers.{layers}.attention.q_norm": Assembly(("q_norm",), _q_norm),
+    "layers.{layers}.attention.k_norm": Assembly(("k_norm",), _k_norm),
+    "layers.{layers}.attention.o_proj": Assembly(("o",), _o_proj),
+    "layers.{layers}.mlp_norm": Assembly(("mlp_norm",), _norm),
+    "layers.{layers}.mlp_post_norm": Assembly(("mlp_post_norm",), _norm),
+    "layers.{layers}.mlp.gate_up": Assembly(("gate", "up"), _gate_up),
+    "layers.{layers}.mlp.down": Assembly(("down",), _down),
+    "norm": Assembly(("norm",), _norm),
+    "head": Assembly(("head",), _head),
+}

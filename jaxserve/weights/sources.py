@@ -1,0 +1,92 @@
+"""Where a checkpoint holds the parts that parameters are assembled of, and reading slices of them.
+
+A part, such as the query projection, is stored by itself or in rows of a larger tensor: the table
+of the model's family says where (`checkpoint.families`). Stored matrices are [out, in], parameters
+[in, out].
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxserve.checkpoint.families import FAMILIES
+from jaxserve.checkpoint.model import ModelConfig
+
+Index = tuple[slice, ...]  # of a parameter; slices with start and stop
+Read = Callable[[str, slice, slice | None], np.ndarray]  # tensor name, rows, columns (None: all)
+_ROWS_AT_ONCE = 64  # converted and transposed together: faster than all rows, and less memory
+_ALIGNMENT = 64  # bytes: JAX's CPU devices take over arrays at such addresses, and copy others
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of a part in a checkpoint: rows from `row` on of a tensor. tensor, shape: its name,
+    with fields for numbers, and its whole shape."""
+
+    tensor: str
+    row: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Sources of a parameter. reader: reads tensors. numbers: those in the parameter's
+    path, by what they number. parts: see `Assembly`. stored, model: the config of the checkpoint,
+    and the one after `with_tp`. dtype: to convert to."""
+
+    reader: Read
+    numbers: dict[str, str]
+    parts: tuple[str, ...]
+    stored: ModelConfig
+    model: ModelConfig
+    dtype: np.dtype
+
+    def read(self, part: str, rows: slice, columns: slice | None) -> np.ndarray:
+        """Reads a slice of a part."""
+        place = places(self.stored)[part]
+        name = place.tensor.format(**self.numbers)
+        return self.reader(name, slice(place.row + rows.start, place.row + rows.stop), columns)
+
+
+@functools.lru_cache(maxsize=16)
+def places(model: ModelConfig) -> dict[str, Place]:
+    """Returns the places of a model's parts by name. model: before `with_tp`."""
+    shapes = model.parts()
+    places = {}
+    for tensor, parts in FAMILIES[model.family].tensors.items():
+        rows = sum(shapes[part][0] for part in parts)
+        row = 0
+        for part in parts:
+            places[part] = Place(tensor, row, (rows, *shapes[part][1:]))
+            row += shapes[part][0]
+    if model.tied:
+        places["head"] = places["embed"]
+    return places
+
+
+def inputs_first(rows: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Transposes [..., in] -> [in, ...] into a contiguous array of a dtype."""
+    flat = rows.reshape(-1, rows.shape[-1])
+    transposed = empty(flat.shape[::-1], dtype)
+    transpose(flat, transposed)
+    return transposed.reshape(-1, *rows.shape[:-1])
+
+
+def transpose(rows: np.ndarray, out: np.ndarray) -> None:
+    """Writes the transpose of a matrix to `out`, in the dtype of `out`."""
+    for first in range(0, len(rows), _ROWS_AT_ONCE):
+        block = rows[first : first + _ROWS_AT_ONCE].astype(out.dtype, copy=False)
+        out[:, first : first + _ROWS_AT_ONCE] = block.T
+
+
+def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Allocates an array that JAX's CPU devices take over without a copy."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
+    first = -memory.ctypes.data % _ALIGNMENT
+    return memory[first : first + nbytes].view(dtype).reshape(shape)
