@@ -23,7 +23,7 @@ from jaxserve.api.errors import RequestError
 from jaxserve.api.request import Request
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.text import Tokenizer
-from jaxserve.text.structured_output import Guided, Guides, spec
+from jaxserve.text.structured_output import Guided, Guides, limits, spec
 from jaxserve.text.structured_output.tools import calls_guide, forced_call
 from tests.examples import examples
 from tests.text.vocabulary import EOS, tokenizer
@@ -366,7 +366,6 @@ WRONG = {
     "NaN": ("json_schema", '{"const": NaN}'),
     "unknown keyword": ("json_schema", '{"not": {"type": "string"}}'),
     "unsatisfiable": ("json_schema", "false"),
-    "options": ("json_schema", '{"x-guidance": {"whitespace_pattern": "x"}}'),
     "more than a schema": ("json_schema", '{}}], "max_tokens": 3}'),
     "elsewhere": ("json_schema", '{"$ref": "http://127.0.0.1:1/x"}'),
     "itself": ("json_schema", '{"$ref": "#"}'),
@@ -545,7 +544,7 @@ def explode() -> None:
 
 
 def test_what_is_just_within_the_limits_is_taken(guides):
-    deepest = json.loads(nested(spec.MAX_DEPTH - 1))
+    deepest = json.loads(nested(limits.MAX_DEPTH - 1))
     properties = {f"p{i}": {"type": "null"} for i in range(300)}
     for schema in (
         deepest,
@@ -554,7 +553,7 @@ def test_what_is_just_within_the_limits_is_taken(guides):
         json.loads(chained(30, 30)),
         json.loads(relative(30, 28)),
         {"multipleOf": 0.25},
-        {"type": "integer", "multipleOf": spec.MAX_MULTIPLE},
+        {"type": "integer", "multipleOf": limits.MAX_MULTIPLE},
         {"enum": [f"value {i}" for i in range(2000)]},
     ):
         assert allowed(guides.compile(Guided("json_schema", json.dumps(schema))).matcher())
@@ -591,10 +590,11 @@ def test_calls_of_strict_tools_obey_their_schemas_and_other_text_is_free(guides)
         "x",
         "[]",
         "{}",
-        '{"trigger": "", "trigger_is_token": false, "calls": []}',
-        '{"trigger": "<a>", "trigger_is_token": false, "calls": [1]}',
-        '{"trigger": 5, "trigger_is_token": 0, "calls": [{"begin": "", "schema": {}, "end": ""}]}',
-        '{"trigger": "x", "trigger_is_token": 1, "calls": [{"begin": "", "schema": 5, "end": ""}]}',
+        '{"begin": "", "end": "", "calls": []}',
+        '{"begin": "<a>", "end": "", "calls": [1]}',
+        '{"begin": 5, "end": "", "calls": [{"name": "f", "parameters": {}, "strict": true}]}',
+        '{"begin": "x", "end": "", "calls": [{"name": 5, "parameters": {}, "strict": true}]}',
+        '{"begin": "x", "end": "", "calls": [{"name": "f", "parameters": 5, "strict": true}]}',
     ],
 )
 def test_calls_that_are_malformed_are_refused(guides, text):

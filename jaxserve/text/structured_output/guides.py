@@ -20,6 +20,7 @@ import numpy as np
 
 from jaxserve.api.errors import RequestError, internal_error
 from jaxserve.text import Tokenizer
+from jaxserve.text.structured_output.grammar import Grammar
 from jaxserve.text.structured_output.sandbox import Sandbox, compiled
 from jaxserve.text.structured_output.spec import Guided
 
@@ -96,6 +97,7 @@ class Guides:
         self._vocab = vocab
         self._eos_ids = list(eos_ids)
         self._preparing = threading.Lock()
+        self._logged: set[str] = set()  # keywords that were not enforced
         self._sandboxes: list[Sandbox] = []
         # those without work, on the right the ones whose process runs
         self._idle: collections.deque[Sandbox] = collections.deque()
@@ -139,16 +141,15 @@ class Guides:
             raise RequestError("", "too many guides are being compiled", "RESOURCE_EXHAUSTED")
         grammar = spec.grammar(field)
         field = field or spec.kind
-        regex = spec.kind in ("regex", "choice")
         tokenizer = self.prepare()
         if isinstance(tokenizer, str):
             raise RequestError(field, tokenizer, "FAILED_PRECONDITION")
         sandbox = self._idle.pop()
         native = None
         try:
-            error = sandbox.error_of(grammar, regex)
+            grammar, error = grammar.tried(lambda each: sandbox.error_of(each.text, each.is_regex))
             if not error:
-                native, error = compiled(tokenizer, grammar, regex)
+                native, error = compiled(tokenizer, grammar.text, grammar.is_regex)
         except OSError:
             log.exception("a guide was not compiled")
             raise internal_error() from None
@@ -159,7 +160,18 @@ class Guides:
                 self._idle.appendleft(sandbox)
         if error:
             raise RequestError(field, _one_line(error))
+        self._tell(grammar)
         return Guide(spec, native)
+
+    def _tell(self, grammar: Grammar) -> None:
+        """Logs which keywords are not enforced, each once."""
+        for keyword in {each.keyword for each in grammar.unenforced} - self._logged:
+            self._logged.add(keyword)
+            log.warning(
+                "%s of a tool that is not strict cannot be enforced and has no effect on its calls "
+                "(not logged again)",
+                keyword,
+            )
 
     def _made(self) -> llguidance.LLTokenizer | str:
         if self._tokenizer is None or not self._eos_ids:
