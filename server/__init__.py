@@ -1,7 +1,7 @@
 """The server: gRPC and HTTP in front of one replica, in one process, and the gRPC client.
 
-A request's way in: `grpc.handlers` or `http_server` limits and parses what comes, `grpc.auth` or
-`http_server` has `auth.access` find the caller of its API key. `grpc.inference`, `openai` or
+A request's way in: `grpc.handlers` or `http_guard` limits and parses what comes, `grpc.auth` or
+`http_guard` has `auth.access` find the caller of its API key. `grpc.inference`, `openai` or
 `anthropic` translates it into a `generate_call.GenerateCall`. `frontend` tokenizes its prompt
 (`prompts`), counts it against the key's limits, and submits a `Request` to the replica. Its way
 out: the replica's thread puts events into `streams.Mailbox`, which wakes the event loop;
@@ -17,7 +17,7 @@ streams            events from the replica's thread to slow readers
 readiness          health checks
 request_log, logs, tracing, frontend_metrics    what operators see
 admin              the operators' HTTP port
-http_server        HTTP connections, limits, keys, browsers
+http_server        HTTP connections and their limits; http_guard: sizes, keys, browsers
 http_app           FastAPI applications; json_body: JSON within limits
 errors, http_errors, grpc/errors                errors as callers see them
 auth/              access (callers and their limits), keys (the key file), tls (certificates)

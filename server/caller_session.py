@@ -19,6 +19,7 @@ from prometheus_client import generate_latest
 
 from jaxserve.api.errors import RequestError, internal_error
 from jaxserve.api.events import Event, Finished
+from jaxserve.api.request import Request, another_id
 from jaxserve.cache.block_events import Medium, StoredBlocks
 from jaxserve.replica.protocol import Replica
 from jaxserve.server import replica_pb2 as pb
@@ -203,15 +204,27 @@ class CallerSession:
                     raise RequestError("guided", "this model has no tokenizer")
                 compiling = self._served.guides.submit(guided)
                 request = dataclasses.replace(request, guide=compiling.result(GUIDE_SECONDS))
-            self._numbers[number] = request.id
-            remaining = [request.sampling.n]
-            self._replica.submit(request, functools.partial(self._sink, number, remaining))
+            self._submit_request(number, request)
         except RequestError as error:
             self._refuse(number, error)
         except Exception:
             log.exception("a request could not be submitted")
             self._refuse(number, internal_error())
         self._flush()
+
+    def _submit_request(self, number: int, request: Request) -> None:
+        """Submits a request, by another id if another conductor's has that one. Errors:
+        RequestError."""
+        sink = functools.partial(self._sink, number, [request.sampling.n])
+        try:
+            self._numbers[number] = request.id
+            self._replica.submit(request, sink)
+        except RequestError as error:
+            if error.status != "ALREADY_EXISTS":
+                raise
+            request = dataclasses.replace(request, id=another_id(request.id))
+            self._numbers[number] = request.id
+            self._replica.submit(request, sink)
 
     def _sink(self, number: int, remaining: list[int], events: Sequence[Event]) -> None:
         """Returns the sink of a request with that many completions left."""

@@ -20,7 +20,7 @@ from typing import TypeVar
 import numpy as np
 
 from jaxserve.api.errors import RequestError, check_integer, internal_error
-from jaxserve.api.request import UNKNOWN_MODEL, Request
+from jaxserve.api.request import UNKNOWN_MODEL, Request, another_id
 from jaxserve.replica.info import ReplicaInfo
 from jaxserve.replica.protocol import Replica
 from jaxserve.server.auth.access import Caller, Reservation
@@ -267,7 +267,7 @@ class Frontend:
             assert self.guides is not None
             guide = await asyncio.wrap_future(self.guides.submit(call.guided, call.guided_field))
         return Request.make(
-            caller.scoped_id(call.request_id or f"jaxserve-{secrets.token_hex(8)}"),
+            self._unused_id(caller, call.request_id),
             prompt,
             call.sampling,
             vocab=info.vocab,
@@ -278,6 +278,12 @@ class Frontend:
             guide=guide,
             **{**call.options(), "cache_salt": caller.cache_salt(call.cache_salt)},
         )
+
+    def _unused_id(self, caller: Caller, given: str) -> str:
+        """The id of a new request: the one that its caller gives it, unless another has it. One
+        X-Request-Id often stands on all requests of a trace."""
+        id = caller.scoped_id(given or f"jaxserve-{secrets.token_hex(8)}")
+        return another_id(id) if id in self.streams else id
 
     def _truncated(self, call: GenerateCall, prompt: np.ndarray) -> np.ndarray:
         """The end of a prompt that the call asks for. Errors: RequestError."""
@@ -298,13 +304,12 @@ class Frontend:
         outcome: Outcome,
     ) -> Stream:
         self.check_open()  # again: tokenizing may have taken a while
-        if request.id in self.streams:
-            raise RequestError("request_id", f"{call.request_id!r} is in use", "ALREADY_EXISTS")
         replica = self.require_replica()
         stream = Stream(
             request,
             self._processor(call, request, replica),
             caller,
+            given_id=call.request_id,
             now=self._loop.time(),
             heartbeat_seconds=HEARTBEAT_SHARE * self.config.progress_interval,
             on_tokens=functools.partial(self._tokens_came, reservation),

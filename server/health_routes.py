@@ -20,13 +20,11 @@ def health_routes(frontend: Frontend, readiness: Readiness) -> fastapi.APIRouter
     """Returns the routes that answer in every state of the server."""
     router = fastapi.APIRouter()
 
-    @router.head("/health", include_in_schema=False)
     @router.get("/health", response_class=PlainTextResponse)
     async def health() -> Response:
         """Answers 200 while the process works; 503 if only a restart helps."""
         return _health_response(readiness.liveness_fault())
 
-    @router.head("/ready", include_in_schema=False)
     @router.get("/ready", response_class=PlainTextResponse)
     async def ready() -> Response:
         """Answers 200 while requests are accepted and tokens come out: a caller's within the last

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
+from starlette.routing import Match
 
 import jaxserve
 from jaxserve.api.errors import RequestError, internal_error
@@ -27,6 +28,7 @@ from jaxserve.server.json_body import NOT_AN_OBJECT, PARSE_IN_THREAD_BYTES, pars
 
 MAX_FIELD_CHARS = 200  # of a field's name in an error
 MAX_REASON_CHARS = 300  # of what a validator says of it
+METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 # newer FastAPIs trace by themselves, and their traces quote a body that is refused
 NO_TELEMETRY: dict[str, Any] = (
     {
@@ -110,6 +112,7 @@ def make_app(title: str) -> fastapi.FastAPI:
     app.router.route_class = JsonRoute
     for exception, respond in _RESPONSES.items():
         app.add_exception_handler(exception, functools.partial(_respond, respond))
+    app.add_exception_handler(HTTPException, _routing_response)
     schema = functools.partial(_schema, app.openapi)
     app.openapi = functools.cache(schema)  # type: ignore[method-assign]
     return app
@@ -150,17 +153,30 @@ def _is_field(part: str) -> bool:
     return bool(_FIELD.fullmatch(part)) and part not in _TYPE_NAMES
 
 
-def _routing_response(error: HTTPException) -> Response:
+async def _routing_response(request: fastapi.Request, error: Exception) -> Response:
     """Answers for a route or a method that does not exist."""
+    assert isinstance(error, HTTPException)
     code = error.status_code
+    path = ascii(request.url.path[:MAX_FIELD_CHARS])
     if code == 404:
-        response = error_response(RequestError("", "there is no such route", "NOT_FOUND"))
-    elif code == 405:
-        response = error_response(HttpError("", "this route does not have this method", code))
-    else:
-        response = error_response(HttpError("", str(error.detail), code))
-    response.headers.update(error.headers or {})
+        return error_response(RequestError("", f"there is no route {path}", "NOT_FOUND"))
+    if code != 405:
+        return error_response(HttpError("", str(error.detail), code))
+    allowed = ", ".join(_methods(request))
+    response = error_response(HttpError("", f"{path} has the methods {allowed} only", code))
+    response.headers["allow"] = allowed
     return response
+
+
+def _methods(request: fastapi.Request) -> list[str]:
+    """The methods of a request's path, of all its routes."""
+    scopes = {method: {**request.scope, "method": method} for method in METHODS}
+    found = [
+        method
+        for method, scope in scopes.items()
+        if any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)
+    ]
+    return ["HEAD", *found] if "GET" in found else found
 
 
 def _internal_response(error: Exception) -> Response:
@@ -170,6 +186,5 @@ def _internal_response(error: Exception) -> Response:
 _RESPONSES: dict[type[Exception], Callable[[Any], Response]] = {
     RequestError: error_response,
     RequestValidationError: _validation_response,
-    HTTPException: _routing_response,
     Exception: _internal_response,
 }

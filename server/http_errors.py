@@ -38,7 +38,7 @@ ERROR_TYPES = {
     429: "rate_limit_error",
 }
 # the rest of the body is not read, so the connection cannot be used again
-CLOSING_CODES = (401, 403, 408, 413, 415)
+CLOSING_CODES = (401, 403, 408, 413, 415, 431)
 MAX_HEADER_VALUE_CHARS = 256
 
 

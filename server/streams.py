@@ -80,13 +80,15 @@ class Mailbox:
 class Stream:
     """The outputs of one request. All methods but `deliver` belong to the event loop.
 
-    processor: makes outputs of events. now: loop time. heartbeat_seconds: after which a silent
-    stream repeats its progress. on_tokens: called whenever tokens came. outcome: records what
-    comes. Made in the task that writes the outputs.
+    processor: makes outputs of events. given_id: the request's, as its caller gave it, or ''. now:
+    loop time. heartbeat_seconds: after which a silent stream repeats its progress. on_tokens:
+    called whenever tokens came. outcome: records what comes. Made in the task that writes the
+    outputs.
 
-    Attributes: id, by which the caller knows the request. failure: the error that ended the stream,
-    if one did. refused: whether the replica did not accept the request. closed: set by the owner;
-    later events are dropped. abort_write: cuts off a write that waits for its reader.
+    Attributes: id, by which answers call the request. names: by which its caller may. failure: the
+    error that ended the stream, if one did. refused: whether the replica did not accept the
+    request. closed: set by the owner; later events are dropped. abort_write: cuts off a write that
+    waits for its reader.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class Stream:
         processor: OutputProcessor,
         caller: Caller,
         *,
+        given_id: str,
         now: float,
         heartbeat_seconds: float,
         on_tokens: Callable[[], None],
@@ -103,6 +106,7 @@ class Stream:
         self.request = request
         self.caller = caller
         self.id = caller.own_id(request.id)
+        self.names = {self.id, given_id}
         self.in_mailbox = False  # written by the mailbox
         self.failure: RequestError | None = None
         self.refused = False
@@ -262,14 +266,14 @@ class Stream:
 def abortable_ids(
     caller: Caller, streams: Mapping[str, Stream], request_id: str | None
 ) -> list[str]:
-    """Ids of the streams that a caller may abort: the one it names, or all of its own.
+    """Ids of the streams that a caller may abort: those that it names, or all of its own.
 
     Errors: RequestError, NOT_FOUND, the same for another's request and for one that does not exist.
     """
+    own = {id: stream for id, stream in streams.items() if caller.is_same(stream.caller)}
     if request_id is None:
-        return [id for id, stream in streams.items() if caller.is_same(stream.caller)]
-    scoped = caller.scoped_id(request_id)
-    stream = streams.get(scoped)
-    if stream is None or not caller.is_same(stream.caller):
+        return list(own)
+    ids = [id for id, stream in own.items() if request_id in stream.names]
+    if not ids:
         raise RequestError("request_id", f"{request_id[:100]!r} is not running", "NOT_FOUND")
-    return [scoped]
+    return ids

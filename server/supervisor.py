@@ -38,7 +38,8 @@ from jaxserve.server.grpc.control import Control
 from jaxserve.server.grpc.handlers import MAX_CONTROL_BYTES, method_handlers
 from jaxserve.server.grpc.health import Health
 from jaxserve.server.grpc.inference import Inference
-from jaxserve.server.http_server import HttpGuard, Listener, is_loopback
+from jaxserve.server.http_guard import HttpGuard, is_loopback
+from jaxserve.server.http_server import Listener
 from jaxserve.server.kv_events import KvEvents, check_kv_events
 from jaxserve.server.peer_blocks import PeerReplicas
 from jaxserve.server.readiness import Readiness

@@ -6,6 +6,7 @@ The engine answers it with the events of `jaxserve.api.events`.
 from __future__ import annotations
 
 import dataclasses
+import secrets
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
@@ -194,6 +195,12 @@ def prompt_ids(prompt: Sequence[int] | np.ndarray, vocab: int, max_len: int) -> 
         if not 0 <= id < vocab:
             raise RequestError("prompt_ids", f"id {id} is not in 0 to {vocab - 1}")
     return ids.astype(np.int32)
+
+
+def another_id(id: str) -> str:
+    """Returns an id for a request whose own is in use: that, and a random end."""
+    end = f"~{secrets.token_hex(4)}"
+    return id[: MAX_ID_CHARS - len(end)] + end
 
 
 def _check_embeds(sampling: SamplingParams, guide: Guide | None) -> None:

@@ -25,7 +25,8 @@ UNLIMITED_TOKENS = MAX_INT32  # max_tokens of a chat that sets none: up to the m
 
 
 class Function(OpenModel):
-    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    # as long as Anthropic allows, in all protocols: OpenAI's limit of 64 is short for MCP
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None

@@ -216,17 +216,19 @@ def test_limits_hold_and_counts_return_to_zero_whatever_happens(
 
 def test_a_caller_reaches_its_own_requests_only(access):
     class Stream:
-        def __init__(self, caller):
+        def __init__(self, caller, id):
             self.caller = caller
+            self.names = {id, "trace"}
 
     alice = access.authenticate(bearer("a-key"))
     other = caller_with()
     callers = (alice, other, access.authenticate(bearer("a-key")))
-    streams = {caller.scoped_id(id): Stream(caller) for id, caller in zip("123", callers)}
+    streams = {caller.scoped_id(id): Stream(caller, id) for id, caller in zip("123", callers)}
     own_ids = [alice.scoped_id("1"), alice.scoped_id("3")]
     assert (
         abortable_ids(alice, streams, None) == own_ids
         and abortable_ids(alice, streams, "3") == own_ids[1:]
+        and abortable_ids(alice, streams, "trace") == own_ids
         and alice.own_id(own_ids[0]) == "1"
     )
     refusals = {refusal(abortable_ids, alice, streams, id) for id in ("2", "4")}

@@ -91,6 +91,24 @@ def test_a_header_over_the_limit_is_431(serve):
     assert status_of(_header_of(served, 20_000)) == 431 and well(served)
 
 
+@pytest.mark.parametrize(
+    "line, fields, status",
+    [
+        ("GET /version HTTP/1.1", ["x-long: " + "x" * 6000], 200),
+        ("GET /version HTTP/1.1", ["x-long: " + "x" * 9000], 431),
+        ("GET /version HTTP/1.1", [f"x-{number}: {'x' * 80}" for number in range(100)], 431),
+        (f"GET /version?{'q' * 9000} HTTP/1.1", [], 431),
+        ("GET /version HTTP/1.1", [f"x-{number}: y" for number in range(250)], 200),
+        ("GET /version HTTP/1.1", [f"x-{number}: y" for number in range(300)], 431),
+    ],
+)
+def test_a_header_that_comes_at_once_has_the_same_limit(serve, line, fields, status):
+    served = serve(max_header_kib=8)
+    there = connect(served)
+    there.sendall("\r\n".join([line, "host: localhost", *fields, "", ""]).encode())
+    assert status_of(there) == status and well(served)
+
+
 def _header_of(served, size):
     there = connect(served)
     there.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: " + b"x" * size)
@@ -361,3 +379,85 @@ def test_going_away_within_a_body_is_no_fault_of_ours(serve, caplog):
     served = serve()
     send_request(served, b"{", headers=["content-length: 100"]).close()
     assert well(served) and "Traceback" not in caplog.text
+
+
+def test_head_is_answered_wherever_get_is(common):
+    with httpx.Client(base_url=common.server.url) as client:
+        paths = ["/", "/health", "/version", "/metrics", "/page/", "/openapi.json", "/v1/models"]
+        paths += ["/v1/models/missing", "/v1/missing"]
+        for path in paths:
+            got = client.get(path)
+            head = client.head(path)
+            assert (head.status_code, head.content) == (got.status_code, b""), path
+            assert head.headers.get("content-type") == got.headers.get("content-type")
+            if path != "/metrics":  # which change
+                assert head.headers["content-length"] == str(len(got.content))
+        assert client.head("/v1/completions").status_code == 405
+
+
+def test_a_wrong_method_is_told_all_that_there_are_and_a_wrong_path_itself(common):
+    with httpx.Client(base_url=common.server.url) as client:
+        for method, path, allowed in (
+            ("PUT", "/v1/models", "HEAD, GET"),
+            ("GET", "/v1/chat/completions", "POST"),
+            ("OPTIONS", "/tokenize", "POST"),
+            ("PATCH", "/v1/responses/resp_1", "HEAD, GET, DELETE"),
+            ("BREW", "/v1/embeddings/", "POST"),
+        ):
+            answer = client.request(method, path)
+            assert (answer.status_code, answer.headers["allow"]) == (405, allowed)
+            assert allowed in answer.json()["error"]["message"]
+        missing = client.post("/v1//completions", json={"prompt": "x"})
+        assert missing.status_code == 404 and "'/v1//completions'" in missing.text
+
+
+def test_a_slash_at_the_end_of_a_path_has_no_effect(common):
+    body = {"prompt": "hi", "max_tokens": 2}
+    answers = [
+        httpx.post(f"{common.server.url}/v1/completions{end}?api-version=1", json=body).json()
+        for end in ("", "/")
+    ]
+    assert answers[0]["choices"] == answers[1]["choices"]
+    assert httpx.get(f"{common.server.url}/v1/models/").json()["object"] == "list"
+
+
+def test_a_callers_request_id_comes_back_whatever_the_answer(common):
+    with httpx.Client(base_url=common.server.url, headers={"x-request-id": "trace 7"}) as client:
+        completions = {"prompt": ["a", "b"], "max_tokens": 1}
+        answers = [
+            client.get("/version"),
+            client.get("/v1/missing"),
+            client.post("/v1/completions", json=completions),
+            client.post("/v1/completions", json={**completions, "max_tokens": -1}),
+            client.post("/v1/embeddings", json={"input": "a"}),
+        ]
+    assert [answer.headers.get_list("x-request-id") for answer in answers] == [["trace 7"]] * 5
+    assert [answer.status_code for answer in answers] == [200, 404, 200, 400, 200]
+
+
+def test_requests_of_one_id_are_answered_all_and_can_be_aborted_by_it(serve):
+    served = serve(FakeReplica(step_seconds=0.01))
+    url = served.server.url
+    answers = []
+
+    def ask():
+        with httpx.stream(
+            "POST", f"{url}/v1/completions", json=BODY, headers={"x-request-id": "trace"}
+        ) as answer:
+            assert answer.headers["x-request-id"] == "trace"
+            lines = [line for line in answer.iter_lines() if line.startswith("data: ")]
+        answers.append([json.loads(line.removeprefix("data: ")) for line in lines])
+
+    threads = [threading.Thread(target=ask) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    eventually(lambda: len(served.engine.requests) == 3)
+    other = served.client.generate("hello", request_id="trace2")
+    next(other)
+    assert served.client.abort("trace") == 3
+    for thread in threads:
+        thread.join()
+    ids = {lines[0]["id"] for lines in answers}
+    assert len(ids) == 3 and "trace" in ids
+    assert all(lines[-1]["error"]["code"] == "cancelled" for lines in answers)
+    served.client.abort("trace2")

@@ -163,6 +163,14 @@ def test_bodies_are_read_as_json_says(body, ascii):
         (b'{"a": "\\ud83d"}', "not JSON"),
         (b"[1]", "must be a JSON object"),
         (b'{"a": {"b\\u0000": 1}}', "holds a NUL"),
+        (b'{"a": 1, "b": 2, "a": 3}', "'a' is given more than once"),
+        (b'{"a": [{"role": 1, "\\u0072ole": 2}]}', "'role' is given more than once"),
+        (b'{"a": [1, -Infinity]}', "not JSON"),
+        (b'{"a": {"b": NaN}}', "not JSON"),
+        (b'{"a": 1e309}', "not JSON"),
+        (b'{"a": -9223372036854775809}', "64 bits"),
+        (b'{"a": 1}{"a": 1}', "not JSON"),
+        ('{"a": 1}'.encode("utf-16"), "not JSON"),
         (b"1", "must be a JSON object"),
         (b"null", "must be a JSON object"),
         (b'{"a": ' + b"[" * 10**5 + b"]" * 10**5 + b"}", "not JSON"),
@@ -184,6 +192,11 @@ def test_bodies_beyond_a_limit_are_refused(body, said):
     for blanks in (0, PARSE_IN_THREAD_BYTES):
         with pytest.raises(RequestError, match=said):
             parse(body + b" " * blanks)
+
+
+def test_a_byte_order_mark_is_skipped():
+    for blanks in (0, PARSE_IN_THREAD_BYTES):
+        assert parse(b'\xef\xbb\xbf {"b": [null]}' + b" " * blanks) == {"b": [None]}
 
 
 def test_ids_of_any_number_are_read():

@@ -118,6 +118,13 @@ def test_a_choice_of_tools_is_heeded(client):
         ask(said, tools=[ADD], tool_choice={"type": "tool", "name": "sub"})
 
 
+def test_tools_may_have_the_long_names_of_plugins(client):
+    named = {**ADD, "name": "mcp__plugin_" + "n" * 116}
+    assert ask(client("Hello"), tools=[named]).content[0].text == "Hello"
+    with pytest.raises(anthropic.BadRequestError, match="name"):
+        ask(client("Hello"), tools=[{**named, "name": named["name"] + "n"}])
+
+
 def test_tokens_are_counted(client):
     said = client("Hello there")
     counted = said.messages.count_tokens(model="fake", messages=HI, system="Be brief.")

@@ -21,8 +21,6 @@ from tests.server.http_client import events, post
 from tests.waiting import eventually
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
-NAN = float("nan")
-INF = float("inf")
 
 
 def text(ids):
@@ -367,8 +365,6 @@ def test_what_is_left_out_has_the_protocols_default_and_null_is_left_out(http):
 
 
 BAD = [
-    ("temperature", NAN),
-    ("temperature", INF),
     ("temperature", -1),
     ("top_p", 0),
     ("top_p", 1.5),
@@ -377,7 +373,6 @@ BAD = [
     ("top_k", 2**40),
     ("repetition_penalty", 0),
     ("presence_penalty", 3),
-    ("frequency_penalty", -INF),
     ("n", 0),
     ("n", 10**9),
     ("max_tokens", 0),
@@ -398,7 +393,6 @@ BAD = [
     ("seed", 2**70),
     ("seed", "x"),
     ("ttft_ms", -1),
-    ("tpot_ms", NAN),
     ("deadline_ms", 0),
     ("slo_class", "nope"),
     ("priority", 99),
@@ -667,20 +661,6 @@ def test_an_id_of_any_characters_comes_back_in_a_header_that_it_cannot_leave(ask
         and "set-cookie" not in answer.headers
     )
     assert urllib.parse.unquote(answer.headers["x-request-id"])[:50] == id[:50]
-
-
-def test_an_id_in_use_is_409(http):
-    client = http(step_seconds=0.01)
-    with client.stream(
-        "POST",
-        "/v1/completions",
-        json={"prompt": "x", "stream": True, "max_tokens": 1000},
-        headers={"x-request-id": "r"},
-    ):
-        answer = httpx.post(
-            f"{client.base_url}/v1/completions", json={"prompt": "x", "request_id": "r"}
-        )
-        assert answer.status_code == 409
 
 
 def test_a_deadline_is_504_and_in_a_stream_an_error_event(http):

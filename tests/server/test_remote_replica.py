@@ -186,6 +186,18 @@ def test_two_callers_have_sessions_of_their_own(offered):
     assert two_end is False and heard[1].end.reason == "length" and two.alive
 
 
+def test_two_callers_may_have_requests_of_one_id(offered):
+    one, two = offered.reached(), offered.reached()
+    heard = Heard(), Heard()
+    one.submit(request(one, "trace", tokens=4000), heard[0])
+    two.submit(request(two, "trace", tokens=20), heard[1])
+    eventually(lambda: heard[1].ends)
+    assert heard[1].end.reason == "length" and not heard[0].ends
+    assert one.cancel("trace")
+    eventually(lambda: heard[0].ends and not offered.behind.requests)
+    assert heard[0].end.reason == "cancelled"
+
+
 def test_a_session_is_kept_up_without_requests(offered):
     remote = offered.reached()
     time.sleep(1.0)

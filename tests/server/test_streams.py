@@ -32,6 +32,7 @@ def opened():
         request,
         OutputProcessor(request, (), NoText, [].append),
         Authenticator(ServerConfig()).anonymous,
+        given_id="",
         now=0.0,
         heartbeat_seconds=1.0,
         on_tokens=lambda: None,
