@@ -83,10 +83,9 @@ class Frontend:
         self.replica = replica
         self.tokenizer = tokenizer
         self.guides = guides
-        if tokenizer is not None and tokenizer.template is not None:
-            template = tokenizer.template.source
+        if tokenizer is not None and tokenizer.template_text:
             chosen = (self.config.tool_call_parser, self.config.reasoning_parser)
-            self.chat_formats = ChatFormats.of(template, *chosen)
+            self.chat_formats = ChatFormats.of(tokenizer.template_text, *chosen)
         self.state = SERVING
         self.request_log.model = replica.info.served_name
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
+from jaxserve.checkpoint.model_files import say_once
 from jaxserve.checkpoint.model_paths import CheckpointError
 
 _LIMIT = 2**31 - 1
@@ -57,17 +59,19 @@ class Fields:
         return value
 
 
-def token_ids(*values: Any) -> tuple[int, ...]:
-    """Joins fields that hold a token id, a list of ids, or none: in order, without repeats."""
-    flat: list[Any] = []
-    for value in values:
-        if isinstance(value, (list, tuple)):
-            flat += value
-        elif value is not None:
-            flat.append(value)
-    if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in flat):
-        raise CheckpointError(f"eos_token_id, bos_token_id: must be token ids, not {flat!r}")
-    return tuple(dict.fromkeys(flat))
+def token_ids(vocab: int, values: Mapping[str, Any]) -> tuple[int, ...]:
+    """Joins fields that hold a token id, a list of ids, or none: in order, without repeats. Others
+    than ids below `vocab` are left out, and said. values: by the name of their field."""
+    ids: dict[int, None] = {}
+    for name, value in values.items():
+        for entry in value if isinstance(value, (list, tuple)) else (value,):
+            if entry is None:
+                continue
+            if isinstance(entry, int) and not isinstance(entry, bool) and 0 <= entry < vocab:
+                ids[entry] = None
+            else:
+                say_once(f"{name}: left out {str(entry)[:40]!r}, which is no id below {vocab}")
+    return tuple(ids)
 
 
 def _is_positive(value: Any) -> bool:

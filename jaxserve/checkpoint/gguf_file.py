@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from jaxserve.checkpoint.model_files import refuse_pointer
 from jaxserve.checkpoint.model_paths import CheckpointError, reason
 
 # field types: codes of `struct`, by number
@@ -63,6 +64,7 @@ class GgufHeader:
 def read_header(path: Path | str) -> GgufHeader:
     """Reads metadata and tensor table. Errors: CheckpointError if the file is truncated,
     inconsistent, or not a GGUF file of a known version."""
+    refuse_pointer(Path(path))
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _parse(_Cursor(data))

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from jaxserve.checkpoint.generation_config import Sampling
 from jaxserve.checkpoint.rope import Rope
 from jaxserve.checkpoint.specs import (
     AttentionSpec,
@@ -29,8 +30,8 @@ class ModelConfig(Dimensions):
     family: a key of `families.FAMILIES`. mixers, mlps, ropes, windows: by layer, or one for all
     layers. None among the ropes: no positions. Window w: a token attends to itself and the w - 1
     tokens before it (None: to all). tied: the LM head is the embedding. eos_ids: tokens that end a
-    completion. stored: the type in which a checkpoint holds the weights; bfloat16 where it does not
-    say.
+    completion. sampling: recommended values, by the names of `SamplingParams`. stored: the type in
+    which a checkpoint holds the weights; bfloat16 where it does not say.
     """
 
     family: str = "llama"
@@ -43,6 +44,7 @@ class ModelConfig(Dimensions):
     tied: bool = False
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
+    sampling: Sampling = ()
     stored: str = "bfloat16"
 
     def mixer(self, layer: int) -> MixerSpec:

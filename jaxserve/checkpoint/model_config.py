@@ -15,18 +15,28 @@ import numpy as np
 
 from jaxserve.checkpoint.families import FAMILIES, Family
 from jaxserve.checkpoint.fields import Fields, token_ids
+from jaxserve.checkpoint.generation_config import FILE, usable_sampling
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.checkpoint.model_paths import CheckpointError
 from jaxserve.checkpoint.rope import SCALINGS, Rope, RopeScaling, llama3_scaling, yarn_magnitude
 from jaxserve.checkpoint.specs import MlpSpec, NormSpec
 
 _MAX_LAYERS = 10_000  # so that listing every tensor of a made-up config ends soon
+_GGUF_ENDS = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
+_GGUF_BEGIN = "tokenizer.ggml.bos_token_id"
 _FULL = 1.0  # partial_rotary_factor of heads that are rotated whole
 
 
-def from_hf(config: dict, generation: dict | None = None, name: str = "") -> ModelConfig:
-    """Converts config.json (and generation_config.json) to a ModelConfig; name: of the model, if
-    the config has none to prefer. Errors: CheckpointError that names the unsupported field."""
+def from_hf(
+    config: dict, generation: dict | None = None, name: str = "", tokenizer_eos: int | None = None
+) -> ModelConfig:
+    """Converts config.json (and generation_config.json) to a ModelConfig.
+
+    name: of the model, if the config has none to prefer. tokenizer_eos: the id of the tokenizer's
+    eos_token. A completion ends at any id that one of the three calls an end. Errors:
+    CheckpointError that names the unsupported field.
+    """
+    generation = generation or {}
     fields = Fields(config)
     key = _family_of(config)
     family = FAMILIES[key]
@@ -35,6 +45,7 @@ def from_hf(config: dict, generation: dict | None = None, name: str = "") -> Mod
     max_len = fields.count("max_position_embeddings", family.max_len)
     rope = _hf_rope(config, family, max_len)
     d_model = fields.count("hidden_size")
+    vocab = fields.count("vocab_size")
     model = ModelConfig(
         name=name or str(config.get("_name_or_path") or family.architecture),
         family=key,
@@ -44,12 +55,20 @@ def from_hf(config: dict, generation: dict | None = None, name: str = "") -> Mod
         kv_heads=fields.count("num_key_value_heads", family.kv_heads or heads),
         head_dim=fields.count("head_dim", family.head_dim or d_model // heads),
         d_ff=fields.count("intermediate_size"),
-        vocab=fields.count("vocab_size"),
+        vocab=vocab,
         max_len=_served_len(max_len, rope.scaling),
         ropes=(rope,),
         tied=bool(config.get("tie_word_embeddings", False)),
-        eos_ids=token_ids((generation or {}).get("eos_token_id"), config.get("eos_token_id")),
-        bos_id=_first(config.get("bos_token_id")),
+        eos_ids=token_ids(
+            vocab,
+            {
+                f"{FILE}: eos_token_id": generation.get("eos_token_id"),
+                "config.json: eos_token_id": config.get("eos_token_id"),
+                "the tokenizer's eos_token": tokenizer_eos,
+            },
+        ),
+        bos_id=_first(vocab, "config.json: bos_token_id", config.get("bos_token_id")),
+        sampling=usable_sampling(FILE, generation),
         stored=_stored(config),
         **_specs(family, fields.number("rms_norm_eps", family.norm_eps)),
     )
@@ -111,7 +130,8 @@ def from_gguf(
     d_model = read.count("embedding_length")
     head_dim = _gguf_head_dim(read, d_model // heads)
     max_len = read.count("context_length")
-    ends = [fields.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
+    vocab = read.count("vocab_size", len(fields.get("tokenizer.ggml.tokens", ())))
+    ends = {key: fields.get(key) for key in _GGUF_ENDS}
     window = read.count("attention.sliding_window", 0, low=0) or None
     family = families[arch]
     if window and family == "llama":
@@ -126,13 +146,14 @@ def from_gguf(
             kv_heads=read.count("attention.head_count_kv", heads),
             head_dim=head_dim,
             d_ff=read.count("feed_forward_length"),
-            vocab=read.count("vocab_size", len(fields.get("tokenizer.ggml.tokens", ()))),
+            vocab=vocab,
             max_len=max_len,
             ropes=(_gguf_rope(read, max_len, rope_factors, head_dim),),
             windows=(window,),
             tied=tied,
-            eos_ids=token_ids(*ends),
-            bos_id=_first(fields.get("tokenizer.ggml.bos_token_id")),
+            eos_ids=token_ids(vocab, ends),
+            bos_id=_first(vocab, _GGUF_BEGIN, fields.get(_GGUF_BEGIN)),
+            sampling=usable_sampling("general.sampling", fields),
             **_specs(FAMILIES[family], read.number("attention.layer_norm_rms_epsilon", 1e-5)),
         )
     )
@@ -320,8 +341,8 @@ def _llama3_from_factors(factors: Sequence[float], theta: float, head_dim: int) 
     )
 
 
-def _first(value: Any) -> int | None:
-    return next(iter(token_ids(value)), None)
+def _first(vocab: int, name: str, value: Any) -> int | None:
+    return next(iter(token_ids(vocab, {name: value})), None)
 
 
 def _checked(model: ModelConfig) -> ModelConfig:
@@ -337,11 +358,6 @@ def _checked(model: ModelConfig) -> ModelConfig:
     for rope in model.ropes:
         if rope is not None:
             _check_rope(rope, model.head_dim)
-    for token in (*model.eos_ids, model.bos_id):
-        if token is not None and token >= model.vocab:
-            raise CheckpointError(
-                f"token id {token} (eos or bos) is not below the vocabulary size {model.vocab}"
-            )
     return model
 
 

@@ -13,7 +13,7 @@ from jaxserve.folders import cache_folder, private_folder
 from jaxserve.settings.schema import ConfigError
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-# What is needed of a hub repository: no pickles, no code, nothing in subfolders.
+# What is needed of a hub repository: no pickles, no code, no weights in subfolders.
 # consolidated.safetensors are the same weights once more, under other names.
 HUB_FILES: dict[str, Any] = {
     "allow_patterns": [
@@ -23,9 +23,13 @@ HUB_FILES: dict[str, Any] = {
         "model.safetensors.index.json",
         "tokenizer.json",
         "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
         "chat_template.jinja",
+        "chat_template.json",
+        "additional_chat_templates/*.jinja",
     ],
-    "ignore_patterns": ["*/*", "consolidated*"],
+    "ignore_patterns": ["*/*.safetensors", "consolidated*", "adapter*"],
 }
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 

@@ -16,7 +16,15 @@ from jaxserve.scheduling import Load
 from jaxserve.settings.schema import ConfigError
 
 # in all members
-SAME = ("served_name", "model", "vocab", "eos_ids", "cache_fingerprint", "cache_dtype")
+SAME = (
+    "served_name",
+    "model",
+    "vocab",
+    "eos_ids",
+    "sampling_defaults",
+    "cache_fingerprint",
+    "cache_dtype",
+)
 SHOWN_REQUESTS = 256  # of all members together, in a view
 ALIVE = "jaxserve:replica_alive"
 AVERAGED = ("_perc", "_scale")  # ends of the names of gauges that are means, not sums

@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 
 from jaxserve.cache.tiers import LowerTiers, TierCounts
+from jaxserve.checkpoint.generation_config import sampling_defaults
 from jaxserve.engine.executor import CommandExecutor
 from jaxserve.replica.info import ReplicaInfo
 from jaxserve.scheduling import Scheduler
@@ -46,6 +47,7 @@ def replica_info(
         role=config.role,
         cache_fingerprint=scheduler.cache.identity.fingerprint,
         cache_dtype=scheduler.cache.identity.dtype,
+        sampling_defaults=sampling_defaults(config.source, model.sampling),
     )
 
 

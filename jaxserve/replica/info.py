@@ -4,9 +4,10 @@ elsewhere."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from jaxserve.api.sampling import SamplingParams
 from jaxserve.settings.schema import MeshConfig
 
 
@@ -21,6 +22,7 @@ class ReplicaInfo:
     run at once; max_queue: requests that may wait. class_names: of request classes, see
     `SchedulerConfig.classes`. settings: all that was configured, group by group, without secrets.
     role: prefill, decode or mixed: what a conductor has it do.
+    sampling_defaults: sampling parameters, by name, of requests that do not state them.
     cache_fingerprint, cache_dtype: what the keys of its blocks of KV cover besides tokens and salt,
     see `cache.hashes.root_key`.
     """
@@ -51,11 +53,18 @@ class ReplicaInfo:
     cache_fingerprint: str = ""
     cache_dtype: str = ""
     other_names: tuple[str, ...] = ()
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def names(self) -> tuple[str, ...]:
         """All names by which requests may call the model."""
         return tuple(dict.fromkeys((self.served_name, *self.other_names, self.model)))
+
+    def sampling(self, **stated: Any) -> SamplingParams:
+        """Makes the sampling parameters of a request, of any protocol: those that it states (which
+        are not None), and the model's defaults. Errors: RequestError."""
+        given = {name: value for name, value in stated.items() if value is not None}
+        return SamplingParams.make(**{**self.sampling_defaults, **given})
 
     @property
     def capacity_tokens(self) -> int:

@@ -32,7 +32,6 @@ NO_EFFECT_VALUES: Mapping[str, str] = {
     "tokenizer_mode": "the tokenizer follows from the checkpoint's files",
     "max_seq_len_to_capture": "steps of all lengths are compiled",
     "block_manager_version": "there is one",
-    "generation_config": "requests say how to sample",
     "uvicorn_log_level": "there is no uvicorn; --log_level is for all of the log",
     "optimization_level": "steps are always compiled with all optimisations",
 }
@@ -84,6 +83,7 @@ INSTEAD: Mapping[str, str] = {
     "num_scheduler_steps": "--lookahead=N steps are issued ahead",
     "long_prefill_token_threshold": "--policy=slack shares steps by what is urgent",
     "max_num_partial_prefills": "--policy=slack shares steps by what is urgent",
+    "override_generation_config": "--generation-config=FOLDER, of a generation_config.json",
     "mem_fraction_static": "--gpu-memory-utilization=SHARE",
 }
 

@@ -7,45 +7,47 @@ import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import tokenizers
 
 from jaxserve.api.errors import RequestError
 from jaxserve.checkpoint.gguf_file import read_header
-from jaxserve.checkpoint.model_paths import CheckpointError, model_file, resolve
+from jaxserve.checkpoint.model_files import read_text
+from jaxserve.checkpoint.model_paths import CheckpointError, model_file, reason, resolve
+from jaxserve.checkpoint.tokenizer_files import DEFAULT, TOOL_USE, TokenizerFacts
+from jaxserve.text.added_tokens import completed
 from jaxserve.text.chat_template import ChatTemplate
-from jaxserve.text.vocabulary import from_fields, special_tokens
+from jaxserve.text.vocabulary import from_fields
 
 _SPACE = "\u2581"
+_OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "tiktoken.model")
 
 
 class Tokenizer:
     """A model's tokenizer.
 
-    vocab: number of ids. special_ids: ids that are not text. eos_ids: those of them that end an
-    answer. bos_id: begins a text; None where the model has none.
+    vocab: number of ids. special_ids: ids that are not text. specials: texts of special tokens, by
+    the names that templates give them. templates: chat templates by name.
     """
 
     def __init__(
         self,
         library: tokenizers.Tokenizer,
         specials: Mapping[str, str],
-        template: str | None = None,
+        templates: Mapping[str, str] = MappingProxyType({}),
     ):
         library.no_truncation()
         library.no_padding()
         self._library = library
         self.specials = dict(specials)
-        self.template = None
-        if template is not None:
-            self.template = ChatTemplate(template, self.specials)
+        self.templates = {
+            name: ChatTemplate(text, self.specials) for name, text in templates.items()
+        }
         added = library.get_added_tokens_decoder()
         self.vocab = library.get_vocab_size(with_added_tokens=True)
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
-        ids = {name: library.token_to_id(token) for name, token in specials.items()}
-        self.bos_id: int | None = ids.get("bos_token")
-        self.eos_ids = tuple(id for id in [ids.get("eos_token")] if id is not None)
         self._pieces, self._strips = _pieces(library)
 
     @classmethod
@@ -59,42 +61,29 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
-        """Reads tokenizer.json, and tokenizer_config.json and chat_template.jinja where they
-        are."""
+        """Reads tokenizer.json, and the files of `TokenizerFacts` where they are."""
         folder = Path(folder)
+        path = folder / "tokenizer.json"
+        if not path.exists():
+            raise CheckpointError(f"{path}: is missing{_hint(folder)}")
+        text = read_text(path)
         try:
-            library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+            library = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises plain Exception
-            raise CheckpointError(
-                f"{folder / 'tokenizer.json'}: cannot be read ({error})"
-            ) from None
-        path = folder / "tokenizer_config.json"
-        template_path = folder / "chat_template.jinja"
-        try:
-            config = {}
-            if path.exists():
-                config = json.loads(path.read_text())
-            names = {
-                name: _text(config.get(f"{name}_token")) for name in ("bos", "eos", "unk", "pad")
-            }
-            template = _default(config.get("chat_template"))
-            if template_path.exists():
-                template = template_path.read_text()
-        except (OSError, ValueError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path}: cannot be read ({error})") from None
-        return cls(
-            library, {f"{name}_token": text for name, text in names.items() if text}, template
-        )
+        facts = TokenizerFacts.of_folder(folder)
+        return cls(completed(library, facts, str(folder)), facts.specials, facts.templates or {})
 
     @classmethod
     def from_gguf(cls, path: str | Path) -> Tokenizer:
         """Builds the tokenizer that a GGUF file describes."""
         fields = read_header(path).fields
-        template = _text(fields.get("tokenizer.chat_template"))
         try:
-            return cls(from_fields(fields), special_tokens(fields), template)
+            library = from_fields(fields)
+            facts = TokenizerFacts.of_gguf(fields)
+            return cls(library, facts.specials, facts.templates or {})
         except CheckpointError as error:
-            raise CheckpointError(f"{path}: {error.args[0].removeprefix('model: ')}") from None
+            raise CheckpointError(f"{path}: {reason(error)}") from None
 
     def save(self, folder: str | Path) -> None:
         """Writes what `from_folder` reads."""
@@ -106,12 +95,33 @@ class Tokenizer:
     def config(self) -> dict[str, Any]:
         """Contents of tokenizer_config.json."""
         config: dict[str, Any] = dict(self.specials)
-        if self.template is not None:
-            config["chat_template"] = self.template.source
+        sources = {name: template.source for name, template in self.templates.items()}
+        if list(sources) == [DEFAULT]:
+            config["chat_template"] = sources[DEFAULT]
+        elif sources:
+            config["chat_template"] = [
+                {"name": name, "template": source} for name, source in sources.items()
+            ]
         return config | {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "clean_up_tokenization_spaces": False,
         }
+
+    @property
+    def template(self) -> ChatTemplate | None:
+        """The template of chats without tools; None for a model without templates."""
+        return self.templates.get(DEFAULT) or next(iter(self.templates.values()), None)
+
+    @property
+    def tool_template(self) -> ChatTemplate | None:
+        """The template of chats with tools."""
+        return self.templates.get(TOOL_USE) or self.template
+
+    @property
+    def template_text(self) -> str:
+        """The text of the templates of chats; '' for a model without templates."""
+        used = dict.fromkeys((self.tool_template, self.template))
+        return "\n".join(template.source for template in used if template is not None)
 
     def to_json(self) -> str:
         """Returns the contents of tokenizer.json."""
@@ -146,9 +156,10 @@ class Tokenizer:
     def render(self, messages: Sequence[Mapping[str, Any]], **rest: Any) -> str:
         """Renders a conversation with the model's chat template; rest: as of `ChatTemplate.render`.
         Errors: RequestError."""
-        if self.template is None:
+        template = self.tool_template if rest.get("tools") else self.template
+        if template is None:
             raise RequestError("messages", "this model has no chat template; send a prompt instead")
-        return self.template.render(messages, **rest)
+        return template.render(messages, **rest)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **rest: Any) -> list[int]:
         """Encodes a conversation. The template itself writes the first token if the model wants
@@ -263,15 +274,12 @@ def _spaced_piece(token: str) -> bytes:
     return token.replace(_SPACE, " ").encode()
 
 
-def _text(value: Any) -> str | None:
-    """Reads a text, or an object with one as special tokens are in tokenizer_config.json."""
-    if isinstance(value, dict):
-        return value.get("content")
-    return value if isinstance(value, str) else None
-
-
-def _default(template: Any) -> str | None:
-    """The template of a tokenizer_config.json that may hold several by name."""
-    if isinstance(template, list):
-        template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
-    return template if isinstance(template, str) else None
+def _hint(folder: Path) -> str:
+    """Says what to do about a folder with a tokenizer of another kind."""
+    others = [name for name in _OTHER_TOKENIZERS if (folder / name).exists()]
+    if not others:
+        return ""
+    return (
+        f"; {others[0]} is not read: in Python, transformers makes it with "
+        "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+    )

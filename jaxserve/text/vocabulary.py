@@ -23,6 +23,7 @@ from tokenizers import (
 )
 
 from jaxserve.checkpoint.model_paths import CheckpointError
+from jaxserve.checkpoint.tokenizer_files import TokenizerFacts
 
 # values of tokenizer.ggml.token_type
 _CONTROL = 3
@@ -104,18 +105,6 @@ def from_fields(fields: Mapping[str, Any]) -> Tokenizer:
     return tokenizer
 
 
-def special_tokens(fields: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the special tokens by the names that chat templates use, such as bos_token."""
-    tokens = fields["tokenizer.ggml.tokens"]
-    keys = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
-    ids = {name: fields.get(f"tokenizer.ggml.{key}_token_id") for key, name in keys.items()}
-    return {
-        f"{name}_token": tokens[i]
-        for name, i in ids.items()
-        if isinstance(i, int) and 0 <= i < len(tokens)
-    }
-
-
 def _byte_level(fields: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
     pre = fields.get("tokenizer.ggml.pre")
     merges = fields.get("tokenizer.ggml.merges")
@@ -187,7 +176,7 @@ def _add_ends(tokenizer: Tokenizer, fields: Mapping[str, Any], tokens: list[str]
         fields["tokenizer.ggml.model"] == "llama"
         or fields.get("tokenizer.ggml.pre") in _BOS_BY_DEFAULT
     )
-    names = special_tokens(fields)
+    names = TokenizerFacts.of_gguf(fields).specials
     begin = end = None
     if fields.get("tokenizer.ggml.add_bos_token", default):
         begin = names.get("bos_token")

@@ -4,9 +4,11 @@ its parameters built from them."""
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 import numpy as np
 
+from jaxserve.checkpoint.families import FAMILIES
 from jaxserve.checkpoint.model import ModelConfig, declare
 from jaxserve.weights.assemble import TABLE, Assembly
 from jaxserve.weights.sources import Index, Read, Sources, places
@@ -23,6 +25,25 @@ def tensors_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
             place = places(model)[part]
             tensors[place.tensor.format(**numbers)] = place.shape
     return tensors
+
+
+def family_names(stored: Iterable[str], model: ModelConfig) -> dict[str, str]:
+    """Maps the names of stored tensors to those that the model's family gives them. Embedding
+    checkpoints leave the prefix of the body (`model.`) out; wrappers put another before all names.
+    """
+    embed = places(model)["embed"].tensor
+    layer, kind = embed.split(".")[-2:]
+    body = embed.removesuffix(f"{layer}.{kind}")
+    outside = [name for name in FAMILIES[model.family].tensors if not name.startswith(body)]
+    found = next((name for name in stored if f".{name}".endswith(f".{layer}.{kind}")), embed)
+    prefix = found.removesuffix(f"{layer}.{kind}")
+    names = {}
+    for name in stored:
+        inner = name.removeprefix(prefix.removesuffix(body))
+        if not prefix.endswith(body) and inner not in outside:
+            inner = body + inner
+        names[name] = inner
+    return names
 
 
 def ignored(name: str, model: ModelConfig) -> bool:

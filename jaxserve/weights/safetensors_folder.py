@@ -10,18 +10,34 @@ import json
 import math
 import re
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 import ml_dtypes
 import numpy as np
 
+from jaxserve.checkpoint.generation_config import FILE
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.checkpoint.model_config import from_hf
+from jaxserve.checkpoint.model_files import (
+    MAX_JSON_BYTES,
+    read_json,
+    read_object,
+    refuse_pointer,
+    say_once,
+)
 from jaxserve.checkpoint.model_paths import CheckpointError, reason
+from jaxserve.checkpoint.tokenizer_files import eos_id
+from jaxserve.weights.names import family_names
+from jaxserve.weights.sources import places
 
-MAX_JSON_BYTES = 100 * 2**20  # of a header or a JSON file
+_WHOLE = "model.safetensors"
+_NUMBERED = re.compile(r"(model)-(\d+)-of-(\d{1,6})\.safetensors")
+# beginnings of names of files that stand beside a model: the same weights under other names,
+# adapters, states of training
+_NOT_THE_MODEL = ("consolidated", "adapter", "optimizer", "training", "scheduler", "rng")
 FLOATS = {
     "F64": np.dtype("<f8"),
     "F32": np.dtype("<f4"),
@@ -54,8 +70,11 @@ class SafetensorsFolder:
         self.bytes_read = 0
         self._counting = threading.Lock()
         self.tokenizer = tokenizer_of(folder)
-        self.config = read_config(folder, name)
-        self._places = _placed_tensors(folder)
+        config = read_config(folder, name)
+        stored = _placed_tensors(folder)
+        names = family_names(stored, config)
+        self._places = {names[name]: place for name, place in stored.items()}
+        self.config = _tied_without_head(folder, config, self._places)
         self._maps = {
             file: np.memmap(file, np.uint8, "r")
             for file in {place.file for place in self._places.values()}
@@ -79,16 +98,14 @@ class SafetensorsFolder:
         return values
 
 
-def read_json(path: Path) -> Any:
-    """Reads a JSON file. Errors: CheckpointError if it is missing, not JSON, or too large."""
-    try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise CheckpointError(f"{path}: larger than {MAX_JSON_BYTES} bytes")
-        return json.loads(path.read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not JSON ({error})") from None
+def _tied_without_head(folder: Path, config: ModelConfig, stored: Iterable[str]) -> ModelConfig:
+    """Returns the config of a model whose head is its embedding where the files have no head: a
+    config may leave that out, and models for embeddings have none."""
+    head = places(config)["head"].tensor
+    if head in stored:
+        return config
+    say_once(f"{folder}: there is no {head}; the embedding is taken for it")
+    return replace(config, tied=True)
 
 
 def tokenizer_of(folder: Path) -> Path | None:
@@ -97,15 +114,13 @@ def tokenizer_of(folder: Path) -> Path | None:
 
 
 def read_config(folder: Path, name: str = "") -> ModelConfig:
-    """ModelConfig of a folder's config.json and generation_config.json; name: of the model, if the
-    files have none. Errors: CheckpointError."""
-    generation = folder / "generation_config.json"
-    config = read_json(folder / "config.json")
-    more = read_json(generation) if generation.exists() else {}
-    if not isinstance(config, dict) or not isinstance(more, dict):
-        raise CheckpointError(f"{folder}: config.json and generation_config.json must hold objects")
+    """ModelConfig of a folder's config.json, generation_config.json and tokenizer; name: of the
+    model, if the files have none. Errors: CheckpointError."""
+    config = read_object(folder / "config.json")
+    generation = read_object(folder / FILE)
+    end = eos_id(folder)
     try:
-        return from_hf(config, more, name)
+        return from_hf(config, generation, name, end)
     except (TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{folder / 'config.json'}: {reason(error)}") from None
 
@@ -124,21 +139,53 @@ def _placed_tensors(folder: Path) -> dict[str, TensorPlace]:
 
 
 def _shards(folder: Path) -> list[Path]:
-    """The .safetensors files of a folder: those that its index names, or all if it has none."""
-    index = folder / "model.safetensors.index.json"
-    if not index.exists():
-        files = sorted(folder.glob("*.safetensors"))
-        if not files:
-            pickles = [
-                f.name
-                for f in sorted(folder.iterdir())
-                if f.suffix in (".bin", ".pt", ".pth", ".ckpt")
-            ]
-            hint = ""
-            if pickles:
-                hint = f"; {pickles[0]} is a pickle, which is never read: convert it to safetensors"
-            raise CheckpointError(f"{folder}: no .safetensors files{hint}")
-        return files
+    """The .safetensors files of a folder that hold its model; the others are said.
+
+    They are model.safetensors, else those that the index names, else those of a numbered set, else
+    all that are not known to be something else. Errors: CheckpointError where some are missing.
+    """
+    files = {file.name: file for file in sorted(folder.glob("*.safetensors"))}
+    index = folder / f"{_WHOLE}.index.json"
+    if _WHOLE in files:
+        chosen = [_WHOLE]
+    elif index.exists():
+        chosen = _indexed(index)
+    else:
+        numbered = [match for name in files if (match := _NUMBERED.fullmatch(name))]
+        chosen = _complete_set(numbered)
+        chosen = chosen or [name for name in files if not name.startswith(_NOT_THE_MODEL)]
+    if not chosen:
+        raise CheckpointError(f"{folder}: no .safetensors files{_hint(folder)}")
+    if missing := [name for name in chosen if name not in files]:
+        raise CheckpointError(
+            f"{folder}: these files of the model are missing: {', '.join(missing)}"
+        )
+    if others := [name for name in files if name not in chosen]:
+        say_once(f"{folder}: left out, as they are not of the model: {', '.join(others)}")
+    return [files[name] for name in chosen]
+
+
+def _complete_set(numbered: Sequence[re.Match[str]]) -> list[str]:
+    """Returns the names of all files of the set to which the first of some numbered files
+    belongs."""
+    if not numbered:
+        return []
+    stem, digits, total = numbered[0].groups()
+    numbers = range(1, int(total) + 1)
+    return [f"{stem}-{i:0{len(digits)}}-of-{total}.safetensors" for i in numbers]
+
+
+def _hint(folder: Path) -> str:
+    """Says what to do about a folder whose weights are pickles."""
+    kinds = (".bin", ".pt", ".pth", ".ckpt")
+    pickles = [file.name for file in sorted(folder.iterdir()) if file.suffix in kinds]
+    if not pickles:
+        return ""
+    return f"; {pickles[0]} is a pickle, which is never read: convert it to safetensors"
+
+
+def _indexed(index: Path) -> list[str]:
+    """Returns the names of the files that an index names. Errors: CheckpointError."""
     content = read_json(index)
     weight_map = _object(content).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
@@ -147,14 +194,13 @@ def _shards(folder: Path) -> list[Path]:
     for name in names:
         if not re.fullmatch(r"[\w.-]+\.safetensors", name):
             raise CheckpointError(f"{index}: {name!r} is not the plain name of a .safetensors file")
-    if missing := [name for name in names if not (folder / name).is_file()]:
-        raise CheckpointError(f"{folder}: missing files that the index names: {', '.join(missing)}")
-    return [folder / name for name in names]
+    return names
 
 
 def safetensors_header(file: Path) -> dict[str, TensorPlace]:
     """Reads and validates the header of a .safetensors file: its tensors by name. Errors:
     CheckpointError for wrong lengths, unknown dtypes, overlaps, gaps, and bytes past the end."""
+    refuse_pointer(file)
     try:
         size = file.stat().st_size
         with open(file, "rb") as f:

@@ -17,6 +17,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from jaxserve.checkpoint.generation_config import FILE, file_fields
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.checkpoint.model_config import to_hf
 from jaxserve.checkpoint.model_paths import CheckpointError
@@ -62,8 +63,9 @@ def save(
     config: ModelConfig,
     tokenizer: Path | None = None,
 ) -> None:
-    """Writes the parameters of all stages (by path), config.json (`config` is before `with_tp`) and
-    the files of `tokenizer`, a file or folder that `Tokenizer.load` takes.
+    """Writes the parameters of all stages (by path), config.json and generation_config.json
+    (`config` is before `with_tp`), and the files of `tokenizer`, a file or folder that
+    `Tokenizer.load` takes.
 
     Errors: CheckpointError where the folder holds parameters already.
     """
@@ -77,6 +79,7 @@ def save(
         checkpointer.save(folder / _PARAMS, dict(params))
     if jax.process_index() == 0:
         (folder / "config.json").write_text(json.dumps(to_hf(config), indent=1))
+        (folder / FILE).write_text(json.dumps(file_fields(config.sampling)))
         if tokenizer is not None:
             Tokenizer.load(tokenizer).save(folder)
 

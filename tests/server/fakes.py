@@ -78,8 +78,11 @@ class ByteDetokenizer:
 
 class FakeTokenizer:
     vocab = VOCAB
-    eos_ids = (EOS,)
     template = ChatTemplate("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}", {})
+
+    @property
+    def template_text(self) -> str:
+        return self.template.source
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         return list(text.encode())
@@ -120,6 +123,7 @@ class FakeModel:
     name: str = "fake"
     vocab: int = VOCAB
     eos_ids: tuple[int, ...] = (EOS,)
+    sampling: tuple[tuple[str, float], ...] = ()
 
 
 class Running:
@@ -207,6 +211,7 @@ class FakeReplica:
             chunk_tokens=self.config.scheduler.chunk_tokens,
             class_names=tuple(self.config.scheduler.class_names),
             settings=dataclasses.asdict(self.config),
+            sampling_defaults=dict(self.model.sampling),
         )
 
     @property

@@ -282,9 +282,9 @@ SENTENCEPIECE = {
 
 
 def test_sentencepiece_tokenizers_can_be_guided():
-    from jaxserve.text.vocabulary import from_fields, special_tokens
+    from jaxserve.text.vocabulary import from_fields
 
-    mine = Tokenizer(from_fields(SENTENCEPIECE), special_tokens(SENTENCEPIECE))
+    mine = Tokenizer(from_fields(SENTENCEPIECE), {})
     regex = r"(ab c|\{a:0\}|é)+"
     guide = Guides(mine, 320, (2,)).compile(Guided("regex", regex))
     for seed in range(10):
@@ -304,11 +304,31 @@ def test_a_model_without_tokenizer_or_end_says_so():
     for guides in (
         Guides(None, VOCAB, (EOS,)),
         Guides(tokenizer(), VOCAB, ()),
-        Guides(tokenizer(), 100, (EOS,)),
     ):
         with pytest.raises(RequestError) as fault:
             guides.compile(Guided("json_object"), "response_format")
         assert (fault.value.status, fault.value.field) == ("FAILED_PRECONDITION", "response_format")
+
+
+@pytest.mark.parametrize("vocab", [256, 275, VOCAB])  # the tokenizer has 284
+def test_a_model_with_fewer_or_more_ids_than_its_tokenizer_is_guided_within_its_own(vocab):
+    guides = Guides(tokenizer(), vocab, (EOS,))
+    matcher = guides.compile(Guided("regex", "[a-z]*")).matcher()
+    row = np.full(-(-vocab // 32) + 1, -1, np.int32)
+    matcher.fill(row)
+    bits = np.unpackbits(row.view(np.uint8), bitorder="little")
+    allowed = np.flatnonzero(bits)
+    assert {EOS, *tokenizer().encode("a", special=False)} <= set(allowed.tolist())
+    assert allowed.max() < min(vocab, tokenizer().vocab)
+    guides.close()
+
+
+def test_a_guide_that_goes_on_beyond_the_models_ids_is_refused_by_name():
+    guides = Guides(tokenizer(), 40, (EOS,))
+    matcher = guides.compile(Guided("regex", "é+")).matcher()
+    with pytest.raises(RequestError, match="tokens that the model does not have"):
+        matcher.fill(np.zeros(2, np.int32))
+    guides.close()
 
 
 def test_min_tokens_and_a_guide_exclude_each_other(guides):

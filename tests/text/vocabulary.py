@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import functools
 
+from jaxserve.checkpoint.tokenizer_files import TokenizerFacts
 from jaxserve.text import Tokenizer
-from jaxserve.text.vocabulary import from_fields, special_tokens
+from jaxserve.text.vocabulary import from_fields
 
 EOS = 2
 WORDS = [
@@ -85,4 +86,4 @@ def tokenizer() -> Tokenizer:
         "tokenizer.ggml.bos_token_id": 1,
         "tokenizer.ggml.unknown_token_id": 0,
     }
-    return Tokenizer(from_fields(fields), special_tokens(fields))
+    return Tokenizer(from_fields(fields), TokenizerFacts.of_gguf(fields).specials)

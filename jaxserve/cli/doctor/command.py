@@ -293,7 +293,8 @@ def _tokenizer(patient: Patient) -> Check:
     tokenizer = Tokenizer.load(patient.checkpoint.tokenizer)
     if tokenizer.vocab > patient.checkpoint.config.vocab:
         text = f"has {tokenizer.vocab} ids, the model knows {patient.checkpoint.config.vocab}"
-        return Check("tokenizer", FAULT, text, "take the tokenizer that belongs to the model")
+        advice = "prompts with the others are refused: is it the tokenizer of this model?"
+        return Check("tokenizer", WARNING, text, advice)
     if tokenizer.template is None:
         return Check(
             "tokenizer",

@@ -29,6 +29,11 @@ class ModelSource(Settings):
         "largest number of tokens in a sequence, prompt and output; default: the model's own limit",
         low=2,
     )
+    generation_config: str = option(
+        "auto",
+        "where the sampling parameters stand that requests have unless they state them: in the "
+        "model's generation_config.json (auto), in that of another folder, or nowhere (none, vllm)",
+    )
     served_model_name: tuple[str, ...] = option(
         (), "name by which requests call the model, answers have the first one; default: model"
     )

@@ -31,11 +31,13 @@ MAX_ERROR_CHARS = 300  # of the library's text about a faulty grammar
 
 
 class Matcher:
-    """Follows one completion. done: it is complete, and no token may follow."""
+    """Follows one completion. done: it is complete, and no token may follow. vocab: number of ids
+    that the model has."""
 
-    def __init__(self, native: Any):
+    def __init__(self, native: Any, vocab: int):
         self.done = False
         self._native = native
+        self._vocab = vocab
 
     def fill(self, row: np.ndarray) -> None:
         """Sets `row`, int32 of at least ceil(vocab / 32) words, to the tokens that may come next:
@@ -48,9 +50,13 @@ class Matcher:
         except BaseException as error:  # a panic of native code is no Exception
             raise _matcher_error(error) from None
         self._check()
-        size = min(len(mask), len(row))  # the library may add a word, as callers may
+        size = min(len(mask), -(-self._vocab // 32))  # a tokenizer may have more ids than the model
         row[:size] = mask[:size]
         row[size:] = 0
+        if used := self._vocab % 32:
+            row[self._vocab // 32] &= (1 << used) - 1
+        if mask.any() and not row.any():
+            raise RequestError("guided", "goes on with tokens that the model does not have")
 
     def push(self, token: int) -> None:
         """Takes the completion's next token. Errors: RequestError, as of `fill`, and for a token
@@ -74,15 +80,17 @@ class Matcher:
 class Guide:
     """A compiled `Guided`, for the completions of one request: makes a matcher for each.
 
-    spec: what was compiled, so that another process can compile it again.
+    spec: what was compiled, so that another process can compile it again. vocab: number of ids that
+    the model has.
     """
 
-    def __init__(self, spec: Guided, native: Any):
+    def __init__(self, spec: Guided, native: Any, vocab: int):
         self.spec = spec
         self._native = native
+        self._vocab = vocab
 
     def matcher(self) -> Matcher:
-        return Matcher(self._native.deep_copy())
+        return Matcher(self._native.deep_copy(), self._vocab)
 
 
 class Guides:
@@ -161,7 +169,7 @@ class Guides:
         if error:
             raise RequestError(field, _one_line(error))
         self._tell(grammar)
-        return Guide(spec, native)
+        return Guide(spec, native, self._vocab)
 
     def _tell(self, grammar: Grammar) -> None:
         """Logs which keywords are not enforced, each once."""
@@ -177,13 +185,13 @@ class Guides:
         if self._tokenizer is None or not self._eos_ids:
             return f"this model has no {'end token' if self._tokenizer else 'tokenizer'}"
         text = self._tokenizer.to_json()
+        # ids beyond the model's vocabulary are masked in `Matcher.fill`
+        size = max(self._vocab, self._tokenizer.vocab)
         try:
-            native = llguidance.LLTokenizer(text, n_vocab=self._vocab, eos_token=self._eos_ids)
+            native = llguidance.LLTokenizer(text, n_vocab=size, eos_token=self._eos_ids)
         except BaseException as error:  # a panic of native code is no Exception
             return f"this model's tokenizer cannot be used: {_one_line(str(error))}"
-        self._sandboxes = [
-            Sandbox(text, self._vocab, self._eos_ids) for _ in range(COMPILE_THREADS)
-        ]
+        self._sandboxes = [Sandbox(text, size, self._eos_ids) for _ in range(COMPILE_THREADS)]
         self._idle.extend(self._sandboxes)
         return native
 
