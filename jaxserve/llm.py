@@ -20,6 +20,7 @@ from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Event, Finished
 from jaxserve.api.request import Request, Slo
 from jaxserve.api.sampling import SamplingParams
+from jaxserve.checkpoint.generation_config import sampling_defaults
 from jaxserve.replica.protocol import Replica
 from jaxserve.settings.options import make
 from jaxserve.settings.schema import EngineConfig, MeshConfig
@@ -49,10 +50,11 @@ def open_engine(
     from jaxserve.engine.build import build  # JAX is imported when it is needed, not before
 
     source = config.source.model
+    sampling_defaults(config.source)  # refuses a wrong folder before weights are read
     if source.startswith("random:"):
         return build(config, progress, warm_up, peers=peers), None
-    files = local_files(source, progress, config.source.revision)
-    return build(config, progress, warm_up, peers=peers), Tokenizer.load(files)
+    tokenizer = Tokenizer.load(local_files(source, progress, config.source.revision))
+    return build(config, progress, warm_up, peers=peers), tokenizer
 
 
 class PromptError(RequestError):
@@ -102,6 +104,11 @@ class LLM:
         self._guides.close()
         self.engine.close()
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Returns the sampling parameters that the model's makers recommend; see the setting
+        `generation_config`. The name is vLLM's."""
+        return self.engine.info.sampling()
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -116,7 +123,8 @@ class LLM:
 
         prompts: one or several; a prompt is text, token ids, or chat messages (dicts of role and
         content). sampling, guided (constraints on outputs) and class_name (of the setting
-        `classes`): one for all prompts, or a list with one for each. watch: called with a prompt's
+        `classes`): one for all prompts, or a list with one for each; without `sampling` those of
+        `get_default_sampling_params`. watch: called with a prompt's
         number and its next tokens, as they come.
 
         Errors: PromptError, before anything runs, where a prompt or its sampling is at fault;
@@ -131,7 +139,7 @@ class LLM:
     ) -> list[Request]:
         params = _for_each(
             "sampling",
-            SamplingParams() if sampling is None else sampling,
+            self.get_default_sampling_params() if sampling is None else sampling,
             SamplingParams,
             len(prompts),
         )

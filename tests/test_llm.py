@@ -1,3 +1,4 @@
+import dataclasses
 import time
 
 import numpy as np
@@ -149,3 +150,15 @@ def test_a_guide_that_is_wrong_is_the_fault_of_its_prompt(offline):
     with offline() as llm, pytest.raises(RequestError, match="limit is 65536") as fault:
         llm.generate(["a", "b"], guided=[None, Guided("regex", "a" * 70_000)])
     assert fault.value.number == 1 and fault.value.field == "regex"
+
+
+def test_without_sampling_the_model_recommends_it(offline):
+    engine = FakeReplica()
+    recommended = (("temperature", 0.5), ("max_tokens", 3))
+    engine.model = dataclasses.replace(engine.model, sampling=recommended)
+    with offline(engine) as model:
+        (completion,) = model.generate("hi")
+        assert model.get_default_sampling_params() == SamplingParams(temperature=0.5, max_tokens=3)
+        assert len(completion.ids) == 3
+        (completion,) = model.generate("hi", SamplingParams(max_tokens=4))
+    assert [request.sampling.temperature for request in engine.submitted] == [0.5, 1.0]

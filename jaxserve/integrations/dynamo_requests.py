@@ -63,7 +63,7 @@ def _sampling(given: Mapping[str, Any], info: ReplicaInfo) -> SamplingParams:
     ids = [*(stop.get("stop_token_ids") or ()), *(stop.get("stop_token_ids_hidden") or ())]
     if fields["max_tokens"] is None:
         fields["max_tokens"] = info.max_model_len
-    return SamplingParams.make(
+    return info.sampling(
         top_k=None if top_k is None or top_k < 0 else top_k,
         # the model's own ends are known, and a request may have few others
         stop_token_ids=sorted(set(ids) - set(info.eos_ids)),

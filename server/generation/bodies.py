@@ -18,6 +18,7 @@ from pydantic import ConfigDict, Field, StrictInt
 from jaxserve.api.errors import RequestError
 from jaxserve.api.request import EPHEMERAL, MAX_RETENTION, NORMAL_RETENTION, Slo
 from jaxserve.api.sampling import SamplingParams
+from jaxserve.replica.info import ReplicaInfo
 from jaxserve.server.generate_call import GenerateCall
 from jaxserve.server.generation.fields import (
     KEPT_SECONDS,
@@ -183,13 +184,16 @@ class GenerateRequest(PromptRequest):
             "guided_field": guided_field,
         }
 
-    def sampling(self, max_tokens: int, **others: Any) -> SamplingParams:
-        """Returns the body's sampling parameters. others: fields that the protocol's routes read
-        otherwise. Errors: RequestError."""
+    def sampling(self, info: ReplicaInfo, default_tokens: int, **others: Any) -> SamplingParams:
+        """Returns the body's sampling parameters. default_tokens: max_tokens where neither the body
+        nor the model says. others: fields that the protocol's routes read otherwise. Errors:
+        RequestError."""
         if self.stream and self.prompt_logprobs is not None:
             raise RequestError("prompt_logprobs", "cannot be streamed: they are known at the end")
-        fields = {**self._given(_SAMPLING_FIELDS), "stop": self.stop or None}
-        return SamplingParams.make(**{**fields, "max_tokens": max_tokens, **others})
+        fields = {**self._given(_SAMPLING_FIELDS), "stop": self.stop or None, **others}
+        if fields.get("max_tokens") is None:
+            fields["max_tokens"] = info.sampling_defaults.get("max_tokens", default_tokens)
+        return info.sampling(**fields)
 
     def retention(self) -> int:
         """The request's `cache_retention`. Errors: RequestError."""

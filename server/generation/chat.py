@@ -156,7 +156,9 @@ def chat_call(frontend: Frontend, body: ChatRequest, headers: Mapping[str, str])
         raise RequestError("top_logprobs", "needs logprobs=true")
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     sampling = body.sampling(
-        UNLIMITED_TOKENS if limit is None else limit,
+        frontend.info,
+        UNLIMITED_TOKENS,
+        max_tokens=limit,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
     tools = [tool_message(tool) for tool in body.usable_tools]

@@ -33,7 +33,7 @@ class Inference:
         loop = asyncio.get_running_loop()
         metadata = dict(context.invocation_metadata() or ())
         origin = Origin("grpc", metadata.get("traceparent"), str(metadata.get("tracestate", "")))
-        call = generate_call(message, context.time_remaining())
+        call = generate_call(message, context.time_remaining(), self._frontend.info)
         call = dataclasses.replace(call, origin=origin)
         async with self._frontend.generate(call, current_caller()) as stream:
             while outputs := await stream.take():

@@ -12,6 +12,7 @@ from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Accepted, Finished, Logprobs, Progress, Timing, Usage
 from jaxserve.api.request import Slo
 from jaxserve.api.sampling import SamplingParams
+from jaxserve.replica.info import ReplicaInfo
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.generate_call import GenerateCall
 from jaxserve.server.prompts import Chat, Prompt, Text
@@ -22,9 +23,14 @@ from jaxserve.text.structured_output import Guided
 PromptArgument = str | Sequence[int] | np.ndarray | Sequence[Mapping[str, str]]
 
 
+def stated_sampling(message: pb.SamplingParams) -> dict[str, Any]:
+    """Returns the sampling parameters that are set, by name."""
+    return {field.name: value for field, value in message.ListFields()}
+
+
 def sampling_of(message: pb.SamplingParams) -> SamplingParams:
-    """Sampling parameters; fields that are not set take their defaults. Errors: RequestError."""
-    return SamplingParams.make(**{field.name: value for field, value in message.ListFields()})
+    """The inverse of `sampling_message`. Errors: RequestError."""
+    return SamplingParams.make(**stated_sampling(message))
 
 
 def slo_of(message: pb.Slo) -> Slo:
@@ -34,13 +40,15 @@ def slo_of(message: pb.Slo) -> Slo:
     return Slo(ttft, tpot, message.class_name or None)
 
 
-def generate_call(message: pb.GenerateRequest, timeout: float | None) -> GenerateCall:
+def generate_call(
+    message: pb.GenerateRequest, timeout: float | None, info: ReplicaInfo
+) -> GenerateCall:
     """The call that a message asks for. timeout: seconds that the caller waits. Errors:
     RequestError."""
     guided = guided_of(message.guided)
     return GenerateCall(
         prompt=prompt_of(message),
-        sampling=sampling_of(message.sampling),
+        sampling=info.sampling(**stated_sampling(message.sampling)),
         request_id=message.request_id,
         model=message.model,
         timeout=timeout,
@@ -213,8 +221,7 @@ def generate_message(
     guided: Guided | None = None,
     **fields: Any,
 ) -> pb.GenerateRequest:
-    """A request to send, with only those fields set that differ from their defaults. Errors:
-    RequestError."""
+    """A request to send. sampling: None for the server's defaults. Errors: RequestError."""
     message = pb.GenerateRequest(**fields)
     if guided is not None:
         message.guided.CopyFrom(guided_message(guided))
@@ -236,12 +243,12 @@ def set_prompt(message: pb.GenerateRequest | pb.TokenizeRequest, prompt: PromptA
 
 
 def sampling_message(sampling: SamplingParams) -> pb.SamplingParams:
-    """The inverse of `sampling_of`, without fields that have their defaults."""
-    default = SamplingParams()
+    """Sampling parameters to send. All that have a value are set: a server may have defaults of its
+    own."""
     message = pb.SamplingParams()
     for field in message.DESCRIPTOR.fields:
         value = getattr(sampling, field.name)
-        if value == getattr(default, field.name):
+        if value is None:
             continue
         if field.name == "logit_bias":
             message.logit_bias.update(dict(value))

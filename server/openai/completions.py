@@ -12,6 +12,7 @@ from pydantic import Field
 from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Finished, Logprobs
 from jaxserve.api.request import MAX_PROMPT_LOGPROBS
+from jaxserve.replica.info import ReplicaInfo
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.generate_call import GenerateCall
 from jaxserve.server.generation import kv_transfer
@@ -43,7 +44,9 @@ class CompletionRequest(GenerateRequest):
     suffix: Annotated[Any, OnlyValues("", None, why="is not supported")] = None
 
 
-def completion_calls(body: CompletionRequest, headers: Mapping[str, str]) -> list[GenerateCall]:
+def completion_calls(
+    body: CompletionRequest, headers: Mapping[str, str], info: ReplicaInfo
+) -> list[GenerateCall]:
     """Returns the calls that a body asks for, one for each prompt. Errors: RequestError."""
     kv_transfer.check(body.kv_transfer_params)
     _check_best_of(body)
@@ -52,7 +55,8 @@ def completion_calls(body: CompletionRequest, headers: Mapping[str, str]) -> lis
             "echo", "with logprobs it cannot be streamed: the prompt's are known at the end"
         )
     sampling = body.sampling(
-        COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens,
+        info,
+        COMPLETION_TOKENS,
         n=body.best_of or body.n,
         logprobs=0 if body.logprobs is None and _chooses(body) else body.logprobs,
         prompt_logprobs=_prompt_logprobs(body),

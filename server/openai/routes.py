@@ -43,7 +43,7 @@ def _add_generating_routes(
     @router.post("/v1/completions", responses=STREAMED)
     async def completions(body: CompletionRequest, request: fastapi.Request) -> Response:
         headers = unknown.headers(body)
-        calls = completion_calls(body, request.headers)
+        calls = completion_calls(body, request.headers, frontend.info)
         writer = CompletionWriter(frontend, body, calls)
         return await respond(frontend, calls, writer, request, body.stream_mode(), headers)
 
@@ -63,7 +63,7 @@ def _add_rendering_routes(
         """Returns the token ids of each prompt, for routers that seek the replica which has most of
         them."""
         headers = unknown.headers(body)
-        calls = completion_calls(body, request.headers)
+        calls = completion_calls(body, request.headers, frontend.info)
         rendered = [{"token_ids": await token_ids(frontend, call, request)} for call in calls]
         return await _rendered(rendered, headers)
 

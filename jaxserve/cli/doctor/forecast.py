@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -89,12 +90,15 @@ def _tpot(scheduler: Scheduler, batch: int, context: int) -> float:
 
 
 def launch_lines(engine: Any) -> list[str]:
-    """Returns the lines to log before an engine serves: memory, capacity, predictions."""
+    """Returns the lines to log before an engine serves: ends of completions, sampling, memory,
+    capacity, predictions."""
     from jaxserve.engine.memory import sizes
 
     info = engine.info.summary()
     expected = forecast(engine.scheduler)
     return [
+        _ends(engine.info.eos_ids),
+        _sampling(engine.info.sampling_defaults),
         f"memory per device: {memory(sizes(engine.worker.plan))}; {info['devices']} devices "
         f"({info['platform']})",
         f"capacity: {info['capacity_tokens']} tokens of KV in pages of {info['block_size']}, "
@@ -106,6 +110,22 @@ def launch_lines(engine: Any) -> list[str]:
             "profile` measures one)"
         ),
     ]
+
+
+def _ends(ids: Sequence[int]) -> str:
+    if not ids:
+        return "the model names no token that ends a completion: all run to their max_tokens"
+    return f"completions end at token {' or '.join(map(str, ids))}"
+
+
+def _sampling(defaults: Mapping[str, float]) -> str:
+    if not defaults:
+        return "sampling that requests do not state: as their protocol says"
+    values = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
+    return (
+        f"sampling that requests do not state: {values}, as the model recommends "
+        "(--generation_config=none for the protocol's own)"
+    )
 
 
 def memory(sizes: Any) -> str:
