@@ -184,14 +184,14 @@ def test_random_weights_are_normal_and_differ_by_tensor_and_seed():
 
 def test_all_that_is_wrong_is_reported_at_once_and_nothing_is_loaded(tmp_path):
     values = tensors(TINY)
-    del values["model.layers.0.mlp.up_proj.weight"], values["lm_head.weight"]
+    del values["model.layers.0.mlp.up_proj.weight"], values["model.layers.1.mlp.up_proj.weight"]
     values["model.layers.0.self_attn.q_proj.bias"] = np.zeros(64, np.float32)
     values["model.layers.1.mlp.down_proj.weight"] = np.zeros((64, 127), np.float32)
     values["model.norm.weight"] = np.zeros(64, np.int32)
     with pytest.raises(weights.CheckpointError) as error:
         loaded(write_folder(tmp_path, TINY, values))
     text = str(error.value)
-    assert "2 missing: model.layers.0.mlp.up_proj.weight, lm_head.weight" in text
+    assert "2 missing: model.layers.0.mlp.up_proj.weight, model.layers.1.mlp.up" in text
     assert "1 unexpected: model.layers.0.self_attn.q_proj.bias" in text
     assert (
         "1 misshaped: model.layers.1.mlp.down_proj.weight is [64, 127], should be [64, 128]" in text
