@@ -5,14 +5,16 @@ token ids, 1 s for 16 MiB of empty lists, during which no stream and no engine s
 bodies of all sizes are parsed with simdjson, which takes less than 0.1 s and makes Python objects
 only on access, and these are made slice by slice. Writing is split into pieces for the same reason.
 
-What a body means does not depend on its size: a byte order mark is skipped; integers have 64 bits
-and other numbers are finite; a name may be given once in an object.
+What a body means does not depend on its size: a byte order mark is skipped; numbers are finite, and
+integers beyond 64 bits become floating-point numbers, as in JavaScript; a name may be given once in
+an object.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -30,15 +32,24 @@ MAX_DEPTH = 128
 UNCOUNTED_FIELDS = frozenset({"prompt", "tokens", "input"})
 PARSE_SLICE = 1 << 14  # list entries made Python objects without releasing the interpreter
 WRITE_SLICE = 256  # list entries written without releasing the interpreter
+MAX_INTEGER = 2**64 - 1  # for simdjson
+MAX_NEGATED = 2**63
+MAX_DIGITS = 20  # of these
 JsonObject = dict[str, Any]
 NOT_AN_OBJECT = "the body must be a JSON object"
+_NUMBER_FAULTS = ("BIGINT_ERROR", "NUMBER_ERROR")
+_DIGITS = re.compile(rb"\d+")
+_TO_ZEROS = bytes.maketrans(b"0123456789", b"0" * 10)
+_LONG = b"0" * (MAX_DIGITS - 1)
+_WITHIN_NUMBER = (b".", b"e", b"E", b"e+", b"E+", b"e-", b"E-")  # digits after these are no integer
+_GO_ON = (b".", b"e", b"E")
 _SCALARS = frozenset({str, int, float, bool, type(None)})
 
 
 def parse(body: bytes) -> JsonObject:
     """Parses a body. Errors: RequestError if it is not JSON, not an object, or exceeds a limit."""
     try:
-        document = simdjson.Parser().parse(body)
+        document = _document(body)
     except (ValueError, RuntimeError) as error:
         message = f"the body is not JSON that can be read: {str(error)[:200]}"
         raise RequestError("", message) from None
@@ -47,6 +58,37 @@ def parse(body: bytes) -> JsonObject:
     if len(document) > MAX_FIELDS:
         raise RequestError("", f"the body has {len(document)} fields; the limit is {MAX_FIELDS}")
     return {name: _FieldParser(name).value(part) for name, part in _items(document)}
+
+
+def _document(body: bytes) -> Any:
+    """The parsed body, without Python objects for what is inside. Errors: ValueError,
+    RuntimeError."""
+    try:
+        return simdjson.Parser().parse(body)
+    except (ValueError, RuntimeError) as error:
+        if not str(error).startswith(_NUMBER_FAULTS):
+            raise
+        return simdjson.Parser().parse(_with_floats(body))
+
+
+def _with_floats(body: bytes) -> bytes:
+    """A body with integers of 64 bits only: those beyond end in a fraction."""
+    parts = []
+    done = 0
+    in_text = False
+    zeros = body.translate(_TO_ZEROS)  # a plain search of which is much faster than for digits
+    while (begin := zeros.find(_LONG, done)) >= 0:
+        before = body[done:begin]
+        quotes = before.replace(b"\\\\", b"").replace(b'\\"', b"").count(b'"')
+        in_text ^= bool(quotes % 2)
+        digits = _DIGITS.match(body, begin)[0]  # type: ignore[index]
+        done = begin + len(digits)
+        whole = not before.endswith(_WITHIN_NUMBER) and body[done : done + 1] not in _GO_ON
+        most = MAX_NEGATED if before.endswith(b"-") else MAX_INTEGER
+        # Python converts at most some thousand digits
+        beyond = len(digits) > MAX_DIGITS or int(digits) > most
+        parts += [before, digits, b".0" if whole and beyond and not in_text else b""]
+    return b"".join([*parts, body[done:]])
 
 
 def _items(value: simdjson.Object) -> Iterator[tuple[str, Any]]:
