@@ -15,6 +15,7 @@ from typing import Any
 from jaxserve.api.errors import RequestError
 from jaxserve.api.sampling import RANGES
 from jaxserve.checkpoint.model_files import read_object, say_once
+from jaxserve.checkpoint.model_paths import CheckpointError, reason
 from jaxserve.settings.schema import ConfigError, ModelSource
 
 FILE = "generation_config.json"
@@ -36,6 +37,15 @@ _GGUF_NAMES = {  # in GGUF files -> of `SamplingParams`
     "general.sampling.min_p": "min_p",
     "general.sampling.penalty_repeat": "repetition_penalty",
 }
+
+
+def generation_fields(folder: Path) -> dict[str, Any]:
+    """Reads generation_config.json; one that cannot be read is left out, and said."""
+    try:
+        return read_object(folder / FILE)
+    except CheckpointError as error:
+        say_once(f"left out: {reason(error)}")
+        return {}
 
 
 def sampling_defaults(source: ModelSource, recommended: Sampling = ()) -> dict[str, float]:

@@ -162,15 +162,14 @@ def from_gguf(
 def _family_of(config: dict) -> str:
     """Returns the key of the family that the config names. Errors: CheckpointError if it is not
     supported, or if the config asks for something that the decoder does not support."""
-    names = config.get("architectures")
-    name = names[0] if isinstance(names, list) and names else None
-    families = {family.architecture: key for key, family in FAMILIES.items()}
-    if name not in families:
+    key = _named_family(config)
+    if key is None:
+        known = ", ".join(family.architecture for family in FAMILIES.values())
+        names = str(config.get("architectures")).strip("[]")[:200]
         raise CheckpointError(
-            f"architecture {name!r} is not supported (auto_map is never run); "
-            f"these are: {', '.join(families)}"
+            f"architecture {names} is not supported (auto_map is never run); these are: {known}"
         )
-    family = FAMILIES[families[name]]
+    family = FAMILIES[key]
     wanted = {
         "hidden_act": family.specs.get("mlps", (MlpSpec(),))[0].activation,
         "attention_bias": False,
@@ -178,12 +177,27 @@ def _family_of(config: dict) -> str:
         "partial_rotary_factor": _FULL,
         "quantization_config": None,
     }
-    for key, value in wanted.items():
-        if key not in family.allowed and config.get(key) not in (value, None):
+    for name, value in wanted.items():
+        if name not in family.allowed and config.get(name) not in (value, None):
             raise CheckpointError(
-                f"{key}: {config[key]!r} is not supported with {name}, only {value!r}"
+                f"{name}: {config[name]!r} is not supported with {family.architecture}, "
+                f"only {value!r}"
             )
-    return families[name]
+    return key
+
+
+def _named_family(config: dict) -> str | None:
+    """Returns the key of the first known family in `architectures`, also by the name of its models
+    without a head; where that is missing, of `model_type`."""
+    by_name = {family.architecture: key for key, family in FAMILIES.items()}
+    bodies = {name.replace("ForCausalLM", "Model"): key for name, key in by_name.items()}
+    types = {family.model_type: key for key, family in FAMILIES.items()}
+    names, known = config.get("architectures"), bodies | by_name
+    if not names:
+        names, known = [config.get("model_type")], types
+    if not isinstance(names, list):
+        return None
+    return next((known[name] for name in names if isinstance(name, str) and name in known), None)
 
 
 def _specs(family: Family, eps: float) -> dict[str, Any]:

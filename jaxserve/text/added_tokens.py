@@ -16,15 +16,18 @@ def completed(
     """Returns a tokenizer with the added and special tokens of `facts` that the model has ids for;
     others are left out, and said. place: the name of the files, for that."""
     library = _within(library, facts.vocab, place)
+    special = {
+        token.content for token in library.get_added_tokens_decoder().values() if token.special
+    }
     for id, token in sorted((facts.added or {}).items()):
         if _has_room(library, id, token, facts.vocab):
-            _add(library, token)
+            _add(library, token, token.special or token.text in special)
         else:
             say_once(f"{place}: left out the added token {token.text!r}, which cannot have id {id}")
     for text in (*facts.specials.values(), *facts.extra):
         size = library.get_vocab_size()
         if library.token_to_id(text) is None and (facts.vocab is None or size < facts.vocab):
-            _add(library, AddedToken(text, {"special": True, "normalized": False}))
+            _add(library, AddedToken(text, {"normalized": False}), special=True)
     return library
 
 
@@ -48,9 +51,9 @@ def _has_room(library: tokenizers.Tokenizer, id: int, token: AddedToken, vocab: 
     return id == library.get_vocab_size() and (vocab is None or id < vocab)
 
 
-def _add(library: tokenizers.Tokenizer, token: AddedToken) -> None:
-    added = tokenizers.AddedToken(token.text, **token.flags)
-    if token.special:
+def _add(library: tokenizers.Tokenizer, token: AddedToken, special: bool) -> None:
+    added = tokenizers.AddedToken(token.text, **{**token.flags, "special": special})
+    if special:
         library.add_special_tokens([added])
     else:
         library.add_tokens([added])

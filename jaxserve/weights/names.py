@@ -30,19 +30,22 @@ def tensors_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 def family_names(stored: Iterable[str], model: ModelConfig) -> dict[str, str]:
     """Maps the names of stored tensors to those that the model's family gives them. Embedding
     checkpoints leave the prefix of the body (`model.`) out; wrappers put another before all names.
+    Tensors that are neither in the body nor in the head are left out.
     """
     embed = places(model)["embed"].tensor
     layer, kind = embed.split(".")[-2:]
     body = embed.removesuffix(f"{layer}.{kind}")
-    outside = [name for name in FAMILIES[model.family].tensors if not name.startswith(body)]
+    tensors = FAMILIES[model.family].tensors
+    heads = tuple(name.split(".")[0] + "." for name in tensors if not name.startswith(body))
     found = next((name for name in stored if f".{name}".endswith(f".{layer}.{kind}")), embed)
     prefix = found.removesuffix(f"{layer}.{kind}")
     names = {}
     for name in stored:
         inner = name.removeprefix(prefix.removesuffix(body))
-        if not prefix.endswith(body) and inner not in outside:
+        if not prefix.endswith(body) and not inner.startswith(heads):
             inner = body + inner
-        names[name] = inner
+        if inner.startswith((body, *heads)):
+            names[name] = inner
     return names
 
 

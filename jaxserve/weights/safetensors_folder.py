@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeGuard
 import ml_dtypes
 import numpy as np
 
-from jaxserve.checkpoint.generation_config import FILE
+from jaxserve.checkpoint.generation_config import generation_fields
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.checkpoint.model_config import from_hf
 from jaxserve.checkpoint.model_files import (
@@ -73,7 +73,9 @@ class SafetensorsFolder:
         config = read_config(folder, name)
         stored = _placed_tensors(folder)
         names = family_names(stored, config)
-        self._places = {names[name]: place for name, place in stored.items()}
+        self._places = {names[name]: place for name, place in stored.items() if name in names}
+        if others := [name for name in stored if name not in names]:
+            say_once(f"{folder}: left out tensors of other parts than the decoder: {others[:20]}")
         self.config = _tied_without_head(folder, config, self._places)
         self._maps = {
             file: np.memmap(file, np.uint8, "r")
@@ -117,7 +119,7 @@ def read_config(folder: Path, name: str = "") -> ModelConfig:
     """ModelConfig of a folder's config.json, generation_config.json and tokenizer; name: of the
     model, if the files have none. Errors: CheckpointError."""
     config = read_object(folder / "config.json")
-    generation = read_object(folder / FILE)
+    generation = generation_fields(folder)
     end = eos_id(folder)
     try:
         return from_hf(config, generation, name, end)

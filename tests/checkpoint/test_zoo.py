@@ -302,6 +302,19 @@ def test_what_the_decoder_lacks_is_refused_by_name(change, message):
         from_hf(LLAMA | change)
 
 
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"architectures": ["LlamaModel"]},
+        {"architectures": ["SomeForClassification", "LlamaForCausalLM"]},
+        {"architectures": None, "model_type": "llama"},
+        {"architectures": [], "model_type": "llama"},
+    ],
+)
+def test_a_family_is_known_by_its_body_among_others_and_by_its_type(named):
+    assert from_hf(LLAMA | named) == from_hf(LLAMA)
+
+
 def test_gguf_fields_are_read():
     model = from_gguf(
         GGUF | {"llama.rope.freq_base": 1e5, "tokenizer.ggml.eot_token_id": 5},

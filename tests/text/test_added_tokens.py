@@ -51,6 +51,12 @@ def test_flags_of_the_config_go_before_those_of_the_tokenizer(tmp_path):
     assert tokenizer.encode("a  <end> a") == [ord("a"), 256, ord("a")]
 
 
+def test_a_token_is_special_where_any_file_says_so(tmp_path):
+    config = decoder(_256={"content": "<end>", "special": False, "normalized": False})
+    tokenizer = load(tmp_path, "<end>", tokenizer_config__json=config)
+    assert tokenizer.special_ids == {256} and tokenizer.decode([97, 256]) == "a"
+
+
 def test_older_added_tokens_and_named_ones_are_tokens_too(tmp_path):
     tokenizer = load(
         tmp_path,

@@ -69,6 +69,16 @@ def test_tensors_under_another_prefix_are_those_of_the_model(prefix, config, tmp
     assert all(np.array_equal(checkpoint.read(name), value) for name, value in values.items())
 
 
+def test_tensors_of_other_parts_are_left_out_and_said(tmp_path, caplog):
+    values = tensors(TINY)
+    more = {"v_head.summary.weight": np.ones((1, 64), np.float32)}
+    assert opened(write_folder(tmp_path, TINY, values | more)).tensors().keys() == values.keys()
+    assert "other parts than the decoder: ['v_head.summary.weight']" in caplog.text
+    inside = {"lm_head.bias": np.ones(512, np.float32)}
+    with pytest.raises(CheckpointError, match=r"1 unexpected: lm_head\.bias"):
+        opened(write_folder(tmp_path, TINY, values | inside))
+
+
 def test_the_embedding_is_the_head_of_a_model_without_one(tmp_path, caplog):
     values = tensors(TINY)
     del values["lm_head.weight"]
@@ -78,7 +88,7 @@ def test_the_embedding_is_the_head_of_a_model_without_one(tmp_path, caplog):
 
 
 @pytest.mark.parametrize(
-    "file", ["config.json", "generation_config.json", "model-00001-of-00001.safetensors"]
+    "file", ["config.json", "tokenizer_config.json", "model-00001-of-00001.safetensors"]
 )
 def test_git_lfs_pointers_are_named(file, tmp_path):
     folder = write_folder(tmp_path, TINY, tensors(TINY))
@@ -91,6 +101,14 @@ def test_a_gguf_may_be_a_git_lfs_pointer_too(tmp_path):
     (tmp_path / "m.gguf").write_text("version https://git-lfs.github.com/spec/v1\noid x\n")
     with pytest.raises(CheckpointError, match=r"m\.gguf: is a git-lfs pointer"):
         weights.open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{'top_k': 1}"])
+def test_a_generation_config_that_cannot_be_read_is_left_out_and_said(content, tmp_path, caplog):
+    folder = write_folder(tmp_path, TINY, tensors(TINY))
+    (folder / "generation_config.json").write_text(content)
+    assert opened(folder).config.eos_ids == TINY.eos_ids
+    assert f"left out: {folder / 'generation_config.json'}: " in caplog.text
 
 
 def test_ends_and_sampling_of_a_folder_are_read_from_all_its_files(tmp_path):
