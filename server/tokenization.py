@@ -10,11 +10,11 @@ from starlette.responses import Response
 
 from jaxserve.api.errors import RequestError
 from jaxserve.server.frontend import Frontend
-from jaxserve.server.generation.chat import Tool, tool_message
 from jaxserve.server.generation.fields import FirstFault, IdsField, Messages, OpenModel
 from jaxserve.server.generation.responding import INLINE_TOKENS
 from jaxserve.server.generation.routing import json_response, open_router
 from jaxserve.server.generation.token_writer import TokenWriter
+from jaxserve.server.generation.tools import MAX_TOOLS, ChosenTools, Tool
 from jaxserve.server.generation.unknown_fields import UnknownFields
 from jaxserve.server.json_body import JsonObject, dump_in_thread_if
 from jaxserve.server.prompts import Chat, Text
@@ -27,7 +27,7 @@ class TokenizeRequest(OpenModel):
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    tools: Annotated[list[Tool], FirstFault()] | None = Field(None, max_length=128)
+    tools: Annotated[list[Tool], FirstFault()] | None = Field(None, max_length=MAX_TOOLS)
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool = False
 
@@ -59,7 +59,10 @@ def tokenization_routes(frontend: Frontend, unknown: UnknownFields) -> fastapi.A
         if body.prompt is None:
             prompt: Chat | Text = Chat(
                 body.messages or (),
-                [tool_message(tool) for tool in body.tools or ()],
+                [
+                    function.as_message()
+                    for function in ChosenTools(body.tools or (), None).functions
+                ],
                 body.chat_template_kwargs or {},
                 body.add_generation_prompt,
                 body.continue_final_message,

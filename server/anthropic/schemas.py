@@ -6,23 +6,54 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from jaxserve.api.errors import RequestError
 from jaxserve.server.generation.chat import ChatRequest
 from jaxserve.server.generation.fields import FirstFault, OpenModel, add_limits, text_in
+from jaxserve.server.generation.tools import FUNCTION, MAX_TOOLS, MAX_TYPE_CHARS, anything, unjudged
 from jaxserve.server.json_body import JsonObject
 
+CUSTOM = "custom"  # the type of tools that the client describes
 # of content that models need not see again
 UNSEEN_BLOCKS = ("thinking", "redacted_thinking")
 
 
 class ClientTool(OpenModel):
-    name: str
-    type: Literal["custom"] | None = Field(None, description="tools that a server runs are refused")
+    """A tool that the client describes, or one of Anthropic's, which has no effect."""
+
+    name: str = ""
+    type: str | None = Field(None, max_length=MAX_TYPE_CHARS)
     description: str | None = None
-    input_schema: dict[str, Any]
+    input_schema: Annotated[dict[str, Any] | None, BeforeValidator(anything)] = None
     strict: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _unjudged(cls, tool: Any) -> Any:
+        return unjudged(tool, cls.model_fields, CUSTOM)
+
+    @model_validator(mode="after")
+    def _named(self) -> ClientTool:
+        if not self.name and not self.ignored_as:
+            raise ValueError("has no name")
+        return self
+
+    @property
+    def ignored_as(self) -> str:
+        return "" if self.type in (None, CUSTOM) else str(self.type)
+
+    def as_chat(self) -> JsonObject:
+        """The tool as a chat's body has it."""
+        if self.ignored_as:
+            return {"type": self.ignored_as}
+        function = {
+            "name": self.name,
+            "description": self.description,
+            "parameters": self.input_schema,
+            "strict": self.strict,
+        }
+        return {"type": FUNCTION, FUNCTION: function}
 
 
 class ToolChoice(OpenModel):
@@ -47,7 +78,7 @@ class CountRequest(OpenModel):
     model: str = Field("", description="'' or absent means the one that is served")
     messages: Annotated[list[Message], FirstFault(), Field(json_schema_extra={"minItems": 1})]
     system: str | list[dict[str, Any]] | None = None
-    tools: Annotated[list[ClientTool], FirstFault()] | None = Field(None, max_length=128)
+    tools: Annotated[list[ClientTool], FirstFault()] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
 
@@ -58,7 +89,7 @@ class CountRequest(OpenModel):
         return ChatRequest.of(
             self,
             messages=list(self._messages()),
-            tools=[_chat_tool(tool) for tool in self.tools or ()],
+            tools=[tool.as_chat() for tool in self.tools or ()],
             tool_choice=_chat_choice(choice),
             parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
             chat_template_kwargs={} if thinks else {"enable_thinking": False},
@@ -94,16 +125,6 @@ class MessagesRequest(CountRequest):
 
     def _renamed(self) -> JsonObject:
         return {"stop": self.stop_sequences}
-
-
-def _chat_tool(tool: ClientTool) -> JsonObject:
-    function = {
-        "name": tool.name,
-        "description": tool.description,
-        "parameters": tool.input_schema,
-        "strict": tool.strict,
-    }
-    return {"type": "function", "function": function}
 
 
 def _chat_choice(choice: ToolChoice | None) -> Any:

@@ -4,7 +4,7 @@ call that it asks for."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
@@ -15,6 +15,7 @@ from jaxserve.server.generate_call import GenerateCall
 from jaxserve.server.generation import kv_transfer
 from jaxserve.server.generation.bodies import GenerateRequest
 from jaxserve.server.generation.fields import FirstFault, Messages, OnlyValues, OpenModel
+from jaxserve.server.generation.tools import MAX_TOOLS, Choice, ChosenTools, Tool
 from jaxserve.server.http_app import first_fault
 from jaxserve.server.json_body import JsonObject
 from jaxserve.server.prompts import Chat
@@ -24,45 +25,13 @@ from jaxserve.text.structured_output.tools import calls_guide, forced_call
 UNLIMITED_TOKENS = MAX_INT32  # max_tokens of a chat that sets none: up to the model's limit
 
 
-class Function(OpenModel):
-    # as long as Anthropic allows, in all protocols: OpenAI's limit of 64 is short for MCP
-    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(OpenModel):
-    type: Literal["function"]
-    function: Function
-
-
-class NamedFunction(OpenModel):
-    name: str
-
-
-class NamedTool(OpenModel):
-    type: Literal["function"]
-    function: NamedFunction
-
-
-class AllowedTools(OpenModel):
-    mode: Literal["auto", "required"]
-    tools: list[NamedTool]
-
-
-class AllowedChoice(OpenModel):
-    type: Literal["allowed_tools"]
-    allowed_tools: AllowedTools
-
-
 class ChatRequest(GenerateRequest):
     messages: Messages
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: Annotated[list[Tool], FirstFault()] | None = Field(None, max_length=128)
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedChoice | None = None
+    tools: Annotated[list[Tool], FirstFault()] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = Field(
         None, description="as in vLLM: whether the prompt ends with the beginning of an answer"
@@ -98,46 +67,8 @@ class ChatRequest(GenerateRequest):
             raise first_fault(error.errors()[0]) from None
 
     @property
-    def usable_tools(self) -> Sequence[Tool]:
-        """Tools that the model may call."""
-        tools = [] if self.tool_choice == "none" else self.tools or []
-        if isinstance(self.tool_choice, AllowedChoice):
-            return [tool for tool in tools if tool.function.name in self._chosen_names]
-        return tools
-
-    @property
-    def must_call(self) -> bool:
-        """True if the output must be a call of a tool."""
-        choice = self.tool_choice
-        if isinstance(choice, AllowedChoice):
-            return choice.allowed_tools.mode == "required"
-        return choice == "required" or isinstance(choice, NamedTool)
-
-    @property
-    def _chosen_names(self) -> Sequence[str]:
-        """Tools that the choice names."""
-        match self.tool_choice:
-            case NamedTool(function=function):
-                return [function.name]
-            case AllowedChoice(allowed_tools=allowed):
-                return [tool.function.name for tool in allowed.tools]
-        return []
-
-    @property
-    def named_tool(self) -> str | None:
-        """The tool that must be called, if it is one."""
-        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
-
-    def check_tools(self) -> None:
-        """Refuses tools of one name, and a choice that is not among them. Errors: RequestError."""
-        names = [tool.function.name for tool in self.tools or ()]
-        if len(set(names)) < len(names):
-            raise RequestError("tools", "has two functions of one name")
-        for name in self._chosen_names:
-            if name not in names:
-                raise RequestError("tool_choice", f"{name!r:.100} is not among the tools")
-        if self.must_call and not self.usable_tools:
-            raise RequestError("tool_choice", "is required, but there are no tools")
+    def chosen_tools(self) -> ChosenTools:
+        return ChosenTools(self.tools or (), self.tool_choice)
 
     @property
     def template_variables(self) -> dict[str, Any]:
@@ -150,7 +81,8 @@ class ChatRequest(GenerateRequest):
 
 def chat_call(frontend: Frontend, body: ChatRequest, headers: Mapping[str, str]) -> GenerateCall:
     """Returns the call that a chat asks for. Errors: RequestError."""
-    body.check_tools()
+    chosen = body.chosen_tools
+    chosen.check()
     kv_transfer.check(body.kv_transfer_params)
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs", "needs logprobs=true")
@@ -161,14 +93,14 @@ def chat_call(frontend: Frontend, body: ChatRequest, headers: Mapping[str, str])
         max_tokens=limit,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
-    tools = [tool_message(tool) for tool in body.usable_tools]
+    tools = [function.as_message() for function in chosen.functions]
     fields = body.call_fields(headers)
-    if body.must_call:
+    if chosen.required:
         # a response format is for texts, and a forced call has none
         if body.structured_outputs is not None and fields["guided"] is not None:
             field = fields["guided_field"]
             raise RequestError("tool_choice", f"cannot force a call beside {field}")
-        fields |= {"guided": forced_call(tools, body.named_tool), "guided_field": "tools"}
+        fields |= {"guided": forced_call(tools, chosen.named), "guided_field": "tools"}
     if fields["guided"] is None:
         fields["keep_special"] = bool(tools) or frontend.chat_formats.keeps_special
         if (strict := _strict_calls(frontend, tools)) is not None:
@@ -194,9 +126,3 @@ def _strict_calls(frontend: Frontend, tools: Sequence[JsonObject]) -> Guided | N
         return None
     marks = form.marks
     return calls_guide(tools, marks.begin, marks.end, tokenizer.is_token(marks.begin))
-
-
-def tool_message(tool: Tool) -> JsonObject:
-    """Returns a tool as the model's chat template takes it."""
-    fields = tool.function.model_dump(include=set(Function.model_fields), exclude_none=True)
-    return {"type": tool.type, "function": fields}

@@ -42,7 +42,7 @@ class ChatParts:
     """Reads the completions of one chat, of which there are several choices."""
 
     def __init__(self, frontend: Frontend, body: ChatRequest):
-        self.has_tools = bool(body.usable_tools)
+        self.has_tools = bool(body.chosen_tools.functions)
         self._tokenizer = frontend.tokenizer
         self._form = output_format(frontend, body)
         self._most_calls = 1 if body.parallel_tool_calls is False else MAX_CALLS
@@ -116,8 +116,9 @@ def _tokens_of(texts: Sequence[str], pieces: Sequence[bytes]) -> int:
 
 def output_format(frontend: Frontend, body: ChatRequest) -> OutputFormat:
     """Returns the format of a chat's completions."""
-    schemas = {tool.function.name: tool.function.parameters or {} for tool in body.usable_tools}
-    if body.must_call:
+    chosen = body.chosen_tools
+    schemas = {function.name: function.parameters or {} for function in chosen.functions}
+    if chosen.required:
         return OutputFormat(tools=FORCED, schemas=schemas, forced=True)
     if body.guided()[0] is not None:  # from the first token on
         return OutputFormat()

@@ -76,6 +76,11 @@ class OpenModel(BaseModel):
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
+    @property
+    def ignored_as(self) -> str:
+        """The name under which all of this is reported to have no effect; '': it has."""
+        return ""
+
 
 def add_limits(schema: JsonObject) -> None:
     """Adds the limits of its fields to the schema of a body. A limit of one type says nothing of
@@ -115,11 +120,10 @@ Messages = Annotated[
 ]
 
 
-def schema_in(field: str) -> ConfigDict:
-    """Returns a model's config whose OpenAPI schema requires `field` in formats of type
-    json_schema."""
-    of_type: JsonObject = {"properties": {"type": {"const": "json_schema"}}, "required": ["type"]}
-    return ConfigDict(json_schema_extra={"if": of_type, "then": {"required": [field]}})
+def schema_in(field: str, of_type: str = "json_schema") -> ConfigDict:
+    """Returns a model's config whose OpenAPI schema requires `field` in entries of a type."""
+    condition: JsonObject = {"properties": {"type": {"const": of_type}}, "required": ["type"]}
+    return ConfigDict(json_schema_extra={"if": condition, "then": {"required": [field]}})
 
 
 def text_in(entry: Mapping[str, Any], name: str, where: str) -> str:

@@ -55,6 +55,9 @@ def _names(value: Any, prefix: str) -> Iterator[str]:
             yield from _names(part, prefix)
     if not isinstance(value, OpenModel):
         return
+    if value.ignored_as:
+        yield f"{prefix}{value.ignored_as}"
+        return
     for name, extra in (value.model_extra or {}).items():
         if extra is not None:
             yield f"{prefix}{name[:MAX_NAME_CHARS]}"

@@ -142,7 +142,7 @@ def said_by(role, content):
         (said_by("user", [{"type": "image"}]), "messages.0.content.0.type"),
         (said_by("robot", "x"), "messages.0.role"),
         (said_by("user", [{"type": "text"}]), "messages.0.content.0.text"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type"),
+        ({"tools": [{"description": "x"}]}, "tools.0"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"temperature": -1}, "temperature"),
         ({"messages": []}, "messages"),

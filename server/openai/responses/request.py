@@ -10,7 +10,9 @@ from pydantic import ConfigDict, Field
 from jaxserve.api.errors import RequestError
 from jaxserve.server.generation.chat import ChatRequest
 from jaxserve.server.generation.fields import OpenModel, add_limits, schema_in, text_in
+from jaxserve.server.generation.tools import MAX_TOOLS
 from jaxserve.server.json_body import JsonObject
+from jaxserve.server.openai.responses.tools import FunctionTool, ToolsChoice
 
 MAX_ITEMS = 10_000
 LOGPROBS = "message.output_text.logprobs"  # what `include` calls them
@@ -37,34 +39,6 @@ class ReasoningSettings(OpenModel):
     summary: str | None = Field(None, description="has no effect")
 
 
-class FunctionTool(OpenModel):
-    type: Literal["function"]
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class NamedFunctionTool(OpenModel):
-    type: Literal["function"]
-    name: str
-
-    def as_chat(self) -> JsonObject:
-        """The choice as a chat's body has it."""
-        return {"type": "function", "function": {"name": self.name}}
-
-
-class AllowedFunctionTools(OpenModel):
-    type: Literal["allowed_tools"]
-    mode: Literal["auto", "required"]
-    tools: list[NamedFunctionTool]
-
-    def as_chat(self) -> JsonObject:
-        """The choice as a chat's body has it."""
-        tools = [tool.as_chat() for tool in self.tools]
-        return {"type": self.type, "allowed_tools": {"mode": self.mode, "tools": tools}}
-
-
 class ResponsesRequest(OpenModel):
     model_config = ConfigDict(json_schema_extra=add_limits)
 
@@ -76,10 +50,8 @@ class ResponsesRequest(OpenModel):
     top_p: float | None = None
     top_logprobs: int | None = Field(None, description=f"goes with include: [{LOGPROBS!r}]")
     stream: bool | None = None
-    tools: list[FunctionTool] | None = Field(None, max_length=128)
-    tool_choice: (
-        Literal["none", "auto", "required"] | NamedFunctionTool | AllowedFunctionTools | None
-    ) = None
+    tools: list[FunctionTool] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: ToolsChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextSettings | None = None
     reasoning: ReasoningSettings | None = None
@@ -122,18 +94,13 @@ class ResponsesRequest(OpenModel):
             max_completion_tokens=self.max_output_tokens,
             logprobs=self.wants_logprobs or None,
             reasoning_effort=self.reasoning and self.reasoning.effort,
-            tools=[_chat_tool(tool) for tool in self.tools or ()],
+            tools=[tool.as_chat() for tool in self.tools or ()],
             tool_choice=_chat_choice(self.tool_choice),
             response_format=_chat_format(self.text),
         )
 
 
-def _chat_tool(tool: FunctionTool) -> JsonObject:
-    fields = tool.model_dump(include={"name", "description", "parameters", "strict"})
-    return {"type": "function", "function": fields}
-
-
-def _chat_choice(choice: str | NamedFunctionTool | AllowedFunctionTools | None) -> Any:
+def _chat_choice(choice: ToolsChoice | None) -> Any:
     return choice if choice is None or isinstance(choice, str) else choice.as_chat()
 
 
