@@ -1,5 +1,5 @@
 """Text to token ids and back: `Tokenizer`. `vocabulary` builds one from a GGUF file,
-`chat_template` renders chats.
+`conversation` fits chats to the model's template, and `chat_template` renders them.
 
 The Rust library `tokenizers` encodes. Decoding is a table from ids to bytes, so that a stream of
 tokens can be turned into text one token at a time, exactly as all of them at once.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import functools
 import json
+import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -22,15 +23,21 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 from jaxserve.api.errors import RequestError
+from jaxserve.api.log_once import LogOnce
 from jaxserve.text.chat_output.formats import describes_tools
+from jaxserve.text.conversation import Message, Remedies, plain_messages
 from jaxserve.text.tool_prompt import with_tools_told
 
 MAX_ITERATIONS = 1_000_000  # of all loops, and calls, of one rendering together
+PROBE_ITERATIONS = 10_000  # of one that only tries what the template takes
 MAX_VALUE_CHARS = 256
 # a width, in what % formats, of 10,000 or of an argument
 WIDE = re.compile(r"%[^a-zA-Z%]*([0-9]{5}|\*)")
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "iterations_left")
 MAX_WRAPPING = 2**20  # characters that a template may add, besides four times those of the messages
+END = "\ue0f0\ue0f1"  # behind the text that is continued, in letters that nobody writes
+PROBE_TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
+log = logging.getLogger(__name__)
 
 
 class ChatTemplate:
@@ -40,6 +47,7 @@ class ChatTemplate:
     def __init__(self, source: str, specials: Mapping[str, str]):
         self.source = source
         self.specials = dict(specials)
+        self._notes = LogOnce(log)
 
     @functools.cached_property
     def _template(self) -> jinja2.Template:
@@ -61,100 +69,81 @@ class ChatTemplate:
         for the template, such as enable_thinking. Errors: RequestError for messages that are
         malformed, or that the template refuses or fails on.
         """
-        plain: Sequence[Mapping[str, Any]] = [
-            _message(m, i) for i, m in enumerate(_listed(messages))
-        ]
+        plain = plain_messages(messages, self._notes.warning)
+        if continue_final_message:
+            plain[-1] = _marked(plain[-1])
         if not describes_tools(self.source):
             plain = with_tools_told(plain, tools)
             tools = ()
+        plain = self._remedies.apply(plain)
         limit = 4 * len(json.dumps([plain, list(tools)])) + MAX_WRAPPING
         given = {
             **_values(values),
-            **self.specials,
             "messages": plain,
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
             "tools": list(tools) or None,
-            "documents": None,
         }
-        pieces = []
-        size = 0
         try:
-            for piece in self._template.generate(given, iterations_left=_Budget(limit)):
-                pieces.append(piece)
-                size += len(piece)
-                if size > limit:
-                    raise jinja2.TemplateError(f"it writes more than {limit} characters")
+            text = self._generate(given, _Budget(limit))
         except Exception as error:  # whatever Python raises on the template's behalf
             raise RequestError(
                 "messages", f"the model's chat template fails: {str(error) or type(error).__name__}"
             ) from None
-        text = "".join(pieces)
-        if continue_final_message:
-            return _continued(text, plain[-1]["content"])
-        return text
+        return _continued(text) if continue_final_message else text
+
+    @functools.cached_property
+    def _remedies(self) -> Remedies:
+        """What conversations need for this template to take them, tried once."""
+        remedies = Remedies.of(self.source, self._probe)
+        for remedy in remedies.needed:
+            log.info("for the model's chat template, %s", remedy.does)
+        return remedies
+
+    def _probe(self, messages: Sequence[Message]) -> str | None:
+        """The text of a short conversation with tools; None if the template fails."""
+        return self._attempt(messages, self._probe_tools)
+
+    @functools.cached_property
+    def _probe_tools(self) -> list[Message] | None:
+        """A tool, unless the template takes none."""
+        tools = [PROBE_TOOL]
+        question = [{"role": "user", "content": "x"}]
+        return tools if self._attempt(question, tools) is not None else None
+
+    def _attempt(self, messages: Sequence[Message], tools: list[Message] | None) -> str | None:
+        given = {"messages": messages, "add_generation_prompt": True, "tools": tools}
+        try:
+            return self._generate(given, _Budget(MAX_WRAPPING, PROBE_ITERATIONS))
+        except Exception:  # whatever Python raises on the template's behalf
+            return None
+
+    def _generate(self, given: Mapping[str, Any], budget: _Budget) -> str:
+        """Writes the text for these variables. Errors: whatever the template raises."""
+        variables = {"documents": None, **given, **self.specials}
+        pieces = []
+        size = 0
+        for piece in self._template.generate(variables, iterations_left=budget):
+            pieces.append(piece)
+            size += len(piece)
+            if size > budget.limit:
+                raise jinja2.TemplateError(f"it writes more than {budget.limit} characters")
+        return "".join(pieces)
 
 
-def _continued(rendered: str, content: str) -> str:
-    """Cuts a rendered text at the end of the last message's content."""
-    at = rendered.rfind(content.strip())
-    if not content.strip() or at < 0:
+def _marked(message: Message) -> Message:
+    """A message with a mark at the end of its text. Errors: RequestError if it has none."""
+    if not message["content"].strip():
+        raise RequestError("continue_final_message", "the last message has no text")
+    return {**message, "content": message["content"] + END}
+
+
+def _continued(rendered: str) -> str:
+    """Cuts a rendered text at the mark. Errors: RequestError if it is not there."""
+    text, mark, _ = rendered.rpartition(END)
+    if not mark:
         message = "the last message has no text that the model's chat template shows"
         raise RequestError("continue_final_message", message)
-    whole = content.lstrip()  # templates may strip a content
-    return rendered[:at] + (whole if rendered.startswith(whole, at) else whole.rstrip())
-
-
-def _listed(messages: Any) -> Sequence[Any]:
-    if not isinstance(messages, (list, tuple)) or not messages:
-        raise RequestError("messages", "must be a list of at least one message")
-    return messages
-
-
-def _message(message: Any, number: int) -> dict[str, Any]:
-    """A message as templates expect it: text parts of the OpenAI protocol become one text."""
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise RequestError("messages", f"message {number} is not an object with a role")
-    content = message.get("content")
-    calls = message.get("tool_calls")
-    if calls:
-        if not isinstance(calls, (list, tuple)):
-            raise RequestError("messages", f"message {number} has tool_calls that are no list")
-        message = {**message, "tool_calls": [_call(call, number) for call in calls]}
-        if content is None:
-            content = ""
-    if isinstance(content, (list, tuple)):
-        texts = [
-            part["text"]
-            for part in content
-            if isinstance(part, Mapping) and isinstance(part.get("text"), str)
-        ]
-        if len(texts) < len(content):
-            raise RequestError(
-                "messages",
-                f"message {number} has parts that are not text, which this model cannot take",
-            )
-        content = "\n".join(texts)
-    if not isinstance(content, str):
-        raise RequestError("messages", f"message {number} has no content")
-    return {**message, "content": content}
-
-
-def _call(call: Any, number: int) -> dict[str, Any]:
-    """A call as templates expect it: its arguments are an object, not a text of JSON."""
-    try:
-        function = call["function"]
-        arguments = function["arguments"]
-        if isinstance(arguments, str):
-            arguments = json.loads(arguments)
-        return {
-            **call,
-            "function": {**function, "name": str(function["name"]), "arguments": arguments},
-        }
-    except (TypeError, KeyError, ValueError, RecursionError):
-        raise RequestError(
-            "messages",
-            f"message {number} has a tool call without a function's name and arguments in JSON",
-        ) from None
+    return text
 
 
 def _values(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -173,18 +162,18 @@ def _values(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Budget:
-    """Budget of a rendering. left: iterations of loops, and calls. limit: characters of any
-    one text."""
+    """Budget of a rendering. limit: characters of any one text. iterations: of loops, and calls;
+    left: those that may still come."""
 
-    def __init__(self, limit: int) -> None:
-        self.left = MAX_ITERATIONS
+    def __init__(self, limit: int, iterations: int = MAX_ITERATIONS) -> None:
+        self.left = self.iterations = iterations
         self.limit = limit
 
     def spend(self) -> None:
         self.left -= 1
         if self.left < 0:
             raise jinja2.TemplateError(
-                f"its loops and calls take more than {MAX_ITERATIONS} iterations"
+                f"its loops and calls take more than {self.iterations} iterations"
             )
 
     def sized(self, value: Any) -> Any:

@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxserve.api.errors import RequestError
+from jaxserve.api.log_once import LogOnce
 from jaxserve.server.generation.fields import OpenModel
 from jaxserve.server.http_errors import header_value
 
 HEADER = "x-jaxserve-ignored"
 MOST = 16  # names that an answer tells
 MAX_NAME_CHARS = 64
-MAX_LOGGED = 256  # different names
 log = logging.getLogger(__name__)
 
 
@@ -28,7 +28,7 @@ class UnknownFields:
 
     def __init__(self, strict: bool):
         self._strict = strict
-        self._logged: set[str] = set()
+        self._notes = LogOnce(log)
 
     def headers(self, body: OpenModel) -> dict[str, str]:
         """Headers of the answer to a request with this body. Errors: RequestError for the first
@@ -39,13 +39,8 @@ class UnknownFields:
         if self._strict:
             raise RequestError(names[0], "is not a field that is known here (--strict_fields)")
         for name in names:
-            self._tell(name)
+            self._notes.warning("a request had the field %a, which has no effect", name)
         return {HEADER: header_value(", ".join(names))}
-
-    def _tell(self, name: str) -> None:
-        if name not in self._logged and len(self._logged) < MAX_LOGGED:
-            self._logged.add(name)
-            log.warning("a request had the field %a, which has no effect (not logged again)", name)
 
 
 def _names(value: Any, prefix: str) -> Iterator[str]:

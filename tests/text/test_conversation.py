@@ -1,0 +1,314 @@
+"""Conversations as clients send them, before templates that take less than that."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxserve.api.errors import RequestError
+from jaxserve.text.chat_template import ChatTemplate
+from jaxserve.text.conversation.arguments import read_arguments
+
+ANY = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}[{{ c.id }} {{ c.function.name }} "
+    "{{ c.function.arguments | tojson }}]{% endfor %}"
+    "{% if m.role == 'tool' %}({{ m.name }} {{ m.tool_call_id }}){% endif %}{% endfor %}"
+    "{# tools #}"
+)
+SYSTEM_FIRST = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('the system comes first') }}{% endif %}<{{ m.role }}>{{ m.content }}"
+    "{% endfor %}{# tools #}"
+)
+NO_SYSTEM = (  # as Gemma's
+    "{% for m in messages %}{% if m.role not in ['user', 'assistant'] %}"
+    "{{ raise_exception('no such role') }}{% endif %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content | trim }}{% endfor %}"
+)
+KNOWN_ONLY = (
+    "{% for m in messages %}{% if m.role == 'system' %}S:{{ m.content }}"
+    "{% elif m.role == 'user' %}U:{{ m.content }}{% elif m.role == 'assistant' %}A:{{ m.content }}"
+    "{% endif %};{% endfor %}"
+)
+
+
+def rendered(source, *messages, **rest):
+    return ChatTemplate(source, {"eos_token": "</s>"}).render(list(messages), **rest)
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def system(content, role="system"):
+    return {"role": role, "content": content}
+
+
+def answer(content=None, *calls, **rest):
+    return {"role": "assistant", "content": content, "tool_calls": list(calls), **rest}
+
+
+def call(arguments, name="look", id="c9"):
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def result(content, **rest):
+    return {"role": "tool", "content": content, **rest}
+
+
+# --- roles
+
+
+def test_a_developer_is_a_system_where_the_template_knows_none():
+    assert rendered(KNOWN_ONLY, system("Rhyme.", "developer"), user("x")) == "S:Rhyme.;U:x;"
+    knowing = "{# developer #}" + ANY
+    assert rendered(knowing, system("Rhyme.", "developer")) == "<developer>Rhyme."
+
+
+def test_texts_of_a_system_come_first_as_one_where_the_template_wants_that():
+    chat = [system("one"), user("x"), answer("y"), system("two", "developer"), user("z")]
+    assert rendered(SYSTEM_FIRST, *chat) == "<system>one\n\ntwo<user>x<assistant>y<user>z"
+    assert rendered(ANY, *chat) == "<system>one<user>x<assistant>y<system>two<user>z"
+
+
+def test_a_template_without_a_system_and_with_roles_in_turn_takes_any_conversation():
+    chat = [system("one"), answer("hello"), user("a"), user("b"), system("two"), answer("c")]
+    assert rendered(NO_SYSTEM, *chat) == "<user>one\n\ntwo<assistant>hello<user>a\n\nb<assistant>c"
+    called = [user("x"), answer(None, call("{}")), result("found", tool_call_id="c9"), user("so?")]
+    text = rendered(NO_SYSTEM, *called)
+    assert [text.index(part) for part in ("x", "look", "found", "so?")] == sorted(
+        text.index(part) for part in ("x", "look", "found", "so?")
+    )
+
+
+def test_legacy_calls_and_results_are_calls_and_results():
+    old = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}
+    text = rendered(ANY, user("x"), old, {"role": "function", "name": "f", "content": "1"})
+    assert text == "<user>x<assistant>[call_1 f {}]<tool>1(f call_1)"
+
+
+def test_an_unknown_role_is_given_as_it_is_and_said(caplog):
+    template = ChatTemplate(ANY, {})
+    for _ in range(3):
+        assert template.render([{"role": "critic", "content": "x"}]) == "<critic>x"
+    assert caplog.text.count("'critic'") == 1
+
+
+# --- contents
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        (answer(None), ""),
+        ({"role": "assistant"}, ""),
+        (answer(None, refusal="I will not."), "I will not."),
+        (answer([{"type": "refusal", "refusal": "No."}]), "No."),
+        (answer([{"type": "output_text", "text": "a", "annotations": []}, "b"]), "a\nb"),
+        (answer([{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "a"}]), "a"),
+        (answer([{"type": "audio"}, {"type": "text", "text": "a"}]), "a"),
+        (answer({"type": "text", "text": "a"}), "a"),
+        (answer([]), ""),
+    ],
+)
+def test_whatever_an_assistant_said_is_taken(message, text):
+    assert rendered(ANY, user("x"), message) == f"<user>x<assistant>{text}"
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("a", "a"),
+        (None, ""),
+        ([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "a\nb"),
+        ({"degrees": 21}, '{"degrees": 21}'),
+        ([1, "é"], '[1, "é"]'),
+        (7.5, "7.5"),
+        ([], ""),
+        ([{"type": "image_url"}], "[image_url was left out: only text can be taken]"),
+    ],
+)
+def test_whatever_a_tool_said_is_taken(content, text):
+    chat = [answer(None, call("{}")), result(content, tool_call_id="c9")]
+    assert rendered(ANY, *chat) == f"<assistant>[c9 look {{}}]<tool>{text}(look c9)"
+
+
+def test_results_without_an_id_or_a_name_are_those_of_the_calls_in_turn():
+    calls = [call("{}", "one", "a"), call("{}", "two", "b"), call("{}", "three", "c")]
+    chat = [answer(None, *calls), result("1"), {"role": "tool", "name": "three", "content": "3"}]
+    text = rendered(ANY, *chat, result("2"), result("4"))
+    assert text.endswith("<tool>1(one a)<tool>3(three c)<tool>2(two b)<tool>4(tool call_of_3)")
+
+
+# --- arguments
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        ('{"a": 1}', {"a": 1}),
+        ({"a": 1}, {"a": 1}),
+        ("", {}),
+        (" \n", {}),
+        (None, {}),
+        ("null", {}),
+        ('""', {}),
+        ('{"path": "/usr/lo', {"path": "/usr/lo"}),
+        ('{"a": [1, {"b": tr', {"a": [1, {}]}),
+        ('{"text": "two\nlines"}', {"text": "two\nlines"}),
+        ('{"text": "two\nlin', {"text": "two\nlin"}),
+        ('{"a": 1}}', {"a": 1}),
+        (json.dumps('{"a": 1}'), {"a": 1}),
+        ("[1, 2]", {"arguments": [1, 2]}),
+        ("7", {"arguments": 7}),
+        ("ls -l", {"arguments": "ls -l"}),
+        ('{"half": "\\ud83d"}', {"half": "\ufffd"}),
+        ('{"whole": "\\ud83d\\ude00"}', {"whole": "\U0001f600"}),
+        ("[" * 5000, {"arguments": "[" * 5000}),
+    ],
+)
+def test_arguments_of_any_shape_become_an_object(given, read):
+    assert read_arguments(given)[0] == read
+
+
+@given(st.text() | st.text(alphabet='{}[]":,\\ud8"a1 \n'))
+def test_any_text_of_arguments_can_be_written_again(text):
+    arguments, _ = read_arguments(text)
+    written = json.dumps(arguments, ensure_ascii=False)
+    assert read_arguments(written) == (arguments, True)
+    written.encode()
+
+
+def test_a_repair_is_said_once(caplog):
+    template = ChatTemplate(ANY, {})
+    for broken in ('{"a', '{"b'):
+        template.render([answer(None, call(broken))])
+    assert caplog.text.count("were repaired") == 1
+    ChatTemplate(ANY, {}).render([answer(None, call('{"a": 1}'), call(""))])
+    assert caplog.text.count("were repaired") == 1
+
+
+# --- what templates want of calls
+
+CALLS = "{% for c in m.tool_calls or [] %}"
+ONE_CALL = ANY.replace(
+    CALLS, "{% if m.tool_calls | length > 1 %}{{ raise_exception('one') }}{% endif %}" + CALLS
+)
+NINE = ANY.replace(
+    CALLS, CALLS + "{% if c.id | length != 9 %}{{ raise_exception('nine') }}{% endif %}"
+)
+OWN_TEXT = "{% for m in messages %}<{{ m.role }}>{{ m.content if not m.tool_calls }}"
+OWN = ANY.replace("{% for m in messages %}<{{ m.role }}>{{ m.content }}", OWN_TEXT)
+AS_TEXT = ANY.replace("{{ c.function.arguments | tojson }}", "{{ '=' + c.function.arguments }}")
+SILENT = "{% for m in messages if m.role in ['user', 'assistant'] %}{{ m.content }};{% endfor %}"
+
+
+def test_calls_are_made_one_by_one_where_the_template_takes_one():
+    calls = [call("{}", "one", "a"), call("{}", "two", "b")]
+    chat = [user("x"), answer("Well", *calls), result("2", tool_call_id="b")]
+    text = rendered(ONE_CALL, *chat, result("1", tool_call_id="a"), user("so?"))
+    assert text == (
+        "<user>x<assistant>Well[a one {}]<tool>1(one a)<assistant>[b two {}]<tool>2(two b)<user>so?"
+    )
+
+
+def test_ids_are_made_as_the_template_wants_them():
+    chat = [
+        user("x"),
+        answer(None, call("{}", id="toolu_01")),
+        result("1", tool_call_id="toolu_01"),
+    ]
+    text = rendered(NINE, *chat)
+    id = text.split("[")[1].split()[0]
+    assert len(id) == 9 and id.isalnum() and text.endswith(f"(look {id})")
+    assert rendered(NINE, *chat) == text
+
+
+def test_text_before_a_call_is_not_lost():
+    assert rendered(OWN, user("x"), answer("Well", call("{}"))) == (
+        "<user>x<assistant>Well<assistant>[c9 look {}]"
+    )
+
+
+def test_arguments_are_a_text_where_the_template_takes_no_object():
+    assert rendered(AS_TEXT, answer(None, call({"a": "é"}))) == '<assistant>[c9 look ={"a": "é"}]'
+
+
+def test_calls_and_results_that_a_template_would_leave_out_are_text():
+    text = rendered(
+        SILENT + "{# tools #}", user("x"), answer(None, call('{"a": 1}')), result("yes")
+    )
+    assert '{"name": "look", "arguments": {"a": 1}}' in text and "yes" in text
+
+
+def test_contents_are_parts_where_the_template_takes_no_text():
+    parts = "{% for m in messages %}{% for p in m.content %}{{ p.text }},{% endfor %}{% endfor %}"
+    assert rendered(parts, system("s"), user("x"), answer(None)) == "s,x,,"
+
+
+# --- reasoning
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_earlier_reasoning_is_given_under_the_name_that_the_template_has(name):
+    source = f"{{% for m in messages %}}{{{{ m.{name} }}}}|{{{{ m.content }}}};{{% endfor %}}"
+    for key in ("reasoning_content", "reasoning", "thinking"):
+        assert rendered(source, user("x"), answer("y", **{key: "hm"})) == "|x;hm|y;"
+    parts = [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "y"}]
+    assert rendered(source, answer(parts)) == "hm|y;"
+
+
+def test_earlier_reasoning_is_dropped_where_the_template_has_no_place_for_it():
+    source = "{% for m in messages %}{{ m | tojson }}{% endfor %}"
+    assert "hm" not in rendered(source, user("x"), answer("y", reasoning_content="hm"))
+
+
+# --- the last message
+
+
+def test_a_last_message_is_continued_whatever_the_template_does_with_its_text():
+    source = KNOWN_ONLY.replace("A:{{ m.content }}", "A:{{ m.content | trim | upper }}")
+    chat = [user("x"), answer("It is ")]
+    assert rendered(source, *chat, continue_final_message=True) == "U:x;A:IT IS "
+    chat = [user("A"), answer("A"), user("A"), answer("A")]
+    assert rendered(NO_SYSTEM, *chat, continue_final_message=True).endswith("<user>A<assistant>A")
+    with pytest.raises(RequestError, match="shows"):
+        rendered("{{ messages[0].content }}", *chat, continue_final_message=True)
+
+
+# --- any conversation
+
+WORDS = st.text("ab{}<\n", max_size=6)
+ARGUMENTS = st.none() | WORDS | st.just({"a": 1}) | st.sampled_from(['{"a": "b', '{"a": 1}', "[]"])
+MESSAGES = st.one_of(
+    st.builds(user, WORDS),
+    st.builds(system, WORDS, st.sampled_from(["system", "developer"])),
+    st.builds(answer, st.none() | WORDS, st.builds(call, ARGUMENTS), reasoning=WORDS),
+    st.builds(answer, st.none() | WORDS, refusal=st.none() | WORDS),
+    st.builds(result, st.none() | WORDS | st.just([{"type": "image"}]), tool_call_id=st.just("c9")),
+    st.builds(result, WORDS),
+)
+TEMPLATES = [
+    ChatTemplate(source, {})
+    for source in (ANY, SYSTEM_FIRST, NO_SYSTEM, KNOWN_ONLY, ONE_CALL, NINE, OWN, AS_TEXT, SILENT)
+]
+
+
+@given(st.lists(MESSAGES, min_size=1, max_size=8), st.sampled_from(TEMPLATES))
+def test_no_conversation_is_refused(messages, template):
+    template.render(messages).encode()
+
+
+def test_what_a_template_needs_is_logged_once(caplog):
+    caplog.set_level(logging.INFO)
+    template = ChatTemplate(SYSTEM_FIRST, {})
+    for _ in range(3):
+        template.render([user("x")])
+    assert caplog.text.count("all texts of a system come first") == 1
