@@ -9,6 +9,7 @@ from typing import Any
 from jaxserve.checkpoint.model_files import say_once
 from jaxserve.checkpoint.model_paths import CheckpointError
 
+LAYER_TYPES = {"sliding_attention", "full_attention"}
 _LIMIT = 2**31 - 1
 
 
@@ -49,6 +50,18 @@ class Fields:
         if not isinstance(value, list) or not all(map(_is_positive, value)):
             raise CheckpointError(f"{self.prefix}{key}: must be a list of positive numbers")
         return tuple(map(float, value))
+
+    def layer_types(self, layers: int) -> list[str] | None:
+        """Reads `layer_types`, a kind for each layer; None where it is missing."""
+        types = self.fields.get("layer_types")
+        if types is None:
+            return None
+        if isinstance(types, list) and len(types) == layers and set(types) <= LAYER_TYPES:
+            return types
+        raise CheckpointError(
+            f"layer_types: must be {' or '.join(sorted(LAYER_TYPES, reverse=True))} for each of "
+            f"{layers} layers"
+        )
 
     def _get(self, key: str, default: Any) -> Any:
         value = self.fields.get(self.prefix + key)

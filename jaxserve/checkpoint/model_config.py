@@ -18,13 +18,31 @@ from jaxserve.checkpoint.fields import Fields, token_ids
 from jaxserve.checkpoint.generation_config import FILE, usable_sampling
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.checkpoint.model_paths import CheckpointError
-from jaxserve.checkpoint.rope import SCALINGS, Rope, RopeScaling, llama3_scaling, yarn_magnitude
+from jaxserve.checkpoint.rope import Rope, RopeScaling, llama3_scaling, yarn_magnitude
+from jaxserve.checkpoint.rope_fields import FULL, SLIDING, WHOLE, read_ropes, write_ropes
 from jaxserve.checkpoint.specs import MlpSpec, NormSpec
 
 _MAX_LAYERS = 10_000  # so that listing every tensor of a made-up config ends soon
 _GGUF_ENDS = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
 _GGUF_BEGIN = "tokenizer.ggml.bos_token_id"
-_FULL = 1.0  # partial_rotary_factor of heads that are rotated whole
+_PARTIAL = "partial_rotary_factor"
+# fields of config.json where neither a config nor its family states them
+_DEFAULTS = {"max_position_embeddings": 32768, "rope_theta": 10000.0, "rms_norm_eps": 1e-6}
+# fields that change the mathematics, and their only values in families that do not read them
+_WANTED: dict[str, Any] = {
+    "attention_bias": False,
+    "mlp_bias": False,
+    _PARTIAL: WHOLE,
+    "quantization_config": None,
+    "use_bidirectional_attention": False,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "no_rope_layers": [],
+    "clip_qkv": None,
+    "attention_chunk_size": None,
+}
+# null means that there is none, not the default
+_MAY_BE_NULL = {"sliding_window", "attn_logit_softcapping", "final_logit_softcapping"}
 
 
 def from_hf(
@@ -37,13 +55,15 @@ def from_hf(
     CheckpointError that names the unsupported field.
     """
     generation = generation or {}
-    fields = Fields(config)
+    config = _text_part(config)
     key = _family_of(config)
     family = FAMILIES[key]
+    config = _completed(config, family)
+    fields = Fields(config)
     layers = fields.count("num_hidden_layers", high=_MAX_LAYERS)
     heads = fields.count("num_attention_heads")
-    max_len = fields.count("max_position_embeddings", family.max_len)
-    rope = _hf_rope(config, family, max_len)
+    max_len = fields.count("max_position_embeddings")
+    ropes = read_ropes(config, layers, max_len, family.local_rope)
     d_model = fields.count("hidden_size")
     vocab = fields.count("vocab_size")
     model = ModelConfig(
@@ -52,12 +72,12 @@ def from_hf(
         layers=layers,
         d_model=d_model,
         heads=heads,
-        kv_heads=fields.count("num_key_value_heads", family.kv_heads or heads),
-        head_dim=fields.count("head_dim", family.head_dim or d_model // heads),
+        kv_heads=fields.count("num_key_value_heads", heads),
+        head_dim=fields.count("head_dim", d_model // heads),
         d_ff=fields.count("intermediate_size"),
         vocab=vocab,
-        max_len=_served_len(max_len, rope.scaling),
-        ropes=(rope,),
+        max_len=max(_served_len(max_len, rope.scaling) for rope in ropes),
+        ropes=ropes,
         tied=bool(config.get("tie_word_embeddings", False)),
         eos_ids=token_ids(
             vocab,
@@ -70,17 +90,18 @@ def from_hf(
         bos_id=_first(vocab, "config.json: bos_token_id", config.get("bos_token_id")),
         sampling=usable_sampling(FILE, generation),
         stored=_stored(config),
-        **_specs(family, fields.number("rms_norm_eps", family.norm_eps)),
+        **_specs(family, fields.number("rms_norm_eps")),
     )
     for part in family.parts:
         model = part.read(fields, model)
+    if any(rope.share != WHOLE for rope in ropes) and _PARTIAL not in family.allowed:
+        raise CheckpointError(f"{_PARTIAL}: {ropes[0].share!r} is not supported")
     return _checked(model)
 
 
 def to_hf(model: ModelConfig) -> dict:
     """Converts a ModelConfig to a config.json from which `from_hf` gives the same ModelConfig."""
     family = FAMILIES[model.family]
-    rope = model.ropes[0] or Rope()
     common = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
@@ -94,18 +115,13 @@ def to_hf(model: ModelConfig) -> dict:
         "intermediate_size": model.d_ff,
         "vocab_size": model.vocab,
         "max_position_embeddings": model.max_len,
-        "rope_theta": rope.theta,
-        "rope_scaling": _to_hf_scaling(rope.scaling),
+        **write_ropes(model),
         "rms_norm_eps": model.norms.eps,
         "tie_word_embeddings": model.tied,
         "eos_token_id": list(model.eos_ids),
         "bos_token_id": model.bos_id,
         "torch_dtype": model.stored,
     }
-    if rope.share != _FULL:
-        common["partial_rotary_factor"] = rope.share
-    if rope.scaling is not None and rope.scaling.kind == "longrope":
-        common["original_max_position_embeddings"] = rope.scaling.original_max_len
     for part in family.parts:
         common |= part.write(model)
     return common
@@ -170,13 +186,8 @@ def _family_of(config: dict) -> str:
             f"architecture {names} is not supported (auto_map is never run); these are: {known}"
         )
     family = FAMILIES[key]
-    wanted = {
-        "hidden_act": family.specs.get("mlps", (MlpSpec(),))[0].activation,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "partial_rotary_factor": _FULL,
-        "quantization_config": None,
-    }
+    activation = family.specs.get("mlps", (MlpSpec(),))[0].activation
+    wanted = _WANTED | {"hidden_act": activation, "hidden_activation": activation}
     for name, value in wanted.items():
         if name not in family.allowed and config.get(name) not in (value, None):
             raise CheckpointError(
@@ -190,14 +201,46 @@ def _named_family(config: dict) -> str | None:
     """Returns the key of the first known family in `architectures`, also by the name of its models
     without a head; where that is missing, of `model_type`."""
     by_name = {family.architecture: key for key, family in FAMILIES.items()}
+    by_name |= {name: key for key, family in FAMILIES.items() for name in family.multimodal}
     bodies = {name.replace("ForCausalLM", "Model"): key for name, key in by_name.items()}
     types = {family.model_type: key for key, family in FAMILIES.items()}
     names, known = config.get("architectures"), bodies | by_name
     if not names:
-        names, known = [config.get("model_type")], types
+        kind = str(config.get("model_type")).removesuffix("_text").replace("_", "")
+        names, known = [kind], types
     if not isinstance(names, list):
         return None
     return next((known[name] for name in names if isinstance(name, str) and name in known), None)
+
+
+def _text_part(config: dict) -> dict:
+    """Returns the config of the text part of a multimodal one, with what both share; any other as
+    it is."""
+    text = config.get("text_config")
+    if text is None:
+        return config
+    if not isinstance(text, dict):
+        raise CheckpointError("text_config: must be an object")
+    own = {key: value for key, value in text.items() if value is not None}
+    return config | own | {"architectures": config.get("architectures")}
+
+
+def _completed(config: dict, family: Family) -> dict:
+    """Returns the config with the fields that it leaves to the defaults of its family."""
+    defaults = {**_DEFAULTS, **family.defaults}
+    config = config | {
+        key: value
+        for key, value in defaults.items()
+        if config.get(key) is None and not (key in config and key in _MAY_BE_NULL)
+    }
+    every = family.full_every
+    if every and config.get("layer_types") is None:
+        fields = Fields(config)
+        layers = fields.count("num_hidden_layers", high=_MAX_LAYERS)
+        every = fields.count("sliding_window_pattern", every)
+        types = [FULL if (i + 1) % every == 0 else SLIDING for i in range(layers)]
+        config = config | {"layer_types": types}
+    return config
 
 
 def _specs(family: Family, eps: float) -> dict[str, Any]:
@@ -212,79 +255,6 @@ def _stored(config: dict) -> str:
     if stored in ("float32", "float16"):
         return stored
     return "bfloat16"
-
-
-def _hf_rope(config: dict, family: Family, max_len: int) -> Rope:
-    """Reads RoPE from `rope_parameters` (transformers 5) or from `rope_theta`, `rope_scaling` and
-    `partial_rotary_factor` (hubs)."""
-    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(parameters, dict) or any(isinstance(v, dict) for v in parameters.values()):
-        raise CheckpointError(
-            f"rope_parameters: {parameters!r} is not one set of parameters for all layers"
-        )
-    top = {
-        key: config.get(key)
-        for key in ("rope_theta", "original_max_position_embeddings", "partial_rotary_factor")
-    }
-    fields = Fields({**top, **{k: v for k, v in parameters.items() if v is not None}})
-    theta = fields.number("rope_theta", family.rope_theta)
-    share = fields.number("partial_rotary_factor", _FULL)
-    if share != _FULL and "partial_rotary_factor" not in family.allowed:
-        raise CheckpointError(f"partial_rotary_factor: {share!r} is not supported")
-    kind = parameters.get("rope_type") or parameters.get("type") or "default"
-    return Rope(theta, _hf_scaling(kind, fields, max_len), share)
-
-
-def _hf_scaling(kind: str, fields: Fields, max_len: int) -> RopeScaling | None:
-    """Reads a RoPE scaling of this kind."""
-    if kind == "default":
-        return None
-    if kind == "linear":
-        return RopeScaling(kind, fields.number("factor"))
-    if kind == "llama3":
-        original = fields.count("original_max_position_embeddings")
-        low = fields.number("low_freq_factor")
-        high = fields.number("high_freq_factor")
-        if not low < high:
-            raise CheckpointError(f"low_freq_factor: {low} is not below high_freq_factor {high}")
-        return RopeScaling(kind, fields.number("factor"), original, low, high)
-    original = fields.count("original_max_position_embeddings", max_len)
-    if kind == "yarn":
-        return RopeScaling(
-            kind,
-            fields.number("factor", max_len / original),
-            original,
-            beta_fast=fields.number("beta_fast", 32.0),
-            beta_slow=fields.number("beta_slow", 1.0),
-            attention_factor=fields.optional("attention_factor"),
-            mscale=fields.optional("mscale"),
-            mscale_all_dim=fields.optional("mscale_all_dim"),
-            truncate=bool(fields.fields.get("truncate", True)),
-        )
-    if kind in ("longrope", "su"):
-        return RopeScaling(
-            "longrope",
-            fields.number("factor", max_len / original),
-            original,
-            attention_factor=fields.optional("attention_factor"),
-            short=fields.numbers("short_factor"),
-            long=fields.numbers("long_factor"),
-        )
-    raise CheckpointError(f"rope scaling {kind!r} is not one of default, {', '.join(SCALINGS)}")
-
-
-def _to_hf_scaling(scaling: RopeScaling | None) -> dict | None:
-    if scaling is None:
-        return None
-    fields = dataclasses.asdict(scaling)
-    written = {
-        "rope_type": fields.pop("kind"),
-        "original_max_position_embeddings": fields.pop("original_max_len") or None,
-    }
-    for key in ("short", "long"):
-        if divisors := fields.pop(key):
-            written[f"{key}_factor"] = list(divisors)
-    return written | fields
 
 
 def _served_len(max_len: int, scaling: RopeScaling | None) -> int:
@@ -377,7 +347,7 @@ def _checked(model: ModelConfig) -> ModelConfig:
 
 def _check_rope(rope: Rope, head_dim: int) -> None:
     dims = rope.dims(head_dim)
-    if rope.share > _FULL or dims < 2 or dims % 2:
+    if rope.share > WHOLE or dims < 2 or dims % 2:
         raise CheckpointError(
             f"partial_rotary_factor: {rope.share} of a head size of {head_dim} is no even number "
             "of dimensions"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxserve.checkpoint.families import FAMILIES
 from jaxserve.weights.sources import Index, Sources, empty, inputs_first, transpose
 
 
@@ -68,10 +69,22 @@ def _qkv_bias(sources: Sources, index: Index) -> np.ndarray:
 
 def _heads(sources: Sources, kv: slice, columns: slice | None) -> np.ndarray:
     """Rows of queries, keys and values, [K, G + 2, H, ...] for the kv heads `kv`."""
-    query, *others = sources.parts
-    parts = [_query_heads(sources, query, kv, columns)]
-    parts += [_kv_heads(sources, part, kv, columns) for part in others]
-    return np.concatenate(parts, 1)
+    query, key, value = sources.parts
+    q = _query_heads(sources, query, kv, columns)
+    k = _kv_heads(sources, key, kv, columns)
+    v = _kv_heads(sources, value, kv, columns)
+    if FAMILIES[sources.stored.family].interleaved:
+        q = _in_halves(q, sources.rotated)
+        k = _in_halves(k, sources.rotated)
+    return np.concatenate([q, k, v], 1)
+
+
+def _in_halves(heads: np.ndarray, dims: int) -> np.ndarray:
+    """Rows [K, n, H, ...] of which the first `dims` of each head are rotated in pairs 2 i and 2 i +
+    1, in the order in which the pairs are i and i + dims / 2."""
+    order = np.arange(heads.shape[2])
+    order[:dims] = [*range(0, dims, 2), *range(1, dims, 2)]
+    return heads[:, :, order]
 
 
 def _query_heads(sources: Sources, part: str, kv: slice, columns: slice | None) -> np.ndarray:
@@ -88,6 +101,18 @@ def _kv_heads(sources: Sources, part: str, kv: slice, columns: slice | None) -> 
     stored = np.arange(kv.start, kv.stop) * sources.stored.kv_heads // sources.model.kv_heads
     rows = sources.read(part, slice(stored[0] * H, (stored[-1] + 1) * H), columns)
     return rows.reshape(-1, 1, H, *rows.shape[1:])[stored - stored[0]]
+
+
+def _o_bias(sources: Sources, index: Index) -> np.ndarray:
+    return sources.read(sources.parts[0], index[0], None).astype(sources.dtype)
+
+
+def _sinks(sources: Sources, index: Index) -> np.ndarray:
+    """[K, G]."""
+    G = sources.model.heads // sources.model.kv_heads
+    rows = slice(index[0].start * G, index[0].stop * G)
+    stored = sources.read(sources.parts[0], rows, None)
+    return stored.astype(sources.dtype).reshape(-1, G)[:, index[1]]
 
 
 def _q_norm(sources: Sources, index: Index) -> np.ndarray:
@@ -135,7 +160,9 @@ TABLE: dict[str, Assembly] = {
     "layers.{layers}.attention.qkv_bias": Assembly(("q_bias", "k_bias", "v_bias"), _qkv_bias),
     "layers.{layers}.attention.q_norm": Assembly(("q_norm",), _q_norm),
     "layers.{layers}.attention.k_norm": Assembly(("k_norm",), _k_norm),
+    "layers.{layers}.attention.sinks": Assembly(("sinks",), _sinks),
     "layers.{layers}.attention.o_proj": Assembly(("o",), _o_proj),
+    "layers.{layers}.attention.o_bias": Assembly(("o_bias",), _o_bias),
     "layers.{layers}.mlp_norm": Assembly(("mlp_norm",), _norm),
     "layers.{layers}.mlp_post_norm": Assembly(("mlp_post_norm",), _norm),
     "layers.{layers}.mlp.gate_up": Assembly(("gate", "up"), _gate_up),

@@ -39,9 +39,12 @@ def family_names(stored: Iterable[str], model: ModelConfig) -> dict[str, str]:
     heads = tuple(name.split(".")[0] + "." for name in tensors if not name.startswith(body))
     found = next((name for name in stored if f".{name}".endswith(f".{layer}.{kind}")), embed)
     prefix = found.removesuffix(f"{layer}.{kind}")
+    wrapper = prefix.removesuffix(body)
     names = {}
     for name in stored:
-        inner = name.removeprefix(prefix.removesuffix(body))
+        if not name.startswith((wrapper, *heads)):
+            continue
+        inner = name.removeprefix(wrapper)
         if not prefix.endswith(body) and not inner.startswith(heads):
             inner = body + inner
         if inner.startswith((body, *heads)):

@@ -46,6 +46,12 @@ class Sources:
     model: ModelConfig
     dtype: np.dtype
 
+    @property
+    def rotated(self) -> int:
+        """Number of dimensions of a head that the layer's RoPE rotates."""
+        rope = self.model.rope(int(self.numbers["layers"]))
+        return 0 if rope is None else rope.dims(self.model.head_dim)
+
     def read(self, part: str, rows: slice, columns: slice | None) -> np.ndarray:
         """Reads a slice of a part."""
         place = places(self.stored)[part]

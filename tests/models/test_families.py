@@ -1,112 +1,61 @@
 """Families equal transformers: log-probabilities and greedy tokens of tiny random models, as
-`oracle.json` has them, through the paged engine."""
+`tests.models.oracle` has them, through the paged engine."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jaxserve.checkpoint.families import FAMILIES, LLAMA_TENSORS, ConfigPart, Family
-from jaxserve.checkpoint.fields import Fields
-from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.checkpoint.model_config import from_hf, to_hf
-from jaxserve.checkpoint.rope import Rope
-from jaxserve.checkpoint.specs import AttentionSpec, MlpSpec, Multipliers, NormSpec
+from jaxserve.checkpoint.model_paths import CheckpointError
+from jaxserve.weights.checkpoint import check, open_checkpoint
 from jaxserve.weights.names import tensors_of
 from tests.engine.harness import Runner, assert_empty, engine
 from tests.models import oracle
+from tests.models.oracle.cases import CASES
 
-ANSWERS = json.loads(oracle.FILE.read_text())
 CHUNKS = ((1, 2, 3), (5, 11, 32))
-MESHES = {
-    "phi3": ("", "tp=2", "spp=2", "kvp=2", "spp=2,kvp=2,tp=2"),
-    "phi3, within the original length": ("",),
-    "olmo2": ("", "tp=2", "tp=4", "kvp=2", "spp=2,kvp=2,tp=2"),
-    "granite, tied": ("", "tp=2", "spp=2", "kvp=2", "spp=2,kvp=2,tp=2"),
-    "gemma3, tied": ("", "spp=2,kvp=2,tp=2"),
+ALL_AXES = "spp=2,kvp=2,tp=2"
+MESHES = ("", "tp=2", "tp=4", "spp=2", "kvp=2", "kvp=2,tp=2", ALL_AXES)
+# each with what is special of it: norms over all heads beside repeated kv heads, soft caps, windows
+# and layers without positions over lanes
+DEFAULT = {
+    "phi3": (ALL_AXES,),
+    "phi3-short": ("",),
+    "olmo2": ("tp=4",),
+    "olmo3": ("kvp=2,tp=2",),
+    "granite": (ALL_AXES,),
+    "smollm3": ("kvp=2,tp=2",),
+    "gemma2": ("", "kvp=2,tp=2"),
+    "gemma3": ("spp=2",),
+    "glm4": ("tp=2",),
 }
-# with the largest mesh, these have what is special of each family
-DEFAULT = ("", "tp=4", "spp=2,kvp=2,tp=2")
-
-
-def read_gemma(fields: Fields, model: ModelConfig) -> ModelConfig:
-    kinds = fields.fields["layer_types"]
-    local = Rope(fields.number("rope_local_base_freq"))
-    slides = [kind == "sliding_attention" for kind in kinds]
-    return replace(
-        model,
-        mixers=(
-            AttentionSpec(qk_norm="head", scale=fields.number("query_pre_attn_scalar") ** -0.5),
-        ),
-        multipliers=Multipliers(embedding=model.d_model**0.5),
-        ropes=tuple(local if mark else model.ropes[0] for mark in slides),
-        windows=tuple(fields.count("sliding_window") if mark else None for mark in slides),
-    )
-
-
-def write_gemma(model: ModelConfig) -> dict:
-    whole = next(i for i, window in enumerate(model.windows) if window is None)
-    scaling = model.ropes[whole].scaling
-    return {
-        "layer_types": [
-            "sliding_attention" if window else "full_attention" for window in model.windows
-        ],
-        "sliding_window": next(filter(None, model.windows)),
-        "query_pre_attn_scalar": model.mixer(0).scale ** -2,
-        "rope_theta": model.ropes[whole].theta,
-        "rope_scaling": {"rope_type": scaling.kind, "factor": scaling.factor},
-        "rope_local_base_freq": model.ropes[1 - whole].theta,
-    }
-
-
-LAYER = "model.layers.{layers}."
-GEMMA3 = Family(
-    "Gemma3ForCausalLM",
-    specs=dict(
-        mixers=(AttentionSpec(qk_norm="head"),),
-        mlps=(MlpSpec("gelu_pytorch_tanh"),),
-        norms=NormSpec(before=True, after=True, less_one=True),
-    ),
-    parts=(ConfigPart(read_gemma, write_gemma),),
-    tensors=dict(LLAMA_TENSORS)
-    | {
-        LAYER + "post_attention_layernorm.weight": ("attn_post_norm",),
-        LAYER + "pre_feedforward_layernorm.weight": ("mlp_norm",),
-        LAYER + "post_feedforward_layernorm.weight": ("mlp_post_norm",),
-    },
-)
-
-
-@pytest.fixture(autouse=True)
-def gemma(monkeypatch) -> None:
-    """A family that the product does not have: a row is all that it needs."""
-    monkeypatch.setitem(FAMILIES, "gemma3", GEMMA3)
 
 
 def write_model(folder: Path, name: str) -> Path:
-    config, _ = oracle.CASES[name]
+    case = CASES[name]
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(oracle.weights(config, tensors_of(from_hf(config))), folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(case.config))
+    tensors = case.weights(tensors_of(from_hf(case.config)))
+    save_file(tensors, folder / "model.safetensors")
     return folder
 
 
 @pytest.mark.parametrize(
     "name, mesh",
     [
-        pytest.param(name, mesh, marks=[] if mesh in DEFAULT else pytest.mark.matrix)
-        for name, meshes in MESHES.items()
-        for mesh in meshes
+        pytest.param(name, mesh, marks=[] if mesh in DEFAULT.get(name, ()) else pytest.mark.matrix)
+        for name in CASES
+        for mesh in MESHES
     ],
 )
 def test_tokens_and_log_probabilities_are_those_of_transformers(name, mesh, tmp_path):
-    answer = ANSWERS[name]
-    prompt, tokens = answer["prompt"], answer["tokens"]
+    answer = oracle.load(name)
+    prompt, tokens = answer.prompt, answer.tokens
     assert len(set(tokens)) > 5  # a model that repeats itself would hide faults
     length = len(prompt) + len(tokens)
     real = engine(
@@ -126,30 +75,83 @@ def test_tokens_and_log_probabilities_are_those_of_transformers(name, mesh, tmp_
     got = runner.completion(id)
     assert got.ids == tokens
     rows = list(got.finished.prompt_logprobs[1:]) + got.logprobs
-    assert len(rows) == len(answer["best"])
-    for row, best, values in zip(rows, answer["best"], answer["logprobs"]):
+    assert len(rows) == len(answer.best)
+    for row, best, values in zip(rows, answer.best, answer.logprobs):
         by_id = dict(row.top)
-        np.testing.assert_allclose([by_id[token] for token in best], values, atol=1e-4)
+        some = [(by_id[token], value) for token, value in zip(best.tolist(), values)]
+        np.testing.assert_allclose(*zip(*some), atol=1e-4)
+    anew = dict(bypass_prefix_cache=True)
     for sizes in CHUNKS:
-        whole = runner.submit(prompt, **asked)
-        runner.submit(prompt[: len(prompt) // 2], **asked)
+        whole = runner.submit(prompt, **asked, rest=anew)
+        runner.submit(prompt[: len(prompt) // 2], **asked, rest=anew)
         runner.run(chunks=sizes, seed=sum(sizes))
         assert runner.ids(whole) == tokens
+    again = runner.submit(prompt, **asked)
+    runner.run()
+    hit = runner.completion(again)
+    assert hit.ids == tokens and hit.finished.usage.cached == (len(prompt) - 1) // 8 * 8
     assert_empty(real)
 
 
-@pytest.mark.parametrize("name", [name for name in oracle.CASES if "gemma" not in name])
+@pytest.mark.parametrize("name", CASES)
 def test_the_config_of_transformers_5_says_the_same_as_that_of_hubs(name):
-    config, _ = oracle.CASES[name]
-    model = from_hf(config, name="mine")
-    assert from_hf(ANSWERS[name]["config"], name="mine") == model
+    model = from_hf(CASES[name].config, name="mine")
+    assert from_hf(oracle.load(name).config, name="mine") == model
     assert from_hf(to_hf(model)) == model
 
 
-def test_a_family_of_one_row_survives_config_json():
-    config, _ = oracle.CASES["gemma3, tied"]
-    model = from_hf(config)
-    assert len(set(model.ropes)) == len(set(model.windows)) == 2
-    again = from_hf(to_hf(model))
-    assert again.mixer(0).scale == pytest.approx(model.mixer(0).scale)
-    assert replace(again, mixers=model.mixers, name=model.name) == model
+@pytest.mark.parametrize(
+    "text, head", [("model.language_model.", ""), ("language_model.model.", "language_model.")]
+)
+def test_the_text_part_of_a_multimodal_checkpoint_is_read(text, head, tmp_path):
+    folder = write_model(tmp_path / "text", "gemma3")
+    wanted = open_checkpoint(folder)
+    config = CASES["gemma3"].config
+    own = {key: value for key, value in config.items() if key not in ("architectures", "dtype")}
+    both = tmp_path / "both"
+    both.mkdir()
+    multimodal = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "dtype": "float32",
+        "text_config": own,
+        "vision_config": {"hidden_size": 32},
+    }
+    (both / "config.json").write_text(json.dumps(multimodal))
+    tensors = {name.replace("model.", text, 1): wanted.read(name) for name in wanted.tensors()}
+    towers = dict.fromkeys(("vision_tower.x", "model.visual.y"), np.zeros(3, np.float32))
+    save_file(tensors | towers, both / "model.safetensors")
+    found = open_checkpoint(both, None)
+    assert found.config == from_hf(config, name="both")
+    check(found, found.config)
+    for name in wanted.tensors():
+        np.testing.assert_array_equal(found.read(name), wanted.read(name))
+
+
+@pytest.mark.parametrize(
+    "name, change, message",
+    [
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma3", {"hidden_activation": "gelu"}, "hidden_activation: 'gelu'"),
+        ("gemma3", {"layer_types": ["full_attention"]}, "layer_types: must be sliding"),
+        ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar: must be a positive"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers: must be 0 or 1"),
+        ("olmo3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ("olmo3", {"rope_parameters": {"full_attention": {}}}, "nor one for each kind"),
+        ("glm4", {"text_config": 1}, "text_config: must be an object"),
+    ],
+)
+def test_what_changes_the_mathematics_is_refused_by_name(name, change, message):
+    with pytest.raises(CheckpointError, match=message):
+        from_hf(CASES[name].config | change)
+
+
+def test_configs_that_leave_out_defaults_have_those_of_transformers():
+    small = {"num_hidden_layers": 7, "hidden_size": 64, "intermediate_size": 128}
+    model = from_hf({"architectures": ["Gemma3ForCausalLM"], **small})
+    assert (model.heads, model.kv_heads, model.head_dim, model.tied) == (8, 4, 256, True)
+    assert model.windows == (4096,) * 5 + (None, 4096)
+    assert [rope.theta for rope in model.ropes] == [1e4] * 5 + [1e6, 1e4]
+    assert model.mixer(0).scale == 1 / 16 and not model.mixer(0).softcap
+    model = from_hf({"architectures": ["Gemma2ForCausalLM"], "vocab_size": 512, **small})
+    assert model.mixer(0).softcap == 50 and model.multipliers.logits_softcap == 30
+    assert model.windows == (4096, None, 4096, None, 4096, None, 4096)

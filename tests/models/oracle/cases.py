@@ -1,0 +1,146 @@
+"""Configs of tiny models, as hubs hold them, and their weights."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+COMMON = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "rope_theta": 10000.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+    "dtype": "float32",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model's config.json as hubs hold it, the length of the prompt, and the seed of weights."""
+
+    config: dict[str, Any]
+    length: int
+    seed: int
+
+    def weights(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+        """Makes random tensors, f32, with which every part matters: logits of a few units, norms
+        that are not one. A tied embedding is small and the last norm large: else a token is
+        followed by itself for ever."""
+        less_one = self.config["model_type"].startswith("gemma")
+        found = {}
+        for name, shape in shapes.items():
+            noise = np.random.default_rng([self.seed, zlib.crc32(name.encode())])
+            mean, spread = _scale(name, shape, self.config["tie_word_embeddings"])
+            if "norm" in name and less_one:
+                mean -= 1
+            found[name] = (mean + spread * noise.standard_normal(shape)).astype(np.float32)
+        return found
+
+
+def case(
+    architecture: str, model_type: str, length: int = 48, seed: int = 0, **fields: Any
+) -> Case:
+    names = {"architectures": [architecture], "model_type": model_type}
+    return Case(COMMON | names | fields, length, seed)
+
+
+_PHI = dict(
+    original_max_position_embeddings=32,
+    partial_rotary_factor=0.75,
+    rope_scaling={
+        "type": "longrope",
+        "short_factor": [1.0, 1.1, 1.2, 1.4, 1.6, 2.0],
+        "long_factor": [1.0, 1.5, 2.5, 4.0, 6.0, 8.0],
+    },
+)
+_GEMMA = dict(
+    head_dim=32,
+    tie_word_embeddings=True,
+    hidden_act="gelu_pytorch_tanh",
+    hidden_activation="gelu_pytorch_tanh",
+    query_pre_attn_scalar=24,
+    sliding_window=20,
+)
+_YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
+CASES = {
+    "phi3": case("Phi3ForCausalLM", "phi3", sliding_window=40, **_PHI),
+    "phi3-short": case("Phi3ForCausalLM", "phi3", 8, sliding_window=None, **_PHI),
+    "olmo2": case("Olmo2ForCausalLM", "olmo2"),
+    "olmo3": case(
+        "Olmo3ForCausalLM",
+        "olmo3",
+        sliding_window=20,
+        rope_theta=5e5,
+        rope_scaling=_YARN | {"attention_factor": 1.2, "beta_fast": 32.0, "beta_slow": 1.0},
+    ),
+    "granite": case(
+        "GraniteForCausalLM",
+        "granite",
+        tie_word_embeddings=True,
+        embedding_multiplier=3.0,
+        logits_scaling=1.7,
+        residual_multiplier=0.7,
+        attention_multiplier=0.4,
+    ),
+    "smollm3": case(
+        "SmolLM3ForCausalLM",
+        "smollm3",
+        tie_word_embeddings=True,
+        no_rope_layers=[1, 0, 1, 0],
+        no_rope_layer_interval=2,
+        use_sliding_window=False,
+    ),
+    "gemma2": case(
+        "Gemma2ForCausalLM",
+        "gemma2",
+        attn_logit_softcapping=5.0,
+        final_logit_softcapping=10.0,
+        **_GEMMA,
+    ),
+    "gemma3": case(
+        "Gemma3ForCausalLM",
+        "gemma3_text",
+        rope_local_base_freq=1e4,
+        sliding_window_pattern=3,
+        **_GEMMA | {"rope_theta": 1e6, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    ),
+    "glm": case(
+        "GlmForCausalLM", "glm", seed=1, head_dim=32, attention_bias=True, partial_rotary_factor=0.5
+    ),
+    "glm4": case(
+        "Glm4ForCausalLM",
+        "glm4",
+        seed=1,
+        head_dim=32,
+        attention_bias=True,
+        partial_rotary_factor=0.5,
+    ),
+}
+
+
+def _scale(name: str, shape: tuple[int, ...], tied: bool) -> tuple[float, float]:
+    """Mean and standard deviation of a tensor."""
+    if name == "model.norm.weight":
+        return 1 + 12 * tied, 0.2
+    if "norm" in name:
+        return 1, 0.2
+    if name == "model.embed_tokens.weight":
+        return 0, 0.03 if tied else 1.0
+    if name == "lm_head.weight":
+        return 0, 3 / shape[-1] ** 0.5
+    if len(shape) == 1:
+        return 0, 0.3
+    return 0, 1.2 / shape[-1] ** 0.5
