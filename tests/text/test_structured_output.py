@@ -237,6 +237,21 @@ def test_a_grammar_is_followed(guides):
         )
 
 
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        'start: item ("," start)?\nitem: /[a-z]/ // start: start',
+        'start: pair | LEAF\npair: "(" start "," start ")"\nLEAF: /[0-9]/\n%ignore " "',
+        '?start: sum\nsum.2: sum "+" one -> add\n  | one\none: "1" | "(" sum ")"',
+        'start: "a: b" start~0..2',
+        'start: [rest] "a"\nrest: ("b" rest)* "c"',
+        'start: kebab-case\nkebab-case: "x" | "y" kebab-case',
+    ],
+)
+def test_recursion_that_ends_is_taken(guides, grammar):
+    assert allowed(guides.compile(Guided("grammar", grammar)).matcher())
+
+
 def test_matchers_of_one_guide_do_not_know_each_other(guides):
     guide = guides.compile(Guided("regex", "ab|cd"))
     one = guide.matcher()
@@ -400,6 +415,10 @@ WRONG = {
     "another grammar": ("grammar", '{"grammars": [{"json_schema": {}}]}'),
     "embedded": ("grammar", 'start: %json {"type": "object"}'),
     "empty": ("grammar", "start: a\na: a"),
+    "endless": ("grammar", "start: WORD start\nWORD: /[a-z]+ /"),
+    "endless together": ("grammar", 'start: a\na: /b+/ b | b\nb: (/c+/ "," (a ";")+ | a)'),
+    "an endless alternative": ("grammar", 'start: a | "end"\na: /b+/ a "c"?'),
+    "an endless option": ("grammar", 'start: "x" [a]\na: a{1,3} /b+/'),
 }
 BOMBS = {
     "deep": ("json_schema", nested(10_000)),

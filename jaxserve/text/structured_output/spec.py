@@ -13,6 +13,7 @@ from typing import Any
 from jaxserve.api.errors import RequestError
 from jaxserve.text.structured_output.calls import CallsGrammar, read_calls
 from jaxserve.text.structured_output.grammar import Grammar, SchemaGrammar, json_text, wrapped
+from jaxserve.text.structured_output.lark import endless_rule
 from jaxserve.text.structured_output.limits import MAX_CHARS, parsed
 
 KINDS = ("json_schema", "json_object", "regex", "grammar", "choice", "calls")
@@ -101,3 +102,5 @@ def _check_grammar(field: str, text: str) -> None:
         raise RequestError(field, f"has {rules} rules; the limit is {MAX_RULES}")
     if found := _EMBEDDED.search(text):
         raise RequestError(field, f"{found[0]} is not supported")
+    if rule := endless_rule(text):
+        raise RequestError(field, f"no finite text matches its rule {rule!a:.80}")
