@@ -242,7 +242,7 @@ def test_a_grammar_is_followed(guides):
     [
         'start: item ("," start)?\nitem: /[a-z]/ // start: start',
         'start: pair | LEAF\npair: "(" start "," start ")"\nLEAF: /[0-9]/\n%ignore " "',
-        '?start: sum\nsum.2: sum "+" one -> add\n  | one\none: "1" | "(" sum ")"',
+        '?start: sum\nsum: sum "+" one -> add\n  | one\none: "1" | "(" sum ")"',
         'start: "a: b" start~0..2',
         'start: [rest] "a"\nrest: ("b" rest)* "c"',
         'start: kebab-case\nkebab-case: "x" | "y" kebab-case',
