@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Container, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
@@ -116,12 +116,13 @@ class NamedTool(OpenModel):
 class OtherTool(OpenModel):
     """Names a tool that is no function."""
 
+    named_otherwise: ClassVar[Sequence[str]] = (FUNCTION, ALLOWED)
     type: str = Field(max_length=MAX_TYPE_CHARS)
 
     @field_validator("type")
     @classmethod
     def _is_other(cls, type: str) -> str:
-        if type in (FUNCTION, ALLOWED):
+        if type in cls.named_otherwise:
             raise ValueError("is not named as a tool of this type is")
         return type
 

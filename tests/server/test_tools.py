@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 
+import openai
 import pytest
 
 from tests.server.fakes import EOS
@@ -226,3 +227,45 @@ def test_a_tool_with_a_schema_that_no_guide_enforces_does_not_hinder_the_others(
             assert answer.status_code == status, answer.text
     assert answer.json()["error"]["param"] == "tools"
     assert "pattern at #/properties/to" in answer.json()["error"]["message"]
+
+
+PATCH = '*** Begin Patch\n+a "quoted" line\n'
+EDIT = {
+    "type": "custom",
+    "name": "edit",
+    "description": "Edits files.",
+    "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "***" /.+/'},
+}
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "custom", "name": "edit"}])
+def test_custom_tools_of_responses_are_called_with_a_text(http, choice):
+    """As Codex has its patches made."""
+    call = json.dumps({"name": "edit", "arguments": {"input": PATCH}})
+    script = f"<tool_call>\n{call}\n</tool_call>" if choice == "auto" else call
+    client = http(script=[*script.encode(), EOS])
+    with openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="none") as asked:
+        wanted = {"model": "", "input": "hi", "tools": [responses_function(), EDIT]}
+        made = asked.responses.create(**wanted, tool_choice=choice)
+        (item,) = made.output
+        assert (item.type, item.name, item.input) == ("custom_tool_call", "edit", PATCH)
+        assert made.tools[1].name == "edit" and made.status == "completed"
+        prompt = told(client)
+        assert "Edits files." in prompt and "start: " in prompt and '"input"' in prompt
+        seen = list(asked.responses.create(**wanted, tool_choice=choice, stream=True))
+        kinds = [event.type for event in seen]
+        assert kinds.count("response.output_item.added") == 1
+        assert not any("function_call" in kind for kind in kinds)
+        (done,) = [each for each in seen if each.type == "response.custom_tool_call_input.done"]
+        texts = [each.delta for each in seen if each.type.endswith("custom_tool_call_input.delta")]
+        assert done.input == "".join(texts) == seen[-1].response.output[0].input == PATCH
+        assert done.item_id == seen[-1].response.output[0].id
+
+
+def test_a_text_of_a_custom_tool_that_is_cut_off_is_as_far_as_it_goes(http):
+    client = http(script=[*b'{"name": "edit", "arguments": {"input": "abc\\ndef"}}', EOS])
+    path, body, _ = RESPONSES
+    for most, text in ((44, "abc"), (45, "abc"), (46, "abc\n"), (47, "abc\nd")):
+        wanted = {**body, "tools": [EDIT], "tool_choice": "required", "max_output_tokens": most}
+        made = post(client, path, wanted).json()
+        assert (made["status"], made["output"][0]["input"]) == ("incomplete", text)

@@ -81,10 +81,9 @@ class Calls:
 
     def freed(self, numbers: Set[int]) -> Calls:
         """Returns the calls with any object for the arguments of some tools."""
-        calls = [
-            self.calls[number].freed() if number in numbers else self.calls[number]
-            for number in range(len(self.calls))
-        ]
+        calls = list(self.calls)
+        for number in numbers:
+            calls[number] = calls[number].freed()
         return dataclasses.replace(self, calls=calls)
 
     def text(self) -> str:
@@ -103,7 +102,7 @@ class Calls:
             }
             for number, call in enumerate(self.calls)
         ]
-        return json_text(calls[0] if len(calls) == 1 else {"anyOf": calls}, CALL_SPACE)
+        return json_text({"anyOf": calls}, CALL_SPACE)
 
     def _between_marks(self) -> str:
         tags = [
@@ -136,16 +135,17 @@ class CallsGrammar(Grammar):
         error = error_of(self)
         calls = self.calls.calls
         free = {number for number, call in enumerate(calls) if not call.strict}
-        if not error or not calls:
+        if not error:
             return self, error
         faulty = set()
         for number, call in enumerate(calls):
-            late = time.monotonic() > begin + SEARCH_SECONDS
-            fault = "" if late else error_of(CallsGrammar.of(self.calls.alone(number)))
-            if fault and call.strict:
-                return self, f"{call.name!a:.80}: {fault}"
-            if fault or late:
+            if time.monotonic() > begin + SEARCH_SECONDS:
+                faulty |= {*range(number, len(calls))}
+                break
+            if fault := error_of(CallsGrammar.of(self.calls.alone(number))):
                 faulty.add(number)
+                if call.strict:
+                    return self, f"{call.name!a:.80}: {fault}"
         if not free:
             return self, error
         rest = CallsGrammar.of(self.calls.freed(faulty & free or free))

@@ -79,8 +79,7 @@ class Disjointness:
         traits = _Traits()
         if not isinstance(schema, dict):
             return traits
-        types = schema.get("type", TYPES)
-        traits.types = frozenset([types] if isinstance(types, str) else types)
+        traits.types = frozenset(schema.get("type", TYPES))
         if traits.types & _NUMBERS:  # 1 is of both types
             traits.types |= _NUMBERS
         traits.values = _values(schema)

@@ -69,7 +69,9 @@ class FiniteParts:
             if not state.ways:
                 return f"nothing matches it: {_contradiction(state)}"
             state = next(need for need in state.ways[0] if not need.finite)
-        return f"no finite JSON matches it: {shown(state.path)} requires itself" if seen else ""
+        if state.finite:
+            return ""
+        return f"no finite JSON matches it: {shown(state.path)} requires itself"
 
     def _settle(self) -> None:
         """Marks the states that are finite: those with a way of which all needs are."""
@@ -232,8 +234,7 @@ def _types(parts: Sequence[Mapping[str, Any]]) -> frozenset[str]:
     """The types that all of these allow."""
     types = frozenset(TYPES)
     for part in parts:
-        names = part.get("type", TYPES)
-        named = {names} if isinstance(names, str) else set(names)
+        named = set(part.get("type", TYPES))
         if "number" in named:
             named.add("integer")
         types &= named

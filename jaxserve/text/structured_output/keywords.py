@@ -39,7 +39,7 @@ def type_names(value: Any, given: Mapping[str, Any]) -> Any:
     names = value if isinstance(value, list) else [value]
     if not names or not all(isinstance(name, str) and name in TYPES for name in names):
         raise UnenforcedError(f"it is none of {', '.join(TYPES)}")
-    return names[0] if len(names) == 1 else list(dict.fromkeys(names))
+    return list(dict.fromkeys(names))
 
 
 def one_value(value: Any, given: Mapping[str, Any]) -> Any:

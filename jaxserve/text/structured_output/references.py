@@ -73,11 +73,11 @@ def _joined(base: str, reference: str) -> str:
         return base.partition("#")[0] + reference
     scheme, colon, rest = base.partition(":")
     if not colon or scheme in urllib.parse.uses_relative:
-        scheme, rest = "", base
+        scheme, colon, rest = "", "", base
     try:
         if urllib.parse.urlsplit(reference).scheme:
             return reference
         joined = urllib.parse.urljoin(rest, reference)
     except ValueError:  # such as an address of a network that is none
         return reference
-    return f"{scheme}:{joined}" if scheme else joined
+    return f"{scheme}{colon}{joined}"

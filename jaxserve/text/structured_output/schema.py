@@ -82,8 +82,7 @@ class _Part:
     @property
     def types(self) -> frozenset[str]:
         """The types of the values that it allows."""
-        names = self.made.get("type", TYPES)
-        return frozenset([names] if isinstance(names, str) else names)
+        return frozenset(self.made.get("type", TYPES))
 
 
 class _Reader:
@@ -114,7 +113,7 @@ class _Reader:
             if disjointness.of_all(alternatives):
                 continue
             if isinstance(tag, str) and disjointness.of_all(alternatives, tag):
-                tagged = self._noted({"type": "object", "required": [tag]}, path)
+                tagged = self._noted({"type": ["object"], "required": [tag]}, path)
                 alternatives[:] = [
                     self._noted({"allOf": [each, tagged]}, path) for each in alternatives
                 ]

@@ -18,6 +18,7 @@ from jaxserve.server.generation.token_writer import TokenWriter
 from jaxserve.server.http_errors import error_body
 from jaxserve.server.json_body import JsonObject
 from jaxserve.server.openai.responses.request import ResponsesRequest
+from jaxserve.server.openai.responses.tools import CUSTOM, input_of
 from jaxserve.server.streams import Stream
 from jaxserve.text.chat_output import Arguments, CallBegin, Part, Reasoning, Text
 from jaxserve.text.output import Completion, Delta, Output
@@ -28,11 +29,15 @@ _ITEM_OF: Mapping[type, str] = {
     CallBegin: "function_call",
     Arguments: "function_call",
 }
-_PREFIX = {"message": "msg", "reasoning": "rs", "function_call": "fc"}  # of an item's id
+_CUSTOM_CALL = "custom_tool_call"
+_CALLS = ("function_call", _CUSTOM_CALL)
+# of an item's id
+_PREFIX = {"message": "msg", "reasoning": "rs", "function_call": "fc", _CUSTOM_CALL: "ctc"}
 _EVENT_OF = {
     "message": "response.output_text",
     "reasoning": "response.reasoning_text",
     "function_call": "response.function_call_arguments",
+    _CUSTOM_CALL: "response.custom_tool_call_input",
 }
 
 
@@ -55,6 +60,7 @@ class ResponsesWriter:
         self._store = store
         self._tokens = TokenWriter(frontend.tokenizer)
         self._parts = ChatParts(frontend, chat)
+        self._custom = {tool.name for tool in body.tools or () if tool.type == CUSTOM}
         self._model = body.model or frontend.info.served_name
         self._number = 0  # of the next event
         self._items: list[JsonObject] = []
@@ -150,15 +156,26 @@ class ResponsesWriter:
     def _added(self, parts: Iterable[Part]) -> Iterator[JsonObject]:
         """Adds parts to the newest item, or begins another."""
         for part in parts:
-            kind = _ITEM_OF[type(part)]
+            kind = self._kind(part)
             if isinstance(part, CallBegin) or self._open != kind:
                 yield from self._item_done()
                 yield from self._item_begun(kind, part)
             if not isinstance(part, CallBegin):
                 self._written += part.text
+                if kind == _CUSTOM_CALL:  # is told when its text can be read
+                    continue
                 logprobs = self._made(kind, part.text) if self._pending_logprobs else []
                 extra = {"logprobs": logprobs} if kind == "message" else {}
                 yield self._of_item(f"{_EVENT_OF[kind]}.delta", delta=part.text, **extra)
+
+    def _kind(self, part: Part) -> str:
+        """The type of the item that a part belongs to."""
+        match part:
+            case CallBegin(name=name) if name in self._custom:
+                return _CUSTOM_CALL
+            case Arguments() if self._open == _CUSTOM_CALL:
+                return _CUSTOM_CALL
+        return _ITEM_OF[type(part)]
 
     def _item_begun(self, kind: str, part: Part) -> Iterator[JsonObject]:
         self._open = kind
@@ -168,14 +185,15 @@ class ResponsesWriter:
         match part:
             case CallBegin():
                 call = {"call_id": f"call_{secrets.token_hex(12)}", "name": part.name}
-                item |= {**call, "arguments": "", "status": "in_progress"}
+                field = "input" if kind == _CUSTOM_CALL else "arguments"
+                item |= {**call, field: "", "status": "in_progress"}
             case Reasoning():
                 item |= {"summary": [], "content": [], "status": "in_progress"}
             case _:
                 item |= {"role": "assistant", "status": "in_progress", "content": []}
         self._items.append(item)
         yield self._item_event("response.output_item.added", dict(item))
-        if kind != "function_call":
+        if kind not in _CALLS:
             yield self._of_item("response.content_part.added", part=self._part())
 
     def _item_done(self) -> Iterator[JsonObject]:
@@ -189,6 +207,10 @@ class ResponsesWriter:
             item["arguments"] = self._written
             fields = {"arguments": self._written, "name": item["name"]}
             yield self._of_item(f"{_EVENT_OF[kind]}.done", **fields)
+        elif kind == _CUSTOM_CALL:
+            item["input"] = input_of(self._written)
+            yield self._of_item(f"{_EVENT_OF[kind]}.delta", delta=item["input"])
+            yield self._of_item(f"{_EVENT_OF[kind]}.done", input=item["input"])
         else:
             part = self._part()
             item["content"] = [part]
@@ -245,7 +267,7 @@ class ResponsesWriter:
     def _of_item(self, type: str, **fields: Any) -> JsonObject:
         """An event about the newest item, or about its only part."""
         item = self._items[-1]
-        place: JsonObject = {} if item["type"] == "function_call" else {"content_index": 0}
+        place: JsonObject = {} if item["type"] in _CALLS else {"content_index": 0}
         index = len(self._items) - 1
         return self._event(type, item_id=item["id"], output_index=index, **place, **fields)
 
