@@ -35,7 +35,7 @@ MAX_VALUE_CHARS = 256
 WIDE = re.compile(r"%[^a-zA-Z%]*([0-9]{5}|\*)")
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "iterations_left")
 MAX_WRAPPING = 2**20  # characters that a template may add, besides four times those of the messages
-END = "\ue0f0\ue0f1"  # behind the text that is continued, in letters that nobody writes
+END = "\ue0f0\ue0f1"  # behind the text that is continued, in letters that no text has
 PROBE_TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
 log = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def _remedies(self) -> Remedies:
-        """What conversations need for this template to take them, tried once."""
+        """Changes that this template needs, which is tried once."""
         remedies = Remedies.of(self.source, self._probe)
         for remedy in remedies.needed:
             log.info("for the model's chat template, %s", remedy.does)

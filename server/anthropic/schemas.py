@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from jaxserve.api.errors import RequestError
+from jaxserve.server.anthropic.blocks import (
+    assistant_messages,
+    left_out,
+    system_text,
+    user_messages,
+)
 from jaxserve.server.generation.chat import ChatRequest
-from jaxserve.server.generation.fields import FirstFault, OpenModel, add_limits, text_in
+from jaxserve.server.generation.fields import FirstFault, OpenModel, add_limits, schema_in
 from jaxserve.server.generation.tools import FUNCTION, MAX_TOOLS, MAX_TYPE_CHARS, anything, unjudged
 from jaxserve.server.json_body import JsonObject
 
 CUSTOM = "custom"  # the type of tools that the client describes
-# of content that models need not see again
-UNSEEN_BLOCKS = ("thinking", "redacted_thinking")
 
 
 class ClientTool(OpenModel):
@@ -71,6 +74,33 @@ class Message(OpenModel):
     role: Literal["user", "assistant", "system"]
     content: str | list[dict[str, Any]]
 
+    @property
+    def left_out(self) -> Iterable[str]:
+        types = left_out(self.content) if self.role == "assistant" else ()
+        return [f"content.{kind}" for kind in types]
+
+    def as_chat(self, where: str) -> Iterator[JsonObject]:
+        """Yields the message as those of a chat. Errors: RequestError."""
+        if self.role == "assistant":
+            return assistant_messages(self.content)
+        return user_messages(self.content, self.role, where)
+
+
+class JsonFormat(OpenModel):
+    model_config = schema_in("schema")
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] | bool = Field(alias="schema")
+
+    def as_chat(self) -> JsonObject:
+        """The format as a chat's body has it."""
+        return {"type": self.type, self.type: {"name": "answer", "schema": self.schema_}}
+
+
+class OutputConfig(OpenModel):
+    format: JsonFormat | None = None
+    effort: Annotated[str | None, Field(max_length=32)] = None
+
 
 class CountRequest(OpenModel):
     """The body of /v1/messages/count_tokens."""
@@ -81,14 +111,22 @@ class CountRequest(OpenModel):
     tools: Annotated[list[ClientTool], FirstFault()] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: JsonFormat | None = Field(None, description="as output_config.format")
 
     def as_chat(self) -> ChatRequest:
         """Returns the chat that this asks for. Errors: RequestError."""
         choice = self.tool_choice
         thinks = self.thinking is None or self.thinking.type != "disabled"
+        output = self.output_config or OutputConfig()
+        form = output.format or self.output_format
+        messages = list(self._messages())
         return ChatRequest.of(
             self,
-            messages=list(self._messages()),
+            messages=messages,
+            continue_final_message=any(map(_is_begun, messages[-1:])),
+            response_format=form and form.as_chat(),
+            reasoning_effort=output.effort,
             tools=[tool.as_chat() for tool in self.tools or ()],
             tool_choice=_chat_choice(choice),
             parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
@@ -102,9 +140,9 @@ class CountRequest(OpenModel):
 
     def _messages(self) -> Iterator[JsonObject]:
         if self.system:
-            yield {"role": "system", "content": _text(self.system, "system")}
+            yield {"role": "system", "content": system_text(self.system)}
         for number, message in enumerate(self.messages):
-            yield from _chat_messages(message, f"messages.{number}")
+            yield from message.as_chat(f"messages.{number}")
 
 
 class MessagesRequest(CountRequest):
@@ -127,6 +165,12 @@ class MessagesRequest(CountRequest):
         return {"stop": self.stop_sequences}
 
 
+def _is_begun(message: JsonObject) -> bool:
+    """Returns True for the last message of a chat if it is an answer that is to be continued."""
+    has_text = message["role"] == "assistant" and bool(message["content"].strip())
+    return has_text and "tool_calls" not in message
+
+
 def _chat_choice(choice: ToolChoice | None) -> Any:
     if choice is None or choice.type == "auto":
         return None
@@ -135,51 +179,3 @@ def _chat_choice(choice: ToolChoice | None) -> Any:
             raise RequestError("tool_choice.name", "is missing")
         return {"type": "function", "function": {"name": choice.name}}
     return "required" if choice.type == "any" else "none"
-
-
-def _chat_messages(message: Message, where: str) -> Iterator[JsonObject]:
-    """A message as those of a chat: results of tools are messages of their own, which come first.
-    Errors: RequestError."""
-    if isinstance(message.content, str):
-        yield {"role": message.role, "content": message.content}
-        return
-    texts = []
-    calls = []
-    for number, block in enumerate(message.content):
-        place = f"{where}.content.{number}"
-        kind = block.get("type")
-        if kind == "text":
-            texts.append(text_in(block, "text", place))
-        elif kind == "tool_use" and message.role == "assistant":
-            calls.append(_chat_call(block, place))
-        elif kind == "tool_result" and message.role == "user":
-            content = _text(block.get("content") or "", f"{place}.content")
-            id = text_in(block, "tool_use_id", place)
-            yield {"role": "tool", "tool_call_id": id, "content": content}
-        elif kind not in UNSEEN_BLOCKS:
-            raise RequestError(f"{place}.type", f"{kind!a:.50} cannot be taken in a message here")
-    if texts or calls:
-        chat_message: JsonObject = {"role": message.role, "content": "\n".join(texts)}
-        yield {**chat_message, "tool_calls": calls} if calls else chat_message
-
-
-def _chat_call(block: Mapping[str, Any], where: str) -> JsonObject:
-    if not isinstance(block.get("input"), dict):
-        raise RequestError(f"{where}.input", "must be an object")
-    function = {"name": text_in(block, "name", where), "arguments": json.dumps(block["input"])}
-    return {"id": text_in(block, "id", where), "type": "function", "function": function}
-
-
-def _text(content: str | Sequence[Mapping[str, Any]], where: str) -> str:
-    """The text of a content. Errors: RequestError for anything but text."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise RequestError(where, "must be a text or a list of texts")
-    texts = []
-    for number, block in enumerate(content):
-        place = f"{where}.{number}"
-        if not isinstance(block, dict) or block.get("type") != "text":
-            raise RequestError(place, "must be a block of type text")
-        texts.append(text_in(block, "text", place))
-    return "\n".join(texts)

@@ -4,7 +4,7 @@ call that it asks for."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
@@ -15,7 +15,16 @@ from jaxserve.server.generate_call import GenerateCall
 from jaxserve.server.generation import kv_transfer
 from jaxserve.server.generation.bodies import GenerateRequest
 from jaxserve.server.generation.fields import FirstFault, Messages, OnlyValues, OpenModel
-from jaxserve.server.generation.tools import MAX_TOOLS, Choice, ChosenTools, Tool
+from jaxserve.server.generation.tools import (
+    FUNCTION,
+    MAX_TOOLS,
+    Choice,
+    ChosenTools,
+    Function,
+    NamedFunction,
+    NamedTool,
+    Tool,
+)
 from jaxserve.server.http_app import first_fault
 from jaxserve.server.json_body import JsonObject
 from jaxserve.server.prompts import Chat
@@ -33,6 +42,12 @@ class ChatRequest(GenerateRequest):
     tools: Annotated[list[Tool], FirstFault()] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
+    functions: Annotated[list[Function], FirstFault()] | None = Field(
+        None, description="what was before tools; has no effect beside them", max_length=MAX_TOOLS
+    )
+    function_call: Literal["none", "auto"] | NamedFunction | None = Field(
+        None, description="what was before tool_choice"
+    )
     add_generation_prompt: bool | None = Field(
         None, description="as in vLLM: whether the prompt ends with the beginning of an answer"
     )
@@ -45,10 +60,6 @@ class ChatRequest(GenerateRequest):
     # what would be answered wrongly if it had no effect
     chat_template: Annotated[Any, OnlyValues("", None, why="is not taken from requests")] = None
     modalities: Annotated[Any, OnlyValues(["text"], [], None, why="only text is generated")] = None
-    functions: Annotated[Any, OnlyValues([], None, why="give tools instead")] = None
-    function_call: Annotated[
-        Any, OnlyValues("none", "auto", None, why="give tool_choice instead")
-    ] = None
     reasoning_effort: str | None = Field(
         None, description="a variable for the model's chat template", max_length=32
     )
@@ -68,7 +79,21 @@ class ChatRequest(GenerateRequest):
 
     @property
     def chosen_tools(self) -> ChosenTools:
-        return ChosenTools(self.tools or (), self.tool_choice)
+        if not self.has_functions:
+            return ChosenTools(self.tools or (), self.tool_choice)
+        tools = [Tool(type=FUNCTION, function=function) for function in self.functions or ()]
+        if isinstance(self.function_call, NamedFunction):
+            return ChosenTools(tools, NamedTool(type=FUNCTION, function=self.function_call))
+        return ChosenTools(tools, self.function_call)
+
+    @property
+    def has_functions(self) -> bool:
+        """True if functions are described, and calls written, as before `tools` existed."""
+        return bool(self.functions) and not self.tools
+
+    @property
+    def has_parallel_calls(self) -> bool:
+        return self.parallel_tool_calls is not False and not self.has_functions
 
     @property
     def template_variables(self) -> dict[str, Any]:

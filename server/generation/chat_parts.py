@@ -45,7 +45,7 @@ class ChatParts:
         self.has_tools = bool(body.chosen_tools.functions)
         self._tokenizer = frontend.tokenizer
         self._form = output_format(frontend, body)
-        self._most_calls = 1 if body.parallel_tool_calls is False else MAX_CALLS
+        self._most_calls = MAX_CALLS if body.has_parallel_calls else 1
         self._keeps_reasoning = body.include_reasoning is not False
         self._choices: dict[int, _Choice] = {}
 

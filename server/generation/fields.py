@@ -6,7 +6,7 @@ its bounds from the same ranges.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, WithJsonSchema
@@ -80,6 +80,11 @@ class OpenModel(BaseModel):
     def ignored_as(self) -> str:
         """The name under which all of this is reported to have no effect; '': it has."""
         return ""
+
+    @property
+    def left_out(self) -> Iterable[str]:
+        """Names under which parts of this are reported to have no effect."""
+        return ()
 
 
 def add_limits(schema: JsonObject) -> None:

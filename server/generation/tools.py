@@ -16,7 +16,7 @@ from jaxserve.api.errors import RequestError
 from jaxserve.server.generation.fields import OpenModel, schema_in
 from jaxserve.server.json_body import JsonObject
 
-FUNCTION = "function"
+FUNCTION: Literal["function"] = "function"
 ALLOWED = "allowed_tools"
 MAX_TOOLS = 128
 MAX_TYPE_CHARS = 64

@@ -53,6 +53,8 @@ def _names(value: Any, prefix: str) -> Iterator[str]:
     if value.ignored_as:
         yield f"{prefix}{value.ignored_as}"
         return
+    for name in value.left_out:
+        yield f"{prefix}{name[:MAX_NAME_CHARS]}"
     for name, extra in (value.model_extra or {}).items():
         if extra is not None:
             yield f"{prefix}{name[:MAX_NAME_CHARS]}"

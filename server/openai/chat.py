@@ -87,8 +87,16 @@ class ChatWriter:
         deltas = []
         for part in parts:
             call += isinstance(part, CallBegin)
-            deltas.append(_delta(part, call))
+            deltas.append(self._with_calls(_delta(part, call)))
         return deltas
+
+    def _with_calls(self, message: JsonObject) -> JsonObject:
+        """A message, or a part of one, with calls in the form in which the tools were described."""
+        if not (self._body.has_functions and "tool_calls" in message):
+            return message
+        rest = dict(message)
+        (call,) = rest.pop("tool_calls")
+        return {**rest, "function_call": call["function"]}
 
     def whole(self, completions: Sequence[Sequence[Completion]]) -> JsonObject:
         ids: JsonObject = {}
@@ -127,7 +135,7 @@ class ChatWriter:
         parts = self._parts.read(completion) + self._parts.flush(index)
         choice = {
             "index": index,
-            "message": _message(parts),
+            "message": self._with_calls(_message(parts)),
             "logprobs": self._logprobs(completion),
             "finish_reason": self._finish_reason(completion),
             "stop_reason": completion.stop,
@@ -143,8 +151,9 @@ class ChatWriter:
         return {"content": entries, "refusal": None}
 
     def _finish_reason(self, ended: Finished | Completion) -> str:
-        called = self._parts.calls(ended.index) > 0
-        return "tool_calls" if called and ended.reason == "stop" else ended.reason
+        if ended.reason != "stop" or not self._parts.calls(ended.index):
+            return ended.reason
+        return "function_call" if self._body.has_functions else "tool_calls"
 
 
 def _delta(part: Part, call: int) -> JsonObject:

@@ -20,9 +20,20 @@ Note = Callable[..., None]  # takes a message for the log, and values for its pl
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 REASONING = ("reasoning_content", "reasoning", "thinking")  # the first one that has text
+MEDIA = frozenset(  # types of parts that are left out of what tools said
+    (
+        *("image", "image_url", "input_image", "computer_screenshot", "document", "file"),
+        *("input_file", "audio", "input_audio", "audio_url", "video", "video_url"),
+    )
+)
 LENIENT = ("assistant", "tool")  # roles of which nothing is refused
 LEFT_OUT = "[{} was left out: only text can be taken]"
-_READ = ("tool_calls", "function_call", "refusal", *REASONING)  # fields that are given anew
+_READ = (
+    "tool_calls",
+    "function_call",
+    "refusal",
+    *REASONING,
+)  # fields that a plain message has in one form only
 _TEXTS = ("text", "refusal")  # of parts
 _THOUGHTS = ("thinking", "reasoning", "reasoning_text", "summary_text")  # types of parts
 
@@ -107,14 +118,18 @@ class _Reader:
         id = _id(message.get("tool_call_id")) or self._unanswered_call(name)
         if id in self._unanswered:
             self._unanswered.remove(id)
-        content = message.get("content")
-        is_parts = isinstance(content, (list, tuple)) and all(map(_is_part, content))
-        if content is None or isinstance(content, str) or is_parts:
-            text = self._text(content, "tool", number)
-        else:
-            text = json.dumps(content, ensure_ascii=False)
+        text = self._result_text(message.get("content"), number)
         name = self._names.get(id) or _joined_text(name) or "tool"
         return {"role": "tool", "content": text, "tool_call_id": id, "name": name}
+
+    def _result_text(self, content: Any, number: int) -> str:
+        """The text of what a tool said: of data, in JSON."""
+        parts = content
+        if not isinstance(content, (list, tuple)):
+            parts = [content]
+        if content is not None and any(map(_is_data, parts)):
+            return json.dumps(content, ensure_ascii=False)
+        return self._text(content, "tool", number)
 
     def _unanswered_call(self, name: Any) -> str:
         """The id of the first call without a result, of this name if there is one; else a new
@@ -174,9 +189,9 @@ def _type(part: Any) -> str:
     return str(part.get("type", "")) if isinstance(part, Mapping) else ""
 
 
-def _is_part(value: Any) -> bool:
-    """True if a value may be a part of a content, which has a type or a text."""
-    return isinstance(value, Mapping) and ("type" in value or isinstance(value.get("text"), str))
+def _is_data(value: Any) -> bool:
+    """True unless a value is a part of a content: a text, or something to be seen or heard."""
+    return _part_text(value) is None and _type(value) not in MEDIA
 
 
 def _part_text(part: Any) -> str | None:

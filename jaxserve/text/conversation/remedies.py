@@ -38,7 +38,7 @@ class Remedy:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Remedies:
-    """What one template needs. reasoning: names that it has for earlier reasoning."""
+    """Changes that one template needs. reasoning: names that it has for earlier reasoning."""
 
     needed: tuple[Remedy, ...] = ()
     reasoning: tuple[str, ...] = ()
@@ -183,7 +183,7 @@ _CHANGES = (  # in the order in which they are applied
         ((_answer("qzanswer"), *_ASK),),
     ),
     Remedy(
-        "an empty message of a user is added where there is none",
+        "a conversation without a user has an empty message of one",
         changes.some_user,
         ((_system("qzrule"),), (_system("qzrule"), *_CALLED[1:])),
     ),

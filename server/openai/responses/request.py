@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from pydantic import ConfigDict, Field
 
 from jaxserve.api.errors import RequestError
 from jaxserve.server.generation.chat import ChatRequest
-from jaxserve.server.generation.fields import OpenModel, add_limits, schema_in, text_in
+from jaxserve.server.generation.fields import OpenModel, add_limits, schema_in
 from jaxserve.server.generation.tools import MAX_TOOLS
 from jaxserve.server.json_body import JsonObject
+from jaxserve.server.openai.responses.items import is_read, messages_of
 from jaxserve.server.openai.responses.tools import FunctionTool, ToolsChoice
 
-MAX_ITEMS = 10_000
 LOGPROBS = "message.output_text.logprobs"  # what `include` calls them
-TEXT_PARTS = ("input_text", "output_text", "text")
 
 
 class TextFormat(OpenModel):
@@ -83,6 +82,11 @@ class ResponsesRequest(OpenModel):
             return [{"type": "message", "role": "user", "content": self.input}]
         return self.input
 
+    @property
+    def left_out(self) -> Iterable[str]:
+        types = dict.fromkeys(item.get("type") for item in self.input_items if not is_read(item))
+        return [f"input.{kind}" for kind in types]
+
     def as_chat(self, earlier: Sequence[JsonObject] = ()) -> ChatRequest:
         """Returns the chat that this asks for. earlier: items of the conversation that it
         continues. Errors: RequestError."""
@@ -90,7 +94,7 @@ class ResponsesRequest(OpenModel):
             raise RequestError("top_logprobs", f"needs include: [{LOGPROBS!r}]")
         return ChatRequest.of(
             self,
-            messages=_messages(self.instructions, earlier, self.input_items),
+            messages=messages_of(self.instructions, earlier, self.input_items),
             max_completion_tokens=self.max_output_tokens,
             logprobs=self.wants_logprobs or None,
             reasoning_effort=self.reasoning and self.reasoning.effort,
@@ -112,65 +116,3 @@ def _chat_format(text: TextSettings | None) -> JsonObject | None:
         raise RequestError("text.format.schema", "is missing")
     schema = {"name": wanted.name or "answer", "schema": wanted.schema_, "strict": wanted.strict}
     return {"type": "json_schema", "json_schema": schema}
-
-
-def _messages(
-    instructions: str | None, earlier: Sequence[JsonObject], items: Sequence[JsonObject]
-) -> list[JsonObject]:
-    """A conversation as the messages of a chat. Errors: RequestError that names the item."""
-    messages: list[JsonObject] = []
-    if instructions:
-        messages.append({"role": "system", "content": instructions})
-    if not items or len(earlier) + len(items) > MAX_ITEMS:
-        raise RequestError("input", f"must have 1 to {MAX_ITEMS} items, with those it continues")
-    for item in earlier:
-        _add_item(messages, item, "previous_response_id")
-    for number, item in enumerate(items):
-        _add_item(messages, item, f"input.{number}")
-    return messages
-
-
-def _add_item(messages: list[JsonObject], item: Mapping[str, Any], where: str) -> None:
-    """Adds an item of a conversation to its messages."""
-    match item.get("type", "message"):
-        case "message":
-            role = item.get("role")
-            if role not in ("user", "assistant", "system", "developer"):
-                raise RequestError(f"{where}.role", "must be user, assistant, system or developer")
-            role = "system" if role == "developer" else role
-            content = _text(item.get("content"), f"{where}.content")
-            messages.append({"role": role, "content": content})
-        case "function_call":
-            call = {"name": text_in(item, "name", where)}
-            call["arguments"] = text_in(item, "arguments", where)
-            tool_call = {
-                "id": text_in(item, "call_id", where),
-                "type": "function",
-                "function": call,
-            }
-            if not (messages and messages[-1]["role"] == "assistant"):
-                messages.append({"role": "assistant", "content": ""})
-            messages[-1].setdefault("tool_calls", []).append(tool_call)
-        case "function_call_output":
-            content = _text(item.get("output"), f"{where}.output")
-            id = text_in(item, "call_id", where)
-            messages.append({"role": "tool", "tool_call_id": id, "content": content})
-        case "reasoning":
-            pass  # models do not see their earlier thoughts
-        case other:
-            raise RequestError(f"{where}.type", f"{other!a:.50} is not an item that is known here")
-
-
-def _text(content: Any, where: str) -> str:
-    """The text of a content. Errors: RequestError for anything but text."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise RequestError(where, "must be a text or a list of texts")
-    texts = []
-    for part in content:
-        is_text = isinstance(part, dict) and part.get("type") in TEXT_PARTS
-        if not is_text or not isinstance(part.get("text"), str):
-            raise RequestError(where, f"has a part that is none of {', '.join(TEXT_PARTS)}")
-        texts.append(part["text"])
-    return "".join(texts)

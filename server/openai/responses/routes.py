@@ -10,6 +10,7 @@ from jaxserve.server.generation.chat import chat_call
 from jaxserve.server.generation.responding import STREAMED, respond
 from jaxserve.server.generation.unknown_fields import UnknownFields
 from jaxserve.server.json_body import JsonObject
+from jaxserve.server.openai.responses.items import has_references, resolved
 from jaxserve.server.openai.responses.request import ResponsesRequest
 from jaxserve.server.openai.responses.stored import StoredResponses
 from jaxserve.server.openai.responses.writer import ResponsesWriter
@@ -23,8 +24,12 @@ def add_responses_routes(
 
     @router.post("/v1/responses", responses=STREAMED)
     async def responses(body: ResponsesRequest, request: fastapi.Request) -> Response:
-        headers = unknown.headers(body)
         caller = request.state.caller
+        items = body.input_items
+        if has_references(items):
+            known = stored.items(caller.name)
+            body = body.model_copy(update={"input": resolved(items, known)})
+        headers = unknown.headers(body)
         earlier: list[JsonObject] = []
         if body.previous_response_id is not None:
             previous = stored.get(caller.name, body.previous_response_id, "previous_response_id")

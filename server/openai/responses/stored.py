@@ -61,6 +61,12 @@ class StoredResponses:
             message = f"no response {id!a:.100} is stored here (any more): ask with store=true"
             raise RequestError(field, message, "NOT_FOUND") from None
 
+    def items(self, caller: str) -> dict[str, JsonObject]:
+        """All items of a caller's responses that have an id, by this."""
+        with self._lock:
+            mine = [entry for (name, _), entry in self._stored.items() if name == caller]
+        return {item["id"]: item for entry in mine for item in entry.items if "id" in item}
+
     def delete(self, caller: str, id: str) -> None:
         """Forgets a caller's response. Errors: RequestError."""
         with self._lock:
