@@ -21,6 +21,7 @@ from jaxserve.checkpoint.model_paths import CheckpointError
 from jaxserve.checkpoint.rope import Rope, RopeScaling, llama3_scaling, yarn_magnitude
 from jaxserve.checkpoint.rope_fields import FULL, SLIDING, WHOLE, read_ropes, write_ropes
 from jaxserve.checkpoint.specs import MlpSpec, NormSpec
+from jaxserve.checkpoint.tokenizer_files import GGUF_TEMPLATE, turn_ends
 
 _MAX_LAYERS = 10_000  # so that listing every tensor of a made-up config ends soon
 _GGUF_ENDS = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
@@ -147,7 +148,7 @@ def from_gguf(
     head_dim = _gguf_head_dim(read, d_model // heads)
     max_len = read.count("context_length")
     vocab = read.count("vocab_size", len(fields.get("tokenizer.ggml.tokens", ())))
-    ends = {key: fields.get(key) for key in _GGUF_ENDS}
+    ends = {key: fields.get(key) for key in _GGUF_ENDS} | {GGUF_TEMPLATE: turn_ends(fields)}
     window = read.count("attention.sliding_window", 0, low=0) or None
     family = families[arch]
     if window and family == "llama":

@@ -30,6 +30,15 @@ TEMPLATE_FOLDER = "additional_chat_templates"
 GGUF_TEMPLATE = "tokenizer.chat_template"
 _FLAGS = ("special", "single_word", "lstrip", "rstrip", "normalized")
 _EXTRA = ("additional_special_tokens", "extra_special_tokens")
+# known ends of turns: many GGUF files name another token, or none, as their end
+_TURN_ENDS = (
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<end_of_turn>",
+    "<|end_of_turn|>",
+    "<turn|>",
+)
 _GGUF_SPECIALS = {
     "bos_token": "bos",
     "eos_token": "eos",
@@ -112,6 +121,14 @@ class TokenizerFacts:
             if key == GGUF_TEMPLATE or key.startswith(f"{GGUF_TEMPLATE}.")
         }
         return cls(specials, templates=_texts(found))
+
+
+def turn_ends(fields: Mapping[str, Any]) -> list[int]:
+    """Returns the ids of tokens of a GGUF file that end a turn by their text, and that its chat
+    template writes."""
+    tokens = fields.get("tokenizer.ggml.tokens") or ()
+    template = str(fields.get(GGUF_TEMPLATE, ""))
+    return [tokens.index(text) for text in _TURN_ENDS if text in template and text in tokens]
 
 
 def eos_id(folder: Path) -> int | None:

@@ -56,6 +56,7 @@ INSTEAD: Mapping[str, str] = {
     "num_speculative_tokens": "there is no speculative decoding",
     "speculative_model": "there is no speculative decoding",
     "tokenizer": "the tokenizer must lie beside the weights: give a folder as the model",
+    "chat_template": "put chat_template.jinja into the model's folder",
     "tokenizer_revision": "--revision=REVISION is for weights and tokenizer",
     "hf_token": "set the variable HF_TOKEN",
     "download_dir": "set the variable HF_HOME to the folder, or HF_HUB_CACHE",

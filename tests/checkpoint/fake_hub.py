@@ -47,7 +47,7 @@ class Repository:
     def got(self) -> list[str]:
         """Names of the files whose bytes were asked for."""
         return [
-            path.rpartition("/")[2]
+            path.partition("/resolve/")[2].partition("/")[2]
             for method, path, _ in self.requests
             if method == "GET" and "/resolve/" in path
         ]

@@ -25,6 +25,10 @@ NEEDED = {
     "model.safetensors.index.json",
     "tokenizer.json",
     "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
 }
 WEIGHTS = "model-00001-of-00002.safetensors"
 
@@ -40,15 +44,22 @@ def model(folder: Path, seed: int) -> dict[str, bytes]:
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"bos_token": null}')
-    (folder / "generation_config.json").write_text("{}")
+    for name in ("generation_config.json", "special_tokens_map.json", "added_tokens.json"):
+        (folder / name).write_text("{}" + " " * len(name))  # equal files are fetched once
+    templates = {
+        "chat_template.jinja": b"plain",
+        "additional_chat_templates/tool_use.jinja": b"with tools",
+    }
     unneeded = {
         "README.md": b"# Tiny",
         "pytorch_model.bin": b"a pickle",
         "modeling_tiny.py": b"raise SystemExit",
         "consolidated.safetensors": b"again",
         "original/model.safetensors": b"again",
+        "adapter_model.safetensors": b"of another model",
     }
-    return {file.name: file.read_bytes() for file in folder.iterdir()} | unneeded
+    files = {file.name: file.read_bytes() for file in folder.iterdir()}
+    return files | templates | unneeded
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +121,8 @@ def test_what_is_needed_is_downloaded_once_into_the_hubs_cache(
     assert folder.is_relative_to(tmp_path / "hf" / "hub") and folder.name == commit_of(
         revisions["main"]
     )
-    assert {file.name for file in folder.iterdir()} == NEEDED
+    files = [file for file in folder.rglob("*") if not file.is_dir()]
+    assert {str(file.relative_to(folder)) for file in files} == NEEDED
     assert all((folder / name).read_bytes() == revisions["main"][name] for name in NEEDED)
     assert sorted(repository.got()) == sorted(NEEDED)
     weights.check(checkpoint := weights.open_checkpoint(folder), checkpoint.config)

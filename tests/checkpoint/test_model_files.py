@@ -10,7 +10,7 @@ from jaxserve.checkpoint.generation_config import file_fields, sampling_defaults
 from jaxserve.checkpoint.model_config import from_gguf, from_hf, to_hf
 from jaxserve.checkpoint.model_files import read_json, read_object, read_text
 from jaxserve.checkpoint.model_paths import CheckpointError
-from jaxserve.checkpoint.tokenizer_files import TokenizerFacts, eos_id
+from jaxserve.checkpoint.tokenizer_files import TokenizerFacts, eos_id, turn_ends
 from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.settings.schema import ConfigError, ModelSource
 
@@ -200,6 +200,15 @@ def test_ends_of_a_gguf_beyond_its_vocabulary_are_left_out():
     model = from_gguf(fields)
     assert model.eos_ids == (2, 7)
     assert dict(model.sampling) == {"temperature": 0.7, "repetition_penalty": 1.1}
+
+
+def test_a_gguf_ends_at_the_end_of_a_turn_that_its_template_writes():
+    fields = {
+        "tokenizer.ggml.tokens": ["<b>", "<|eot_id|>", "<|im_end|>", "<end_of_turn>"],
+        "tokenizer.chat_template": "{{ messages[0].content }}<|im_end|>",
+    }
+    assert turn_ends(fields) == [2]
+    assert turn_ends({**fields, "tokenizer.chat_template": ""}) == turn_ends({}) == []
 
 
 GENERATION = {
