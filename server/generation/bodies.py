@@ -32,6 +32,7 @@ from jaxserve.server.json_body import JsonObject
 from jaxserve.text.structured_output import Guided
 
 _IGNORED = Field(None, description="has no effect")
+_OLDER = "as in older versions of vLLM; see structured_outputs"
 _SAMPLING_FIELDS = {field.name for field in dataclasses.fields(SamplingParams)}
 _CALL_FIELDS = {field.name for field in dataclasses.fields(GenerateCall)} - {"prompt"}
 
@@ -51,7 +52,7 @@ class StreamOptions(OpenModel):
 
 
 class JsonSchema(OpenModel):
-    name: str = Field(max_length=64)
+    name: str | None = Field(None, max_length=64, description="has no effect")
     description: str | None = None
     schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
     strict: bool | None = None
@@ -62,6 +63,9 @@ class ResponseFormat(OpenModel):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: dict[str, Any] | bool | None = Field(
+        None, alias="schema", description="as in llama.cpp and /v1/responses: of the output"
+    )
 
 
 class StructuredOutputs(OpenModel):
@@ -72,6 +76,20 @@ class StructuredOutputs(OpenModel):
     regex: str | None = None
     choice: Annotated[list[str], FirstFault()] | None = None
     grammar: str | None = Field(None, description="in Lark's syntax, as llguidance reads it")
+
+    def constraints(self, prefix: str) -> Iterator[tuple[Guided, str]]:
+        """Yields what these are for a guide, each with its field's name, behind a prefix."""
+        if self.json_ is not None:
+            schema = self.json_ if isinstance(self.json_, str) else json.dumps(self.json_)
+            yield Guided("json_schema", schema), f"{prefix}json"
+        if self.json_object:
+            yield Guided("json_object"), f"{prefix}json_object"
+        if self.choice is not None:
+            yield Guided("choice", choices=tuple(self.choice)), f"{prefix}choice"
+        if self.regex is not None:
+            yield Guided("regex", self.regex), f"{prefix}regex"
+        if self.grammar is not None:
+            yield Guided("grammar", self.grammar), f"{prefix}grammar"
 
 
 class PromptRequest(OpenModel):
@@ -133,6 +151,10 @@ class GenerateRequest(PromptRequest):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | bool | str | None = Field(None, description=_OLDER)
+    guided_regex: str | None = Field(None, description=_OLDER)
+    guided_choice: Annotated[list[str], FirstFault()] | None = Field(None, description=_OLDER)
+    guided_grammar: str | None = Field(None, description=_OLDER)
     ttft_ms: float | None = Field(
         None, description="objective: milliseconds to the first token; also x-llm-d-slo-ttft-ms"
     )
@@ -209,7 +231,15 @@ class GenerateRequest(PromptRequest):
 
     def guided(self) -> tuple[Guided | None, str]:
         """Returns what the output must match, and the field that says so. Errors: RequestError."""
-        constraints = [*self._response_format(), *self._structured_outputs()]
+        older = StructuredOutputs(
+            json=self.guided_json,
+            regex=self.guided_regex,
+            choice=self.guided_choice,
+            grammar=self.guided_grammar,
+        )
+        constraints = [*self._response_format(), *older.constraints("guided_")]
+        if self.structured_outputs is not None:
+            constraints += self.structured_outputs.constraints("structured_outputs.")
         if len(constraints) > 1:
             raise RequestError(constraints[1][1], f"cannot be given beside {constraints[0][1]}")
         return constraints[0] if constraints else (None, "")
@@ -217,6 +247,9 @@ class GenerateRequest(PromptRequest):
     def _response_format(self) -> Iterator[tuple[Guided, str]]:
         wanted = self.response_format
         if wanted is None or wanted.type == "text":
+            return
+        if wanted.schema_ is not None and wanted.json_schema is None:
+            yield Guided("json_schema", json.dumps(wanted.schema_)), "response_format.schema"
             return
         if (wanted.type == "json_schema") != (wanted.json_schema is not None):
             raise RequestError(
@@ -227,23 +260,6 @@ class GenerateRequest(PromptRequest):
             return
         schema = {} if wanted.json_schema.schema_ is None else wanted.json_schema.schema_
         yield Guided("json_schema", json.dumps(schema)), "response_format.json_schema.schema"
-
-    def _structured_outputs(self) -> Iterator[tuple[Guided, str]]:
-        wanted = self.structured_outputs
-        name = "structured_outputs"
-        if wanted is None:
-            return
-        if wanted.json_ is not None:
-            schema = wanted.json_ if isinstance(wanted.json_, str) else json.dumps(wanted.json_)
-            yield Guided("json_schema", schema), f"{name}.json"
-        if wanted.json_object:
-            yield Guided("json_object"), f"{name}.json_object"
-        if wanted.choice is not None:
-            yield Guided("choice", choices=tuple(wanted.choice)), f"{name}.choice"
-        if wanted.regex is not None:
-            yield Guided("regex", wanted.regex), f"{name}.regex"
-        if wanted.grammar is not None:
-            yield Guided("grammar", wanted.grammar), f"{name}.grammar"
 
     def slo(self, headers: Mapping[str, str]) -> Slo:
         """The objectives of the body, or else of its headers. Errors: RequestError."""

@@ -122,8 +122,8 @@ def chat_call(frontend: Frontend, body: ChatRequest, headers: Mapping[str, str])
     fields = body.call_fields(headers)
     if chosen.required:
         # a response format is for texts, and a forced call has none
-        if body.structured_outputs is not None and fields["guided"] is not None:
-            field = fields["guided_field"]
+        field = fields["guided_field"]
+        if fields["guided"] is not None and not field.startswith("response_format"):
             raise RequestError("tool_choice", f"cannot force a call beside {field}")
         fields |= {"guided": forced_call(tools, chosen.named), "guided_field": "tools"}
     if fields["guided"] is None:

@@ -817,6 +817,14 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
         ("structured_outputs", {"choice": ["a", "b"]}, "choice"),
         ("structured_outputs", {"grammar": 'start: "a"'}, "grammar"),
         ("structured_outputs", {"json": SCHEMA}, "json_schema"),
+        ("guided_json", SCHEMA, "json_schema"),
+        ("guided_json", json.dumps(SCHEMA), "json_schema"),
+        ("guided_regex", "a+", "regex"),
+        ("guided_choice", ["a", "b"], "choice"),
+        ("guided_grammar", 'start: "a"', "grammar"),
+        ("response_format", {"type": "json_object", "schema": SCHEMA}, "json_schema"),
+        ("response_format", {"type": "json_schema", "schema": SCHEMA}, "json_schema"),
+        ("response_format", {"type": "json_schema", "json_schema": {"schema": {}}}, "json_schema"),
         ("response_format", {"type": "text"}, None),
     ],
 )
@@ -861,6 +869,10 @@ DEEP = json.loads('{"items":' * 100 + "{}" + "}" * 100)
         ("structured_outputs", {"grammar": "start: nothing"}),
         ("structured_outputs", {"regex": "a", "choice": ["b"]}),
         ("structured_outputs", {"json": "not a schema"}),
+        ("structured_outputs", {"json": {"uniqueItems": True}}),
+        ("guided_json", {"type": "array", "items": {"$ref": "#"}, "minItems": 1}),
+        ("guided_grammar", "start: /a/ start"),
+        ("guided_regex", "(?=a)b"),
     ],
 )
 def test_what_cannot_be_obeyed_is_refused_by_name_and_in_time(asked, field, value):
@@ -900,8 +912,9 @@ def test_a_forced_call_is_the_only_output_there_can_be(http, monkeypatch):
     beside = {**forced, "response_format": {"type": "json_object"}}
     (found,) = post(client, "/v1/chat/completions", beside).json()["choices"]
     assert found["finish_reason"] == "tool_calls" and seen[2] == seen[0]
-    beside = {**forced, "structured_outputs": {"json_object": True}}
-    assert post(client, "/v1/chat/completions", beside).status_code == 400
+    for field, value in (("structured_outputs", {"json_object": True}), ("guided_regex", "a")):
+        answer = post(client, "/v1/chat/completions", {**forced, field: value})
+        assert answer.status_code == 400
 
 
 @pytest.mark.parametrize(

@@ -176,12 +176,22 @@ UNENFORCED = {
     "an edge of a word": (record(a={"pattern": r"\bfoo"}), "a", "pattern"),
     "an earlier group": (record(a={"type": "string", "pattern": r"(.)\1"}), "a", "pattern"),
     "unique items": (record(tags={"type": "array", "uniqueItems": True}), "tags", "uniqueItems"),
+    "all alternatives but null": (
+        record(a={"anyOf": [{"type": "string", "pattern": "(?=a)"}, {"type": "null"}]}),
+        "a/anyOf/0",
+        "pattern",
+    ),
+    "no names": (
+        record(a={"propertyNames": {"type": "null"}}),
+        "a",
+        "propertyNames",
+    ),
     "a complement": (record(a={"not": {"type": "null"}}), "a", "not"),
     "a condition": (record(a={"if": {"type": "null"}, "then": True}), "a", "if"),
     "a contained item": (record(a={"type": "array", "contains": DIGIT}), "a", "contains"),
     "dependent names": (record(a={"dependentRequired": {"x": ["y"]}}), "a", "dependentRequired"),
     "names of draft 4": (record(a={"dependencies": {"x": ["y"]}}), "a", "dependencies"),
-    "long names": (record(a={"propertyNames": {"minLength": 2}}), "a", "propertyNames"),
+    "names of a form": (record(a={"propertyNames": {"format": "date"}}), "a", "propertyNames"),
     "a dynamic reference": (record(a={"$dynamicRef": "#x"}), "a", "$dynamicRef"),
     "a reference elsewhere": (record(a={"$ref": "https://example.com/s"}), "a", "$ref"),
     "a reference to nothing": (record(a={"$ref": "#/$defs/none"}), "a", "$ref"),
@@ -360,6 +370,19 @@ FINITE = {
         "type": "object",
         "propertyNames": {"pattern": "^[xy]$"},
         "additionalProperties": DIGIT,
+    },
+    "names of a length": {
+        "type": "object",
+        "propertyNames": {"type": "string", "minLength": 1, "maxLength": 2},
+        "additionalProperties": DIGIT,
+    },
+    "an alternative that cannot be enforced": {
+        "anyOf": [
+            {"type": "number"},
+            {"type": "string", "pattern": r"^(?![-+.]*$)[+-]?\d*\.?\d*$"},
+            {"oneOf": [{"type": "array", "uniqueItems": True}, {"minLength": 1}]},
+            {"type": "null"},
+        ]
     },
     "names of a reference": {
         "$defs": {"names": {"type": "string", "enum": ["a"]}},

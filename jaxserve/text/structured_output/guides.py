@@ -19,8 +19,8 @@ import llguidance
 import numpy as np
 
 from jaxserve.api.errors import RequestError, internal_error
+from jaxserve.api.log_once import LogOnce
 from jaxserve.text import Tokenizer
-from jaxserve.text.structured_output.grammar import Grammar
 from jaxserve.text.structured_output.sandbox import Sandbox, compiled
 from jaxserve.text.structured_output.spec import Guided
 
@@ -105,7 +105,7 @@ class Guides:
         self._vocab = vocab
         self._eos_ids = list(eos_ids)
         self._preparing = threading.Lock()
-        self._logged: set[str] = set()  # keywords that were not enforced
+        self._notes = LogOnce(log)
         self._sandboxes: list[Sandbox] = []
         # those without work, on the right the ones whose process runs
         self._idle: collections.deque[Sandbox] = collections.deque()
@@ -168,18 +168,12 @@ class Guides:
                 self._idle.appendleft(sandbox)
         if error:
             raise RequestError(field, _one_line(error))
-        self._tell(grammar)
-        return Guide(spec, native, self._vocab)
-
-    def _tell(self, grammar: Grammar) -> None:
-        """Logs which keywords are not enforced, each once."""
-        for keyword in {each.keyword for each in grammar.unenforced} - self._logged:
-            self._logged.add(keyword)
-            log.warning(
-                "%s of a tool that is not strict cannot be enforced and has no effect on its calls "
-                "(not logged again)",
-                keyword,
+        for each in grammar.unenforced:
+            self._notes.warning(
+                "%s of a tool that is not strict cannot be enforced and has no effect on its calls",
+                each.keyword,
             )
+        return Guide(spec, native, self._vocab)
 
     def _made(self) -> llguidance.LLTokenizer | str:
         if self._tokenizer is None or not self._eos_ids:

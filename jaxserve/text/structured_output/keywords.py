@@ -134,6 +134,25 @@ def dynamic(value: Any, given: Mapping[str, Any]) -> Any:
     raise UnenforcedError("only $ref is followed")
 
 
+def listed_names(asked: Mapping[str, Any]) -> list[str]:
+    """Returns the names of properties that a schema with enum or const allows."""
+    if len(asked) > 1 or not isinstance(asked.get("enum", []), list):
+        raise UnenforcedError("it is no list")
+    listed = asked.get("enum", [asked.get("const")])
+    return [name for name in listed if isinstance(name, str)]
+
+
+def names_pattern(asked: Mapping[str, Any]) -> str:
+    """Returns the pattern of names that a schema with a pattern, or with lengths, allows."""
+    if asked.keys() == {"pattern"}:
+        pattern(asked["pattern"], asked)
+        return str(asked["pattern"])
+    if not asked.keys() <= {"minLength", "maxLength"}:
+        raise UnenforcedError("no guide has conditions for names")
+    lengths = {name: most(value, asked) for name, value in asked.items()}
+    return f"^(?s:.{{{lengths.get('minLength', 0)},{lengths.get('maxLength', '')}}})$"
+
+
 def is_number(value: Any) -> bool:
     """Returns True for a finite number of JSON."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):

@@ -22,6 +22,8 @@ from jaxserve.text.structured_output.keywords import (
     TYPES,
     VALUES,
     UnenforcedError,
+    listed_names,
+    names_pattern,
     pattern,
     says_nothing,
 )
@@ -30,6 +32,7 @@ from jaxserve.text.structured_output.references import References
 Schema = dict[str, Any] | bool
 MAX_PATH_CHARS = 120
 MAX_STEP_CHARS = 40
+_NULL: Schema = {"type": ["null"]}
 MAX_FOLLOWED = 8  # references that lead to a list of names
 
 
@@ -184,9 +187,27 @@ class _Reader:
             )
 
     def _any_of(self, part: _Part, name: str, value: Any) -> None:
-        if value == []:
-            raise UnenforcedError("it has no alternative")
-        self._schemas(part, name, value)
+        """Reads alternatives, without those that cannot be enforced where others than null are
+        left."""
+        if not isinstance(value, list) or not value:
+            raise UnenforcedError("it is no list of alternatives")
+        enforced = []
+        others = []
+        for number, each in enumerate(value):
+            unenforced = len(self._unenforced)
+            exclusive = len(self._exclusive)
+            made = self._read(each, f"{part.path}/{name}/{number}")
+            if len(self._unenforced) == unenforced:
+                enforced.append(made)
+            else:
+                others.append((made, self._unenforced[unenforced:], self._exclusive[exclusive:]))
+                del self._unenforced[unenforced:], self._exclusive[exclusive:]
+        part.made[name] = enforced
+        if not any(each not in (False, _NULL) for each in enforced):
+            for made, unenforceds, exclusives in others:
+                enforced.append(made)
+                self._unenforced += unenforceds
+                self._exclusive += exclusives
 
     def _one_of(self, part: _Part, name: str, value: Any) -> None:
         """Reads alternatives as those of anyOf: that one alone may match is checked at the end."""
@@ -261,20 +282,20 @@ class _Reader:
     def _property_names(self, part: _Part, name: str, value: Any) -> None:
         """Reads which names properties may have: any, those of a list, or those of a pattern."""
         asked = self._followed(value, part.base)
-        asked = {key: asked[key] for key in asked if not says_nothing({key: 0}) and key != "type"}
+        asked = {key: asked[key] for key in asked if not says_nothing({key: 0})}
+        if asked.get("type") == "string":  # as all names are
+            del asked["type"]
         if not asked:
             return
-        listed = asked.get("enum", [asked[key] for key in asked if key == "const"])
-        if len(asked) > 1 or "patternProperties" in part.made:
+        if "patternProperties" in part.made:
             raise UnenforcedError("no guide has conditions for names")
-        more = self._shared(part)
         named = part.made.get("properties", {})
-        if "pattern" in asked and not named:
-            self._properties(part, "patternProperties", {asked["pattern"]: True})
-            part.made["patternProperties"] = {asked["pattern"]: more}
-        elif isinstance(listed, list) and listed:
-            keys = [key for key in listed if isinstance(key, str)]
+        if asked.keys() <= {"enum", "const"}:
+            keys = listed_names(asked)
+            more = self._shared(part)
             part.made["properties"] = {key: named.get(key, more) for key in keys}
+        elif not named:
+            part.made["patternProperties"] = {names_pattern(asked): self._shared(part)}
         else:
             raise UnenforcedError("no guide has conditions for names")
         part.made["additionalProperties"] = False
