@@ -6,7 +6,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.sharding.mesh import KVP, TP
 
-RULES: dict[str, str | None] = {"vocab": TP, "kv_heads": TP, "ffn": TP, "embed": None, "lanes": KVP}
+RULES: dict[str, str | tuple[str, ...] | None] = {
+    "vocab": TP,
+    "kv_heads": TP,
+    "ffn": TP,
+    "experts": TP,
+    "experts_over_lanes": (KVP, TP),
+    "embed": None,
+    "lanes": KVP,
+}
 
 
 def spec(*axes: str | None) -> PartitionSpec:

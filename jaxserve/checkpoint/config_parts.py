@@ -169,12 +169,8 @@ def _write_multipliers(model: ModelConfig) -> dict[str, Any]:
 
 
 def with_mixers(model: ModelConfig, **changes: Any) -> ModelConfig:
-    """Returns the model with other fields of all its attention."""
-    mixers = tuple(
-        replace(spec, **changes) if isinstance(spec, AttentionSpec) else spec
-        for spec in model.mixers
-    )
-    return replace(model, mixers=mixers)
+    """Returns the model with other fields of all its mixers."""
+    return replace(model, mixers=tuple(replace(spec, **changes) for spec in model.mixers))
 
 
 def attention_of(model: ModelConfig) -> AttentionSpec:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxserve.checkpoint import config_parts as parts
+from jaxserve.checkpoint import expert_parts as experts
 from jaxserve.checkpoint import tensor_tables as tables
 from jaxserve.checkpoint.specs import AttentionSpec, MlpSpec, NormSpec
 
@@ -27,6 +28,8 @@ class Family:
     attends to all tokens, the others have a window; 0: there are no such kinds. local_rope: field
     with the base frequency of layers with a window, whose RoPE has no scaling; '': they are as all
     others. interleaved: dimensions 2 i and 2 i + 1 are rotated together, not i and i + half.
+    further_layers: checkpoints may hold layers after the last one, which predict further tokens and
+    are not needed.
     """
 
     architecture: str
@@ -40,6 +43,7 @@ class Family:
     full_every: int = 0
     local_rope: str = ""
     interleaved: bool = False
+    further_layers: bool = False
 
     @property
     def model_type(self) -> str:
@@ -179,5 +183,73 @@ FAMILIES: dict[str, Family] = {
         specs=dict(norms=NormSpec(before=True, after=True)),
         tensors=tables.GLM4,
         **_GLM,
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        parts=(experts.MIXTRAL, parts.TYPED_WINDOWS),
+        tensors=tables.MIXTRAL,
+        defaults=dict(
+            max_position_embeddings=131072,
+            rope_theta=1e6,
+            rms_norm_eps=1e-5,
+            num_key_value_heads=8,
+            num_local_experts=8,
+            num_experts_per_tok=2,
+        ),
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        specs=dict(mixers=(AttentionSpec(qk_norm="head"),), norms=NormSpec(eps=1e-6)),
+        parts=(experts.QWEN, parts.QWEN_WINDOWS),
+        tensors=tables.QWEN_MOE,
+        defaults=dict(num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768),
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        specs=dict(mixers=(AttentionSpec(qkv_bias=True, o_bias=True, sinks=True),)),
+        parts=(experts.GPT_OSS, parts.TYPED_WINDOWS),
+        tensors=tables.GPT_OSS,
+        allowed=frozenset({"attention_bias"}),
+        defaults=dict(
+            max_position_embeddings=131072,
+            rope_theta=150000.0,
+            rms_norm_eps=1e-5,
+            head_dim=64,
+            num_local_experts=128,
+            num_experts_per_tok=4,
+            sliding_window=128,
+        ),
+        full_every=2,
+    ),
+    "glm4_moe": Family(
+        "Glm4MoeForCausalLM",
+        parts=(parts.BIAS, experts.GLM),
+        tensors=tables.GLM_MOE,
+        allowed=frozenset({"attention_bias", "partial_rotary_factor", "use_qk_norm"}),
+        defaults=dict(
+            max_position_embeddings=131072,
+            rms_norm_eps=1e-5,
+            partial_rotary_factor=0.5,
+            num_key_value_heads=8,
+            n_routed_experts=128,
+            num_experts_per_tok=8,
+            moe_intermediate_size=1408,
+        ),
+        further_layers=True,
+    ),
+    "minimax_m2": Family(
+        "MiniMaxM2ForCausalLM",
+        specs=dict(mixers=(AttentionSpec(qk_norm="all"),)),
+        parts=(experts.MINIMAX,),
+        tensors=tables.MIXTRAL,
+        allowed=frozenset({"partial_rotary_factor", "use_qk_norm"}),
+        defaults=dict(
+            max_position_embeddings=196608,
+            head_dim=128,
+            num_key_value_heads=8,
+            num_local_experts=256,
+            num_experts_per_tok=8,
+        ),
+        further_layers=True,
     ),
 }

@@ -14,6 +14,7 @@ from jaxserve.checkpoint.specs import (
     AttentionSpec,
     Declared,
     Dimensions,
+    ExpertsSpec,
     FeedForwardSpec,
     MixerSpec,
     MlpSpec,
@@ -105,6 +106,7 @@ class ModelConfig(Dimensions):
             heads=heads,
             kv_heads=kv_heads,
             d_ff=-(-self.d_ff // tp),
+            mlps=tuple(spec.share(tp) for spec in self.mlps),
             vocab=-(-self.vocab // tp),
         )
 
@@ -114,13 +116,37 @@ class ModelConfig(Dimensions):
 
     def layer_weights(self, tp: int = 1) -> int:
         """Elements of the matrices of one layer on one of `tp` ranks, averaged over the layers."""
+        return self.dense_weights(tp) + self.expert_weights(tp)
+
+    def dense_weights(self, tp: int = 1) -> int:
+        """Elements of those matrices of one layer that every token uses, averaged over the layers;
+        on one of `tp` ranks."""
+        return self._elements(tp, experts=False)
+
+    def expert_weights(self, tp: int = 1) -> int:
+        """Elements of the experts of one layer, averaged over the layers; on one of `tp` ranks."""
+        return self._elements(tp, experts=True)
+
+    @property
+    def experts(self) -> int:
+        """Number of a layer's experts; 0 without."""
+        return next((s.count for s in self.mlps if isinstance(s, ExpertsSpec)), 0)
+
+    @property
+    def active_experts(self) -> float:
+        """Share of a layer's experts that a token uses; 0 without experts."""
+        return next((s.active / s.count for s in self.mlps if isinstance(s, ExpertsSpec)), 0.0)
+
+    def _elements(self, tp: int, experts: bool) -> int:
+        """Elements of one layer's matrices, of experts or of all else, averaged over the layers."""
         share = self.share(tp)
         kinds = Counter((share.mixer(i), share.mlp(i)) for i in range(self.layers))
-        elements = sum(
-            count * matrix_elements(spec.declare(share).values())
-            for specs, count in kinds.items()
-            for spec in specs
-        )
+        elements = 0
+        for specs, count in kinds.items():
+            for spec in specs:
+                declared = spec.declare(share).items()
+                some = [p for name, p in declared if name.startswith("expert_") == experts]
+                elements += count * matrix_elements(some)
         return elements // self.layers
 
     def inner(self, tp: int = 1) -> int:
@@ -141,18 +167,25 @@ class ModelConfig(Dimensions):
         """Bytes of KV cache per token, over all layers, for numbers of `itemsize` bytes."""
         return itemsize * kv_elements(self.layers, self.kv_heads, self.head_dim)
 
-    def with_tp(self, tp: int) -> ModelConfig:
-        """The config for `tp` ranks: kv heads are repeated if there are fewer than ranks. Errors:
-        ConfigError if heads or d_ff do not divide, with the degrees that work."""
+    def with_tp(self, tp: int, lanes: int = 1) -> ModelConfig:
+        """The config for `tp` ranks: kv heads are repeated if there are fewer than ranks. lanes:
+        over which experts are split too. Errors: ConfigError if heads, d_ff or experts do not
+        divide, with the degrees that work."""
+        if lanes > 1:
+            return self._with_lanes(lanes).with_tp(tp)
         if not self.splits(tp):
             works = [d for d in range(1, self.heads + 1) if self.splits(d)]
             raise ConfigError(
                 "mesh",
                 f"tp={tp} cannot split {self.name} "
-                f"({self.heads} heads, {self.kv_heads} kv heads, ffn {self.d_ff}); "
+                f"({self.heads} heads, {self.kv_heads} kv heads, ffn {self.d_ff}, "
+                f"{self.experts} experts); "
                 f"these can: {', '.join(map(str, works))}",
             )
         return replace(self, kv_heads=max(self.kv_heads, tp))
+
+    def _with_lanes(self, lanes: int) -> ModelConfig:
+        return replace(self, mlps=tuple(spec.over(lanes) for spec in self.mlps))
 
     def splits(self, tp: int) -> bool:
         """Returns True if `tp` ranks can share the model; kv heads may be repeated."""

@@ -41,6 +41,9 @@ _WANTED: dict[str, Any] = {
     "no_rope_layers": [],
     "clip_qkv": None,
     "attention_chunk_size": None,
+    "use_qk_norm": False,
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
 }
 # null means that there is none, not the default
 _MAY_BE_NULL = {"sliding_window", "attn_logit_softcapping", "final_logit_softcapping"}
@@ -234,6 +237,10 @@ def _completed(config: dict, family: Family) -> dict:
         for key, value in defaults.items()
         if config.get(key) is None and not (key in config and key in _MAY_BE_NULL)
     }
+    if config.get("rotary_dim") and config.get(_PARTIAL) is None:  # MiniMax M2
+        fields = Fields(config)
+        share = fields.count("rotary_dim") / fields.count("head_dim")
+        config = config | {_PARTIAL: share}
     every = family.full_every
     if every and config.get("layer_types") is None:
         fields = Fields(config)

@@ -9,7 +9,7 @@ and the assembly of its parameters in `weights.assemble`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -118,7 +118,7 @@ class AttentionSpec:
 @dataclass(frozen=True)
 class MlpSpec:
     """Gated MLP: activation(gate) * up, then down (Shazeer, 2020). activation: a key of
-    `models.layers.ACTIVATIONS`."""
+    `models.layers.GATES`."""
 
     activation: str = "silu"
 
@@ -141,9 +141,123 @@ class MlpSpec:
         """Returns True if `tp` ranks can share the MLP."""
         return sizes.d_ff % tp == 0
 
+    def share(self, tp: int) -> MlpSpec:
+        """Returns the spec of one of `tp` ranks: sizes are those of `Dimensions`."""
+        return self
+
+    def over(self, lanes: int) -> MlpSpec:
+        """Returns the spec for lanes that share experts: there are none."""
+        return self
+
     def inner(self, sizes: Dimensions) -> int:
         """Counts the inner states of a token: gate, up and their product."""
         return 3 * sizes.d_ff
+
+
+@dataclass(frozen=True)
+class RouterSpec:
+    """How a token's experts are chosen and weighted. scores: 'softmax' over all experts, 'chosen'
+    (softmax over the chosen ones, by logits) or 'sigmoid'. normalised: weights sum to 1 before they
+    are scaled. correction: a parameter is added to scores for the choice alone. groups,
+    best_groups: experts are chosen among those of the best groups; 1: among all. group_scores: best
+    experts whose scores sum to that of a group."""
+
+    scores: str = "softmax"
+    normalised: bool = True
+    scale: float = 1.0
+    bias: bool = False
+    correction: bool = False
+    groups: int = 1
+    best_groups: int = 1
+    group_scores: int = 2
+
+
+@dataclass(frozen=True)
+class ExpertsSpec:
+    """Mixture of experts in place of the MLP: each token is computed by `active` of `count` gated
+    MLPs with `d_ff` inner states each. biases: experts have biases. shared: inner states of an MLP
+    that computes every token beside them, 0: there is none; shared_gate: its output has a weight
+    for each token. lanes: over which experts are split besides ranks; each lane then computes its
+    experts for the tokens of all."""
+
+    count: int
+    active: int
+    d_ff: int
+    router: RouterSpec = field(default=RouterSpec())
+    activation: str = "silu"
+    biases: bool = False
+    shared: int = 0
+    shared_gate: bool = False
+    lanes: int = 1
+
+    def declare(self, sizes: Dimensions) -> dict[str, Declared]:
+        """Experts are split over ranks, or over lanes and ranks; what is shared is split as an MLP
+        is."""
+        D = sizes.d_model
+        E = self.count
+        F = self.d_ff
+        experts = "experts"
+        if self.lanes > 1:
+            experts = "experts_over_lanes"
+        axes = (experts, None, None)
+        declared = {
+            "router": Declared((D, E), ("embed", None), inputs=1, wide=True),
+            "expert_gate_up": Declared((E, D, 2, F), (experts, "embed", None, None), inputs=1),
+            "expert_down": Declared((E, F, D), (experts, None, "embed"), inputs=1),
+        }
+        if self.router.bias:
+            declared["router_bias"] = Declared((E,), (None,), wide=True)
+        if self.router.correction:
+            declared["correction"] = Declared((E,), (None,), wide=True)
+        if self.biases:
+            declared["expert_gate_up_bias"] = Declared((E, 2, F), axes)
+            declared["expert_down_bias"] = Declared((E, D), axes[:2])
+        if self.shared:
+            S = self.shared
+            declared["shared_gate_up"] = Declared((D, 2, S), ("embed", None, "ffn"), inputs=1)
+            declared["shared_down"] = Declared((S, D), ("ffn", "embed"), inputs=1)
+        if self.shared_gate:
+            declared["shared_gate"] = Declared((D, 1), ("embed", None), wide=True)
+        return declared
+
+    def parts(self, sizes: Dimensions) -> dict[str, tuple[int, ...]]:
+        """Shapes of the parts, rows first, that the parameters are assembled of; those named
+        expert_... are of one expert."""
+        D = sizes.d_model
+        F = self.d_ff
+        return {
+            "router": (self.count, D),
+            "router_bias": (self.count,),
+            "correction": (self.count,),
+            "expert_gate": (F, D),
+            "expert_up": (F, D),
+            "expert_down": (D, F),
+            "expert_gate_bias": (F,),
+            "expert_up_bias": (F,),
+            "expert_down_bias": (D,),
+            "shared_gate_proj": (self.shared, D),
+            "shared_up_proj": (self.shared, D),
+            "shared_down_proj": (D, self.shared),
+            "shared_gate": (1, D),
+        }
+
+    def splits(self, sizes: Dimensions, tp: int) -> bool:
+        """Returns True if `tp` ranks of each lane can share the experts."""
+        return self.count % (tp * self.lanes) == 0 and self.shared % tp == 0
+
+    def over(self, lanes: int) -> ExpertsSpec:
+        """Returns the spec of experts that lanes share out."""
+        return replace(self, lanes=lanes)
+
+    def share(self, tp: int) -> ExpertsSpec:
+        """Returns the spec of one of `tp` ranks."""
+        return replace(self, count=-(-self.count // tp), shared=-(-self.shared // tp))
+
+    def inner(self, sizes: Dimensions) -> int:
+        """Counts the inner states of a token: for each of its experts the token, gate, up, their
+        product and the result, and those of what is shared."""
+        each = 3 * self.d_ff + 2 * sizes.d_model
+        return self.lanes * self.active * each + 3 * self.shared
 
 
 @dataclass(frozen=True)
@@ -182,4 +296,4 @@ class Multipliers:
 
 
 MixerSpec = AttentionSpec
-FeedForwardSpec = MlpSpec
+FeedForwardSpec = MlpSpec | ExpertsSpec

@@ -1,9 +1,15 @@
 """Names of stored tensors by family: stored tensor -> the parts (see `checkpoint.specs`) that are
-stacked in its rows. {layers}: number of the layer."""
+stacked in its rows. {layers}, {experts}: number of the layer, of the expert."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+
+
+class Alternating(tuple[str, ...]):
+    """Parts in a tensor of all experts, [experts, in, out] or, of biases, [experts, out]: outputs
+    of each part by turns (gpt-oss)."""
+
 
 Tensors = Mapping[str, tuple[str, ...]]
 
@@ -56,3 +62,40 @@ PHI: Tensors = {**SHARED, **NORMS_BEFORE, **FUSED_QKV, **FUSED_MLP}
 OLMO: Tensors = {**SHARED, **NORMS_AFTER, **SPLIT_QKV, **SPLIT_MLP}
 GEMMA: Tensors = {**SHARED, **NORMS_AROUND, **SPLIT_QKV, **SPLIT_MLP}
 GLM4: Tensors = {**SHARED, **GLM_NORMS, **SPLIT_QKV, **FUSED_MLP}
+
+_ROUTER: Tensors = {
+    MLP + "gate.weight": ("router",),
+    MLP + "gate.e_score_correction_bias": ("correction",),
+}
+_EXPERT = MLP + "experts.{experts}."
+_EXPERTS: Tensors = {
+    _EXPERT + "gate_proj.weight": ("expert_gate",),
+    _EXPERT + "up_proj.weight": ("expert_up",),
+    _EXPERT + "down_proj.weight": ("expert_down",),
+}
+_SHARED_EXPERTS: Tensors = {
+    MLP + "shared_experts.gate_proj.weight": ("shared_gate_proj",),
+    MLP + "shared_experts.up_proj.weight": ("shared_up_proj",),
+    MLP + "shared_experts.down_proj.weight": ("shared_down_proj",),
+}
+_SPARSE = LAYER + "block_sparse_moe."
+MIXTRAL: Tensors = {
+    **LLAMA,
+    _SPARSE + "gate.weight": ("router",),
+    _SPARSE + "e_score_correction_bias": ("correction",),
+    _SPARSE + "experts.{experts}.w1.weight": ("expert_gate",),
+    _SPARSE + "experts.{experts}.w3.weight": ("expert_up",),
+    _SPARSE + "experts.{experts}.w2.weight": ("expert_down",),
+}
+QWEN_MOE: Tensors = {**LLAMA, **_ROUTER, **_EXPERTS}
+GLM_MOE: Tensors = {**QWEN_MOE, **_SHARED_EXPERTS}
+GPT_OSS: Tensors = {
+    **LLAMA,
+    ATTENTION + "sinks": ("sinks",),
+    MLP + "router.weight": ("router",),
+    MLP + "router.bias": ("router_bias",),
+    MLP + "experts.gate_up_proj": Alternating(("expert_gate", "expert_up")),
+    MLP + "experts.gate_up_proj_bias": Alternating(("expert_gate_bias", "expert_up_bias")),
+    MLP + "experts.down_proj": Alternating(("expert_down",)),
+    MLP + "experts.down_proj_bias": Alternating(("expert_down_bias",)),
+}

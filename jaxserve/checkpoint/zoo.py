@@ -7,8 +7,16 @@ from typing import Any
 
 from jaxserve.checkpoint.families import FAMILIES
 from jaxserve.checkpoint.model import ModelConfig
-from jaxserve.checkpoint.rope import Rope, llama3_scaling
-from jaxserve.checkpoint.specs import AttentionSpec, Multipliers, NormSpec
+from jaxserve.checkpoint.rope import Rope, RopeScaling, llama3_scaling
+from jaxserve.checkpoint.specs import AttentionSpec, ExpertsSpec, Multipliers, NormSpec, RouterSpec
+
+
+def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
+    router = RouterSpec("chosen", bias=True)
+    spec = ExpertsSpec(experts, 4, 2880, router, activation="clamped", biases=True)
+    kinds = dict(mlps=(spec,), windows=(128, None) * (layers // 2))
+    return _GPT_OSS | kinds | dict(layers=layers)
+
 
 _TINY = dict(
     layers=2,
@@ -163,6 +171,29 @@ _GRANITE31 = dict(
     eos_ids=(0,),
     bos_id=0,
 )
+_QWEN3_MOE = _QWEN3 | dict(
+    family="qwen3_moe",
+    layers=48,
+    d_model=2048,
+    heads=32,
+    kv_heads=4,
+    d_ff=6144,
+    mlps=(ExpertsSpec(128, 8, 768),),
+    tied=False,
+)
+_MIXTRAL = _MISTRAL | dict(family="mixtral", mlps=(ExpertsSpec(8, 2, 14336),), ropes=(Rope(1e6),))
+_GPT_OSS = dict(
+    family="gpt_oss",
+    d_model=2880,
+    heads=64,
+    kv_heads=8,
+    head_dim=64,
+    d_ff=2880,
+    vocab=201088,
+    max_len=131072,
+    ropes=(Rope(150000.0, RopeScaling("yarn", 32.0, 4096, truncate=False)),),
+    eos_ids=(200002, 199999, 200012),
+)
 _ROWS: dict[str, dict[str, Any]] = {
     "tiny": _TINY,
     "tiny-window": _TINY | dict(family="mistral", windows=(64,)),
@@ -194,6 +225,12 @@ _ROWS: dict[str, dict[str, Any]] = {
     "olmo2-7b": _OLMO2,
     "olmo2-13b": _OLMO2 | dict(layers=40, d_model=5120, heads=40, kv_heads=40, d_ff=13824),
     "granite3.1-8b": _GRANITE31,
+    "qwen3-30b-a3b": _QWEN3_MOE,
+    "qwen3-235b-a22b": _QWEN3_MOE
+    | dict(layers=94, d_model=4096, heads=64, d_ff=12288, mlps=(ExpertsSpec(128, 8, 1536),)),
+    "mixtral-8x7b": _MIXTRAL,
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
 }
 
 

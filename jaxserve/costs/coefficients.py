@@ -39,11 +39,12 @@ class Costs:
     and `hop` are per layer.
 
     Linear parts of n tokens: the greater of `linear_floor` (weights are read) and `linear_base +
-    linear_token n` (they are used). Attention of a chunk of new tokens after cached ones: the
-    greater of `pair (cached + new / 2) new` and `read (cached + new)`, plus `chunk` and
-    `chunk_token new`. Of decodes: `decode` once, `decode_seq` each, `decode_kv` per token of
-    context. In a batch with both, `mixed` times the smaller of the two is added (below 0: they
-    overlap).
+    linear_token n` (they are used); with experts both grow by `expert_floor` and `expert_base`
+    times the share of the experts that n tokens use, 1 - (1 - `active_experts`)^n. Attention of a
+    chunk of new tokens after cached ones: the greater of `pair (cached + new / 2) new` and `read
+    (cached + new)`, plus `chunk` and `chunk_token new`. Of decodes: `decode` once, `decode_seq`
+    each, `decode_kv` per token of context. In a batch with both, `mixed` times the smaller of the
+    two is added (below 0: they overlap).
     """
 
     layers: int
@@ -51,6 +52,9 @@ class Costs:
     linear_floor: float = 0.0
     linear_base: float = 0.0
     linear_token: float = 0.0
+    expert_floor: float = 0.0
+    expert_base: float = 0.0
+    active_experts: float = 0.0  # share of a layer's experts that a token uses
     chunk: float = 0.0
     chunk_token: float = 0.0  # per new token: tiles on the diagonal, queries and outputs
     pair: float = 0.0
@@ -81,8 +85,14 @@ class Costs:
 
     def linear(self, tokens: float) -> float:
         """Seconds of one layer's linear parts and the sums over ranks."""
+        used = 0.0
+        if self.active_experts:
+            used = 1 - (1 - self.active_experts) ** tokens
+        read = self.linear_floor + used * self.expert_floor
         return (
-            smooth_max(self.linear_floor, self.linear_base + self.linear_token * tokens)
+            smooth_max(
+                read, self.linear_base + used * self.expert_base + self.linear_token * tokens
+            )
             + self.tp
             + self.tp_token * tokens
         )

@@ -77,7 +77,9 @@ class Device:
         """Computed from the model. Errors: ConfigError for a degree above those that were
         measured."""
         heads, kv_heads = model.rank_heads(tp)
-        weights = ITEM * model.layer_weights(tp)
+        weights = ITEM * model.dense_weights(tp)
+        experts = ITEM * model.expert_weights(tp)
+        active = weights + experts * model.active_experts
         pair = 4 * heads * model.head_dim / self.attention_flops_per_s
         kv = 2 * ITEM * kv_heads * model.head_dim
         head = model.head_weights(tp)
@@ -87,7 +89,10 @@ class Device:
             mixed=self.mixed,
             linear_floor=self.floor_seconds + weights / self.weight_bytes_per_s,
             linear_base=self.base_seconds + weights / self.base_bytes_per_s,
-            linear_token=weights / self.product_flops_per_s
+            expert_floor=experts / self.weight_bytes_per_s,
+            expert_base=experts / self.base_bytes_per_s,
+            active_experts=model.active_experts,
+            linear_token=active / self.product_flops_per_s
             + elementwise_bytes(model, tp) / self.elementwise_bytes_per_s,
             chunk=self.chunk_seconds,
             chunk_token=pair * self.attention_tile,

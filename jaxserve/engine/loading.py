@@ -14,7 +14,7 @@ from jaxserve.checkpoint.fingerprint import fingerprint
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.clock import WallClock
 from jaxserve.engine.programs import keep_compiled
-from jaxserve.engine.sizing import make_plan, max_length, weights_dtype
+from jaxserve.engine.sizing import make_plan, max_length, split_model, weights_dtype
 from jaxserve.engine.worker import Worker
 from jaxserve.group.channel import free_port
 from jaxserve.group.messages import Hello, shared_settings
@@ -40,7 +40,7 @@ def load_worker(
     """Loads the weights of the stages that have devices in this process."""
     if config.cache.kv_store_master is not None:
         load_client()  # refused before weights are read
-    model = checkpoint.config.with_tp(config.mesh.tp)
+    model = split_model(config, checkpoint.config)
     plan = make_plan(config, model)
     keep_compiled(config.compile_cache)
     return Worker(

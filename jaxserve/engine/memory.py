@@ -112,8 +112,10 @@ def sizes(plan: StagePlan) -> Sizes:
 def _part(shape: tuple[int, ...], axes: Iterable[str | None], plan: StagePlan) -> int:
     """Elements of an array with these logical axes that one device holds."""
     degrees = {TP: plan.mesh.tp, KVP: plan.mesh.kvp}
+    rules = [RULES[axis] for axis in axes if axis is not None]
+    over = [rule if isinstance(rule, tuple) else (rule,) for rule in rules]
     return math.prod(shape) // math.prod(
-        degrees.get(RULES[axis] or "", 1) for axis in axes if axis is not None
+        degrees.get(axis or "", 1) for some in over for axis in some
     )
 
 

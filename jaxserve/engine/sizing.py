@@ -51,10 +51,18 @@ def kv_tokens(model: ModelConfig, room: DeviceRoom) -> Callable[[EngineConfig], 
     """Returns what counts the tokens that all lanes of a replica have room for, by its config."""
 
     def count(config: EngineConfig) -> int:
-        plan = make_plan(config, model.with_tp(config.mesh.tp), room)
+        plan = make_plan(config, split_model(config, model), room)
         return plan.pages * plan.block_size * config.mesh.kvp
 
     return count
+
+
+def split_model(config: EngineConfig, model: ModelConfig) -> ModelConfig:
+    """Returns the model as the mesh splits it. Errors: ConfigError for degrees that do not
+    divide."""
+    if config.source.enable_expert_parallel:
+        return model.with_tp(config.mesh.tp, config.mesh.kvp)
+    return model.with_tp(config.mesh.tp)
 
 
 def make_plan(

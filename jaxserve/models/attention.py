@@ -49,7 +49,9 @@ class Attention(nnx.Module):
         axis of 1) -> this rank's part of the output, and the pages with the new keys and values.
         cos_sin: None for a layer without positions."""
         q, kv = self._project(x, positions, cos_sin)
-        sinks = self.sinks[...] if self.spec.sinks else None
+        sinks = None
+        if self.spec.sinks:
+            sinks = self.sinks[...]
         out, pages = attention(q, kv, pages, groups, self.attend, sinks)
         out = matmul(out.reshape(len(x), -1), self.o_proj, 3, positions)
         if self.spec.o_bias:

@@ -20,9 +20,10 @@ from flax import nnx
 
 from jaxserve.checkpoint.model import ModelConfig, declare
 from jaxserve.checkpoint.rope import Rope
-from jaxserve.checkpoint.specs import AttentionSpec, Declared, MlpSpec
+from jaxserve.checkpoint.specs import AttentionSpec, Declared, ExpertsSpec, MlpSpec
 from jaxserve.kernels.kv_pages import KVPages
 from jaxserve.models.attention import Attention
+from jaxserve.models.experts import Experts
 from jaxserve.models.layers import capped, rms_norm, rope_cos_sin
 from jaxserve.models.mlp import GatedMlp
 from jaxserve.models.parameters import create, matmul
@@ -32,7 +33,7 @@ from jaxserve.sharding.rows import Groups
 
 # modules by spec
 MIXERS = {AttentionSpec: Attention}
-MLPS = {MlpSpec: GatedMlp}
+MLPS = {MlpSpec: GatedMlp, ExpertsSpec: Experts}
 
 
 class Block(nnx.Module):

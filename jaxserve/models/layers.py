@@ -3,7 +3,6 @@ activation."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import jax
@@ -12,11 +11,8 @@ import numpy as np
 
 from jaxserve.checkpoint.rope import Rope
 
-# activations of MLPs by their names in config.json
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "silu": jax.nn.silu,
-    "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
-}
+CLAMP = 7.0  # bound of gate and up in `clamped`
+CLAMPED_SLOPE = 1.702  # of the gate's sigmoid in `clamped`
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -28,8 +24,31 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 
 def gated(gate_up: jax.Array, activation: str) -> jax.Array:
-    """Computes activation(gate) * up: [T, 2, F] -> [T, F] (Shazeer, 2020)."""
-    return ACTIVATIONS[activation](gate_up[:, 0]) * gate_up[:, 1]
+    """Computes activation(gate) * up, or what else `GATES` has: [T, 2, F] -> [T, F] (Shazeer,
+    2020)."""
+    return GATES[activation](gate_up[:, 0], gate_up[:, 1])
+
+
+def _silu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return jax.nn.silu(gate) * up
+
+
+def _gelu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return jax.nn.gelu(gate, approximate=True) * up
+
+
+def _clamped(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """The gate of gpt-oss."""
+    gate = jnp.minimum(gate, CLAMP)
+    return gate * jax.nn.sigmoid(CLAMPED_SLOPE * gate) * (jnp.clip(up, -CLAMP, CLAMP) + 1)
+
+
+# gates of MLPs by the names of their activations in config.json
+GATES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "silu": _silu,
+    "gelu_pytorch_tanh": _gelu,
+    "clamped": _clamped,
+}
 
 
 def capped(x: jax.Array, bound: float) -> jax.Array:

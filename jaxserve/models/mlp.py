@@ -6,6 +6,7 @@ import jax
 from flax import nnx
 
 from jaxserve.checkpoint.model import ModelConfig
+from jaxserve.checkpoint.specs import MlpSpec
 from jaxserve.models.layers import gated
 from jaxserve.models.parameters import create, matmul
 
@@ -18,6 +19,7 @@ class GatedMlp(nnx.Module):
 
     def __init__(self, model: ModelConfig, layer: int):
         spec = model.mlp(layer)
+        assert isinstance(spec, MlpSpec)
         self.activation = spec.activation
         create(self, spec.declare(model))
 

@@ -41,7 +41,6 @@ INSTEAD: Mapping[str, str] = {
     "dp": "start `jaxserve cluster --mixed=N`, one address before N replicas",
     "decode_context_parallel_size": "--context-parallel-size=N, lanes for prefill and decode",
     "dcp": "--context-parallel-size=N, lanes for prefill and decode",
-    "enable_expert_parallel": "experts of mixtures are split with --tensor-parallel-size",
     "nnodes": "start the same `jaxserve launch` on every host: docs/multihost.md",
     "swap_space": "--host-cache-gib=GIB: KV that leaves the devices goes there",
     "cpu_offload_gb": "weights stay on the devices; --host-cache-gib=GIB is for KV",

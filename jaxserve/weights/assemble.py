@@ -103,7 +103,7 @@ def _kv_heads(sources: Sources, part: str, kv: slice, columns: slice | None) -> 
     return rows.reshape(-1, 1, H, *rows.shape[1:])[stored - stored[0]]
 
 
-def _o_bias(sources: Sources, index: Index) -> np.ndarray:
+def _vector(sources: Sources, index: Index) -> np.ndarray:
     return sources.read(sources.parts[0], index[0], None).astype(sources.dtype)
 
 
@@ -148,6 +148,44 @@ def _gate_up(sources: Sources, index: Index) -> np.ndarray:
     return both
 
 
+def _expert_gate_up(sources: Sources, index: Index) -> np.ndarray:
+    """[E, D, 2, F]."""
+    return _experts(sources, sources.parts[index[2]], index[0], index[1], index[3])
+
+
+def _expert_down(sources: Sources, index: Index) -> np.ndarray:
+    """[E, F, D]."""
+    return _experts(sources, sources.parts, *index)[:, :, 0]
+
+
+def _experts(
+    sources: Sources, parts: tuple[str, ...], experts: slice, inputs: slice, outputs: slice
+) -> np.ndarray:
+    """Parts of some experts, [experts, inputs, parts, outputs]."""
+    some = range(experts.start, experts.stop)
+    shape = (len(some), inputs.stop - inputs.start, len(parts), outputs.stop - outputs.start)
+    found = empty(shape, sources.dtype)
+    for number, expert in enumerate(some):
+        for i, part in enumerate(parts):
+            transpose(sources.read(part, outputs, inputs, expert), found[number, :, i])
+    return found
+
+
+def _expert_gate_up_bias(sources: Sources, index: Index) -> np.ndarray:
+    """[E, 2, F]."""
+    parts = sources.parts[index[1]]
+    some = range(index[0].start, index[0].stop)
+    biases = [[sources.read(part, index[2], None, expert) for part in parts] for expert in some]
+    return np.array(biases, sources.dtype)
+
+
+def _expert_down_bias(sources: Sources, index: Index) -> np.ndarray:
+    """[E, D]."""
+    some = range(index[0].start, index[0].stop)
+    biases = [sources.read(sources.parts[0], index[1], None, expert) for expert in some]
+    return np.array(biases, sources.dtype)
+
+
 def _down(sources: Sources, index: Index) -> np.ndarray:
     return inputs_first(sources.read(sources.parts[0], index[1], index[0]), sources.dtype)
 
@@ -162,11 +200,25 @@ TABLE: dict[str, Assembly] = {
     "layers.{layers}.attention.k_norm": Assembly(("k_norm",), _k_norm),
     "layers.{layers}.attention.sinks": Assembly(("sinks",), _sinks),
     "layers.{layers}.attention.o_proj": Assembly(("o",), _o_proj),
-    "layers.{layers}.attention.o_bias": Assembly(("o_bias",), _o_bias),
+    "layers.{layers}.attention.o_bias": Assembly(("o_bias",), _vector),
     "layers.{layers}.mlp_norm": Assembly(("mlp_norm",), _norm),
     "layers.{layers}.mlp_post_norm": Assembly(("mlp_post_norm",), _norm),
     "layers.{layers}.mlp.gate_up": Assembly(("gate", "up"), _gate_up),
     "layers.{layers}.mlp.down": Assembly(("down",), _down),
+    "layers.{layers}.mlp.router": Assembly(("router",), _down),
+    "layers.{layers}.mlp.router_bias": Assembly(("router_bias",), _vector),
+    "layers.{layers}.mlp.correction": Assembly(("correction",), _vector),
+    "layers.{layers}.mlp.expert_gate_up": Assembly(("expert_gate", "expert_up"), _expert_gate_up),
+    "layers.{layers}.mlp.expert_down": Assembly(("expert_down",), _expert_down),
+    "layers.{layers}.mlp.expert_gate_up_bias": Assembly(
+        ("expert_gate_bias", "expert_up_bias"), _expert_gate_up_bias
+    ),
+    "layers.{layers}.mlp.expert_down_bias": Assembly(("expert_down_bias",), _expert_down_bias),
+    "layers.{layers}.mlp.shared_gate_up": Assembly(
+        ("shared_gate_proj", "shared_up_proj"), _gate_up
+    ),
+    "layers.{layers}.mlp.shared_down": Assembly(("shared_down_proj",), _down),
+    "layers.{layers}.mlp.shared_gate": Assembly(("shared_gate",), _down),
     "norm": Assembly(("norm",), _norm),
     "head": Assembly(("head",), _head),
 }

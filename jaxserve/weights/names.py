@@ -13,6 +13,7 @@ from jaxserve.checkpoint.model import ModelConfig, declare
 from jaxserve.weights.assemble import TABLE, Assembly
 from jaxserve.weights.sources import Index, Read, Sources, places
 
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _NUMBER = re.compile(r"(\w+)\.(\d+)(?=\.|$)")  # in a path: of a layer
 
 
@@ -23,7 +24,9 @@ def tensors_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
         assembly, numbers = _assembly(path)
         for part in assembly.parts:
             place = places(model)[part]
-            tensors[place.tensor.format(**numbers)] = place.shape
+            several = range(model.experts) if "{experts}" in place.tensor else (None,)
+            for expert in several:
+                tensors[place.tensor.format(**numbers, experts=expert)] = place.shape
     return tensors
 
 
@@ -53,9 +56,13 @@ def family_names(stored: Iterable[str], model: ModelConfig) -> dict[str, str]:
 
 
 def ignored(name: str, model: ModelConfig) -> bool:
-    """Returns True for a tensor that a checkpoint may hold without need: RoPE frequencies, and the
-    copy of the embedding as the head of a tied model."""
-    return name.endswith("rotary_emb.inv_freq") or (model.tied and name == "lm_head.weight")
+    """Returns True for a tensor that a checkpoint may hold without need: RoPE frequencies, the copy
+    of the embedding as the head of a tied model, and layers that predict further tokens."""
+    if name.endswith("rotary_emb.inv_freq") or (model.tied and name == "lm_head.weight"):
+        return True
+    layer = _LAYER.match(name)
+    further = FAMILIES[model.family].further_layers
+    return further and layer is not None and int(layer[1]) >= model.layers
 
 
 def build(

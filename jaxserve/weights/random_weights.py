@@ -35,6 +35,15 @@ class RandomWeights:
     def read(self, name: str, rows: slice = _ALL, columns: slice | None = None) -> np.ndarray:
         """Reads a slice of a tensor, f32."""
         shape = self._shapes[name]
+        if len(shape) == 3:
+            some = range(*rows.indices(shape[0]))
+            return np.stack([self._matrix(f"{name}.{i}", shape[1:], columns or _ALL) for i in some])
+        return self._matrix(name, shape, rows, columns)
+
+    def _matrix(
+        self, name: str, shape: tuple[int, ...], rows: slice, columns: slice | None = None
+    ) -> np.ndarray:
+        """Reads a slice of a matrix or a vector."""
         first, last, _ = rows.indices(shape[0])
         if name.endswith("norm.weight"):
             return np.ones(last - first, np.float32)

@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxserve.checkpoint.families import FAMILIES
 from jaxserve.checkpoint.model import ModelConfig
+from jaxserve.checkpoint.tensor_tables import Alternating
 
 Index = tuple[slice, ...]  # of a parameter; slices with start and stop
 Read = Callable[[str, slice, slice | None], np.ndarray]  # tensor name, rows, columns (None: all)
@@ -26,11 +27,13 @@ _ALIGNMENT = 64  # bytes: JAX's CPU devices take over arrays at such addresses, 
 @dataclass(frozen=True)
 class Place:
     """The place of a part in a checkpoint: rows from `row` on of a tensor. tensor, shape: its name,
-    with fields for numbers, and its whole shape."""
+    with fields for numbers, and its whole shape. turns: 0, or of how many parts the tensor has
+    outputs by turns, see `tensor_tables.Alternating`; the part's are `row`, `row` + turns, ..."""
 
     tensor: str
     row: int
     shape: tuple[int, ...]
+    turns: int = 0
 
 
 @dataclass(frozen=True)
@@ -52,19 +55,34 @@ class Sources:
         rope = self.model.rope(int(self.numbers["layers"]))
         return 0 if rope is None else rope.dims(self.model.head_dim)
 
-    def read(self, part: str, rows: slice, columns: slice | None) -> np.ndarray:
-        """Reads a slice of a part."""
+    def read(
+        self, part: str, rows: slice, columns: slice | None, expert: int | None = None
+    ) -> np.ndarray:
+        """Reads a slice of a part; expert: its number, for parts that each expert has."""
         place = places(self.stored)[part]
-        name = place.tensor.format(**self.numbers)
-        return self.reader(name, slice(place.row + rows.start, place.row + rows.stop), columns)
+        name = place.tensor.format(**self.numbers, experts=expert)
+        if not place.turns:
+            return self.reader(name, slice(place.row + rows.start, place.row + rows.stop), columns)
+        assert expert is not None
+        one = slice(expert, expert + 1)
+        outputs = slice(rows.start * place.turns, rows.stop * place.turns)
+        if columns is None:
+            return self.reader(name, one, outputs)[0, place.row :: place.turns]
+        inputs_first = self.reader(name, one, columns)[0, :, outputs]
+        return inputs_first[:, place.row :: place.turns].T
 
 
 @functools.lru_cache(maxsize=16)
 def places(model: ModelConfig) -> dict[str, Place]:
     """Returns the places of a model's parts by name. model: before `with_tp`."""
     shapes = model.parts()
-    places = {}
+    places: dict[str, Place] = {}
     for tensor, parts in FAMILIES[model.family].tensors.items():
+        if not shapes.keys() >= set(parts):
+            continue  # of layers that this model does not have
+        if isinstance(parts, Alternating):
+            places |= _by_turns(tensor, parts, shapes, model.experts)
+            continue
         rows = sum(shapes[part][0] for part in parts)
         row = 0
         for part in parts:
@@ -73,6 +91,15 @@ def places(model: ModelConfig) -> dict[str, Place]:
     if model.tied:
         places["head"] = places["embed"]
     return places
+
+
+def _by_turns(
+    tensor: str, parts: Alternating, shapes: dict[str, tuple[int, ...]], experts: int
+) -> dict[str, Place]:
+    """Places of the parts of a tensor of all experts."""
+    outputs, *inputs = shapes[parts[0]]
+    shape = (experts, *inputs, outputs * len(parts))
+    return {part: Place(tensor, row, shape, len(parts)) for row, part in enumerate(parts)}
 
 
 def inputs_first(rows: np.ndarray, dtype: np.dtype) -> np.ndarray:

@@ -44,6 +44,11 @@ PUBLISHED = {
     "olmo2-7b": 7_298_617_344,
     "olmo2-13b": 13_716_198_400,
     "granite3.1-8b": 8_170_848_256,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "mixtral-8x7b": 46_702_792_704,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
 }
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

@@ -3,6 +3,7 @@ on paper; and their fit."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -77,6 +78,18 @@ def test_predictions_grow_with_tokens_and_with_context(row):
         lambda n: Predictor(c, MeshConfig()).prefill(0, n, 2048),
     ):
         assert (np.diff([seconds(n) for n in tokens]) > 0).all()
+
+
+def test_a_step_of_few_tokens_reads_few_experts():
+    shape = MODELS["qwen3-30b-a3b"]
+    found = costs("h100", shape, 1)
+    everything = dataclasses.replace(found, active_experts=1.0)
+    assert found.linear(1) < everything.linear(1) / 5
+    assert found.linear(2**14) == everything.linear(2**14)
+    read = 1 - (1 - 8 / 128) ** 16
+    assert found.linear(16) == pytest.approx(
+        found.linear_floor + read * found.expert_floor, rel=0.05
+    )
 
 
 @ROWS

@@ -51,6 +51,7 @@ def engine(
     decode_exchange: str = "gather",
     dtype: str = "float32",
     planned: bool = False,
+    expert_parallel: bool = False,
     **cache,
 ) -> Engine:
     """An engine whose programs are compiled when first used. planned: those that move pages are
@@ -59,7 +60,12 @@ def engine(
     if planned:
         cache.setdefault("placement", "striped")
     config = EngineConfig(
-        ModelSource(model=str(model), max_model_len=max_len, dtype=dtype),
+        ModelSource(
+            model=str(model),
+            max_model_len=max_len,
+            dtype=dtype,
+            enable_expert_parallel=expert_parallel,
+        ),
         MeshConfig.parse(mesh),
         CacheConfig(block_size=block, pages=pages, **cache),
         SchedulerConfig(

@@ -33,6 +33,10 @@ DEFAULT = {
     "gemma2": ("", "kvp=2,tp=2"),
     "gemma3": ("spp=2",),
     "glm4": ("tp=2",),
+    "qwen3_moe": ("tp=2",),
+    "gpt_oss": ("kvp=2,tp=2",),
+    "glm4_moe": ("tp=2",),
+    "minimax_m2": ("",),
 }
 
 
@@ -54,12 +58,32 @@ def write_model(folder: Path, name: str) -> Path:
     ],
 )
 def test_tokens_and_log_probabilities_are_those_of_transformers(name, mesh, tmp_path):
+    assert_equals_transformers(name, mesh, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name, mesh",
+    [
+        ("gpt_oss", "kvp=2,tp=2"),
+        *(
+            pytest.param(*case, marks=pytest.mark.matrix)
+            for case in (("qwen3_moe", ALL_AXES), ("glm4_moe", "kvp=4"), ("mixtral", "kvp=2"))
+        ),
+    ],
+)
+def test_experts_may_be_split_over_lanes(name, mesh, tmp_path):
+    assert_equals_transformers(name, mesh, tmp_path, expert_parallel=True)
+
+
+def assert_equals_transformers(name: str, mesh: str, folder: Path, **settings) -> None:
+    """Greedy tokens and log-probabilities are those of transformers: for a prompt in large chunks,
+    in small and random ones beside another request, and after a prefix hit."""
     answer = oracle.load(name)
     prompt, tokens = answer.prompt, answer.tokens
     assert len(set(tokens)) > 5  # a model that repeats itself would hide faults
     length = len(prompt) + len(tokens)
     real = engine(
-        write_model(tmp_path / "model", name),
+        write_model(folder / "model", name),
         mesh,
         chunk=32,
         seqs=2,
@@ -67,6 +91,7 @@ def test_tokens_and_log_probabilities_are_those_of_transformers(name, mesh, tmp_
         block=8,
         max_len=32 if length <= 32 else 80,
         placement="random" if "kvp" in mesh else "grow",
+        **settings,
     )
     runner = Runner(real)
     asked = dict(max_tokens=len(tokens), ignore_eos=True)
@@ -137,6 +162,10 @@ def test_the_text_part_of_a_multimodal_checkpoint_is_read(text, head, tmp_path):
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers: must be 0 or 1"),
         ("olmo3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
         ("olmo3", {"rope_parameters": {"full_attention": {}}}, "nor one for each kind"),
+        ("glm4_moe", {"n_group": 5}, "n_group: 16 experts are not split into 5"),
+        ("mixtral", {"num_experts_per_tok": 5}, "num_experts_per_tok: .* from 1 to 4"),
+        ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit: 5.0"),
+        ("qwen3_moe", {"mlp_only_layers": "1"}, "mlp_only_layers"),
         ("glm4", {"text_config": 1}, "text_config: must be an object"),
     ],
 )

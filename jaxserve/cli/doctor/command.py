@@ -212,7 +212,7 @@ def _kernels(devices: Devices) -> Check:
 
 def _model(patient: Patient) -> Iterator[Check]:
     from jaxserve.checkpoint.model_paths import model_file, resolve
-    from jaxserve.engine.sizing import make_plan, max_length
+    from jaxserve.engine.sizing import make_plan, max_length, split_model
     from jaxserve.weights import open_checkpoint
     from jaxserve.weights.checkpoint import check
 
@@ -227,7 +227,7 @@ def _model(patient: Patient) -> Iterator[Check]:
     patient.checkpoint = checkpoint = open_checkpoint(source, revision)
     check(checkpoint, checkpoint.config)
     yield from _chosen(patient)
-    model = checkpoint.config.with_tp(patient.engine.mesh.tp)
+    model = split_model(patient.engine, checkpoint.config)
     yield Check(
         "model",
         OK,

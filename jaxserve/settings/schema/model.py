@@ -29,6 +29,11 @@ class ModelSource(Settings):
         "largest number of tokens in a sequence, prompt and output; default: the model's own limit",
         low=2,
     )
+    enable_expert_parallel: bool = option(
+        False,
+        "split the experts of mixtures over lanes as well as ranks: less memory and fewer weights "
+        "read by a device, but every lane gets the tokens of all",
+    )
     generation_config: str = option(
         "auto",
         "where the sampling parameters stand that requests have unless they state them: in the "

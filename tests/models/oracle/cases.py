@@ -26,6 +26,8 @@ COMMON = {
     "dtype": "float32",
 }
 
+_BIASED = ("bias", "correction", "sinks")  # in names of vectors and biases
+
 
 @dataclass(frozen=True)
 class Case:
@@ -117,6 +119,56 @@ CASES = {
         sliding_window_pattern=3,
         **_GEMMA | {"rope_theta": 1e6, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
     ),
+    "mixtral": case("MixtralForCausalLM", "mixtral", num_local_experts=4, num_experts_per_tok=2),
+    "qwen3_moe": case(
+        "Qwen3MoeForCausalLM",
+        "qwen3_moe",
+        head_dim=32,
+        num_experts=16,
+        num_experts_per_tok=4,
+        moe_intermediate_size=48,
+        norm_topk_prob=True,
+        mlp_only_layers=[1],
+        decoder_sparse_step=1,
+    ),
+    "gpt_oss": case(
+        "GptOssForCausalLM",
+        "gpt_oss",
+        head_dim=32,
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        sliding_window=20,
+        rope_theta=150000.0,
+        rope_scaling=_YARN | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+        attention_bias=True,
+        swiglu_limit=7.0,
+    ),
+    "glm4_moe": case(
+        "Glm4MoeForCausalLM",
+        "glm4_moe",
+        head_dim=32,
+        attention_bias=True,
+        partial_rotary_factor=0.5,
+        use_qk_norm=True,
+        n_routed_experts=16,
+        num_experts_per_tok=3,
+        moe_intermediate_size=40,
+        n_shared_experts=2,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=1.7,
+        norm_topk_prob=True,
+        first_k_dense_replace=1,
+    ),
+    "minimax_m2": case(
+        "MiniMaxM2ForCausalLM",
+        "minimax_m2",
+        head_dim=32,
+        rotary_dim=16,
+        use_qk_norm=True,
+        num_local_experts=8,
+        num_experts_per_tok=3,
+    ),
     "glm": case(
         "GlmForCausalLM", "glm", seed=1, head_dim=32, attention_bias=True, partial_rotary_factor=0.5
     ),
@@ -141,6 +193,8 @@ def _scale(name: str, shape: tuple[int, ...], tied: bool) -> tuple[float, float]
         return 0, 0.03 if tied else 1.0
     if name == "lm_head.weight":
         return 0, 3 / shape[-1] ** 0.5
-    if len(shape) == 1:
+    if any(word in name for word in _BIASED):
         return 0, 0.3
+    if name.endswith(("gate_up_proj", "down_proj")):  # of all experts: inputs before outputs
+        return 0, 1.2 / shape[1] ** 0.5
     return 0, 1.2 / shape[-1] ** 0.5

@@ -1,0 +1,135 @@
+"""Fields of config.json that describe mixtures of experts: how they are read to a `ModelConfig`,
+and given back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from jaxserve.checkpoint.config_parts import ConfigPart, attention_of, with_mixers
+from jaxserve.checkpoint.fields import Fields
+from jaxserve.checkpoint.model import ModelConfig
+from jaxserve.checkpoint.model_paths import CheckpointError
+from jaxserve.checkpoint.specs import ExpertsSpec, MlpSpec, RouterSpec
+
+# names of one field; transformers 5 writes the first, whichever hubs have
+_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+def _read_mixtral(fields: Fields, model: ModelConfig) -> ModelConfig:
+    return _with_experts(model, _experts(fields, model.d_ff, RouterSpec()))
+
+
+def _read_minimax(fields: Fields, model: ModelConfig) -> ModelConfig:
+    router = RouterSpec("sigmoid", correction=True)
+    return _with_experts(model, _experts(fields, model.d_ff, router))
+
+
+def _write_local(model: ModelConfig) -> dict[str, Any]:
+    experts = experts_of(model)
+    return {"num_local_experts": experts.count, "num_experts_per_tok": experts.active}
+
+
+def _read_gpt_oss(fields: Fields, model: ModelConfig) -> ModelConfig:
+    experts = _experts(fields, model.d_ff, RouterSpec("chosen", bias=True))
+    return _with_experts(model, replace(experts, activation="clamped", biases=True))
+
+
+def _write_gpt_oss(model: ModelConfig) -> dict[str, Any]:
+    return _write_local(model) | {"hidden_act": "silu"}
+
+
+def _read_qwen(fields: Fields, model: ModelConfig) -> ModelConfig:
+    """Reads experts of all layers but those in `mlp_only_layers`, and those whose number is no
+    multiple of `decoder_sparse_step`."""
+    router = RouterSpec(normalised=bool(fields.fields.get("norm_topk_prob", False)))
+    experts = _experts(fields, fields.count("moe_intermediate_size"), router)
+    dense = fields.fields.get("mlp_only_layers") or []
+    step = fields.count("decoder_sparse_step", 1)
+    if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
+        raise CheckpointError("mlp_only_layers: must be a list of layers")
+    marks = [i not in dense and (i + 1) % step == 0 for i in range(model.layers)]
+    return _with_experts(model, experts, marks)
+
+
+def _write_qwen(model: ModelConfig) -> dict[str, Any]:
+    experts = experts_of(model)
+    return {
+        "num_experts": experts.count,
+        "num_experts_per_tok": experts.active,
+        "moe_intermediate_size": experts.d_ff,
+        "norm_topk_prob": experts.router.normalised,
+        "mlp_only_layers": [i for i in range(model.layers) if isinstance(model.mlp(i), MlpSpec)],
+    }
+
+
+def _read_glm(fields: Fields, model: ModelConfig) -> ModelConfig:
+    """Reads experts after the first layers, and whether queries and keys have norms."""
+    router = RouterSpec(
+        "sigmoid",
+        normalised=bool(fields.fields.get("norm_topk_prob", True)),
+        scale=fields.number("routed_scaling_factor", 1.0),
+        correction=True,
+        groups=fields.count("n_group", 1),
+        best_groups=fields.count("topk_group", 1),
+    )
+    size = fields.count("moe_intermediate_size")
+    experts = _experts(fields, size, router)
+    experts = replace(experts, shared=fields.count("n_shared_experts", 1, low=0) * size)
+    first = fields.count("first_k_dense_replace", 1, low=0)
+    qk_norm = "head" if fields.fields.get("use_qk_norm") else ""
+    model = with_mixers(model, qk_norm=qk_norm)
+    return _with_experts(model, experts, [i >= first for i in range(model.layers)])
+
+
+def _write_glm(model: ModelConfig) -> dict[str, Any]:
+    experts = experts_of(model)
+    dense = sum(isinstance(model.mlp(i), MlpSpec) for i in range(model.layers))
+    return {
+        "n_routed_experts": experts.count,
+        "num_experts_per_tok": experts.active,
+        "moe_intermediate_size": experts.d_ff,
+        "n_shared_experts": experts.shared // experts.d_ff,
+        "norm_topk_prob": experts.router.normalised,
+        "routed_scaling_factor": experts.router.scale,
+        "n_group": experts.router.groups,
+        "topk_group": experts.router.best_groups,
+        "first_k_dense_replace": dense,
+        "use_qk_norm": bool(attention_of(model).qk_norm),
+    }
+
+
+def _experts(fields: Fields, d_ff: int, router: RouterSpec) -> ExpertsSpec:
+    """Reads the numbers of experts, and of those that compute a token."""
+    name = next((key for key in _COUNTS if fields.fields.get(key) is not None), _COUNTS[0])
+    count = fields.count(name)
+    active = fields.count("num_experts_per_tok", high=count)
+    if count % router.groups or router.best_groups > router.groups:
+        raise CheckpointError(
+            f"n_group: {count} experts are not split into {router.groups} groups of which the best "
+            f"{router.best_groups} are taken"
+        )
+    return ExpertsSpec(count, active, d_ff, router)
+
+
+def _with_experts(
+    model: ModelConfig, experts: ExpertsSpec, marks: Sequence[bool] = (True,)
+) -> ModelConfig:
+    """Returns the model with experts in the marked layers; one mark is for all."""
+    mlps = tuple(experts if mark else MlpSpec() for mark in marks)
+    if len(set(mlps)) == 1:
+        mlps = mlps[:1]
+    return replace(model, mlps=mlps)
+
+
+def experts_of(model: ModelConfig) -> ExpertsSpec:
+    """Returns the spec of the model's experts, which is one for all its layers with experts."""
+    return next(spec for spec in model.mlps if isinstance(spec, ExpertsSpec))
+
+
+MIXTRAL = ConfigPart(_read_mixtral, _write_local)
+MINIMAX = ConfigPart(_read_minimax, _write_local)
+GPT_OSS = ConfigPart(_read_gpt_oss, _write_gpt_oss)
+QWEN = ConfigPart(_read_qwen, _write_qwen)
+GLM = ConfigPart(_read_glm, _write_glm)

@@ -1,0 +1,132 @@
+"""Mixture of experts. Ranks share the experts out, and each has all tokens of its lane: the sum
+over ranks that any MLP needs is the only collective. Where lanes share them out too, a lane gets
+the tokens of all, and sends back what its experts made of them."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxserve.checkpoint.model import ModelConfig
+from jaxserve.checkpoint.specs import ExpertsSpec, RouterSpec
+from jaxserve.kernels import ops
+from jaxserve.models.layers import gated
+from jaxserve.models.parameters import create, matmul
+from jaxserve.sharding.mesh import KVP, TP
+
+SCORES = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}  # by `RouterSpec.scores`
+_LEAST = 1e-20  # beside sums of sigmoids, which may all be zero
+
+
+class Experts(nnx.Module):
+    """Experts of a layer; parameters: see `ExpertsSpec`."""
+
+    router: nnx.Param
+    router_bias: nnx.Param
+    correction: nnx.Param
+    expert_gate_up: nnx.Param
+    expert_gate_up_bias: nnx.Param
+    expert_down: nnx.Param
+    expert_down_bias: nnx.Param
+    shared_gate_up: nnx.Param
+    shared_down: nnx.Param
+    shared_gate: nnx.Param
+
+    def __init__(self, model: ModelConfig, layer: int):
+        spec = model.mlp(layer)
+        assert isinstance(spec, ExpertsSpec)
+        self.spec = spec
+        create(self, spec.declare(model))
+
+    def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+        """Hidden states [T, D] at positions [T] (-1: padding) -> this rank's part of the output."""
+        weights, chosen = self._route(x)
+        chosen = jnp.where((positions >= 0)[:, None], chosen, -1)
+        if self.spec.lanes == 1:
+            out = self._compute(x, weights, chosen, jax.lax.axis_index(TP))
+        else:
+            share = jax.lax.axis_index(KVP) * jax.lax.axis_size(TP) + jax.lax.axis_index(TP)
+            everyone = functools.partial(jax.lax.all_gather, axis_name=KVP, tiled=True)
+            out = self._compute(everyone(x), everyone(weights), everyone(chosen), share)
+            out = jax.lax.psum_scatter(out, KVP, tiled=True)
+        if self.spec.shared:
+            out = out + self._shared(x, positions)
+        return out
+
+    def _route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Weights f32 and numbers of the experts of each token, [T, active]; all in f32."""
+        logits = jnp.dot(
+            x.astype(jnp.float32), self.router[...], precision=jax.lax.Precision.HIGHEST
+        )
+        if self.spec.router.bias:
+            logits = logits + self.router_bias[...]
+        correction: jax.Array | float = 0.0
+        if self.spec.router.correction:
+            correction = self.correction[...]
+        return route(logits, self.spec.router, self.spec.active, correction)
+
+    def _compute(
+        self, x: jax.Array, weights: jax.Array, chosen: jax.Array, share: jax.Array
+    ) -> jax.Array:
+        """Sums what this device's experts make of tokens x [T, D], in the order of their ranking.
+        weights, chosen [T, active]; -1: none. share: number of the device's share of the
+        experts."""
+        E = len(self.expert_down[...])
+        mine = chosen - share * E
+        mine = jnp.where((chosen >= 0) & (mine >= 0) & (mine < E), mine, E)  # E: of others
+        order = jnp.argsort(mine.ravel(), stable=True)
+        counts = jnp.bincount(mine.ravel(), length=E + 1)[:E].astype(jnp.int32)
+        expert = jnp.minimum(mine.ravel()[order], E - 1)
+        rows = x[order // self.spec.active]
+        gate_up = self.expert_gate_up[...]
+        hidden = ops.grouped(rows, gate_up.reshape(E, x.shape[1], -1), counts)
+        hidden = hidden.reshape(len(rows), *gate_up.shape[2:])
+        if self.spec.biases:
+            hidden = hidden + self.expert_gate_up_bias[...][expert]
+        out = ops.grouped(gated(hidden, self.spec.activation), self.expert_down[...], counts)
+        if self.spec.biases:
+            out = out + self.expert_down_bias[...][expert]
+        place = jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=order.dtype))
+        by_token = out[place].reshape(*mine.shape, -1)
+        weights = jnp.where(mine < E, weights, 0)[..., None]
+        return (by_token * weights).sum(1).astype(x.dtype)
+
+    def _shared(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+        """The MLP that computes every token."""
+        hidden = gated(matmul(x, self.shared_gate_up, 1, positions), self.spec.activation)
+        out = matmul(hidden, self.shared_down, 1, positions)
+        if self.spec.shared_gate:
+            gate = jax.nn.sigmoid(x.astype(jnp.float32) @ self.shared_gate[...])
+            out = (out * gate).astype(x.dtype)
+        return out
+
+
+def route(
+    logits: jax.Array, router: RouterSpec, active: int, correction: jax.Array | float = 0.0
+) -> tuple[jax.Array, jax.Array]:
+    """Chooses the `active` experts of each token by logits [T, E]: weights and numbers [T, active],
+    best first. correction [E]: see `RouterSpec`."""
+    if router.scores == "chosen":
+        best, chosen = jax.lax.top_k(logits, active)
+        return jax.nn.softmax(best) * router.scale, chosen
+    scores = SCORES[router.scores](logits)
+    ranking = scores + correction
+    if router.groups > 1:
+        ranking = _of_best_groups(ranking, router)
+    chosen = jax.lax.top_k(ranking, active)[1]
+    weights = jnp.take_along_axis(scores, chosen, 1)
+    if router.normalised:
+        weights = weights / (weights.sum(1, keepdims=True) + _LEAST)
+    return weights * router.scale, chosen
+
+
+def _of_best_groups(ranking: jax.Array, router: RouterSpec) -> jax.Array:
+    """Returns ranking [T, E] with -inf outside the best groups."""
+    by_group = ranking.reshape(len(ranking), router.groups, -1)
+    value = jax.lax.top_k(by_group, router.group_scores)[0].sum(-1)
+    best = jax.lax.top_k(value, router.best_groups)[1]
+    kept = jax.nn.one_hot(best, router.groups, dtype=bool).any(1)
+    return jnp.where(kept[..., None], by_group, -jnp.inf).reshape(ranking.shape)
