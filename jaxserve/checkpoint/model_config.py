@@ -59,7 +59,8 @@ def from_hf(
     CheckpointError that names the unsupported field.
     """
     generation = generation or {}
-    config = _text_part(config)
+    whole = config
+    config = _text_part(whole)
     key = _family_of(config)
     family = FAMILIES[key]
     config = _completed(config, family)
@@ -87,7 +88,8 @@ def from_hf(
             vocab,
             {
                 f"{FILE}: eos_token_id": generation.get("eos_token_id"),
-                "config.json: eos_token_id": config.get("eos_token_id"),
+                "config.json: eos_token_id": whole.get("eos_token_id"),
+                "text_config: eos_token_id": (whole.get("text_config") or {}).get("eos_token_id"),
                 "the tokenizer's eos_token": tokenizer_eos,
             },
         ),

@@ -167,6 +167,8 @@ def test_a_completion_ends_where_any_of_the_files_says():
     assert from_hf(config, {"eos_token_id": [7, 4]}, tokenizer_eos=9).eos_ids == (7, 4, 9)
     assert from_hf(config | {"eos_token_id": None}, {}, tokenizer_eos=9).eos_ids == (9,)
     assert from_hf(config | {"eos_token_id": []}).eos_ids == ()
+    nested = {"architectures": CONFIG["architectures"], "text_config": config, "eos_token_id": [5]}
+    assert from_hf(nested).eos_ids == (5, 4)
 
 
 @pytest.mark.parametrize("wrong", [512, -1, "</s>", 2.0, True, [None, 600]])
