@@ -15,7 +15,7 @@ from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.weights.gguf_weights import GgufFile
 from jaxserve.weights.names import ignored, tensors_of
 from jaxserve.weights.random_weights import RandomWeights
-from jaxserve.weights.safetensors_folder import FLOATS, SafetensorsFolder
+from jaxserve.weights.safetensors_folder import FLOATS, SafetensorsFolder, without_weights
 from jaxserve.weights.store import OrbaxFolder, is_orbax
 
 _MAX_NAMES = 1000  # listed per kind of fault in an error
@@ -69,6 +69,7 @@ def open_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoi
     if not (path / "config.json").exists():
         raise CheckpointError(
             f"{path}: holds neither a .gguf file nor a config.json with weights beside it"
+            f"{without_weights(path)}"
         )
     return OrbaxFolder(path, name) if is_orbax(path) else SafetensorsFolder(path, name)
 

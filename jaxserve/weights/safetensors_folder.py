@@ -157,7 +157,7 @@ def _shards(folder: Path) -> list[Path]:
         chosen = _complete_set(numbered)
         chosen = chosen or [name for name in files if not name.startswith(_NOT_THE_MODEL)]
     if not chosen:
-        raise CheckpointError(f"{folder}: no .safetensors files{_hint(folder)}")
+        raise CheckpointError(f"{folder}: no .safetensors files{without_weights(folder)}")
     if missing := [name for name in chosen if name not in files]:
         raise CheckpointError(
             f"{folder}: these files of the model are missing: {', '.join(missing)}"
@@ -177,8 +177,10 @@ def _complete_set(numbered: Sequence[re.Match[str]]) -> list[str]:
     return [f"{stem}-{i:0{len(digits)}}-of-{total}.safetensors" for i in numbers]
 
 
-def _hint(folder: Path) -> str:
-    """Says what to do about a folder whose weights are pickles."""
+def without_weights(folder: Path) -> str:
+    """Says what to do about a folder without weights that are read; '' where that is not known."""
+    if adapters := sorted(folder.glob("adapter_*")):
+        return f"; {adapters[0].name} is of an adapter: merge it into its model first"
     kinds = (".bin", ".pt", ".pth", ".ckpt")
     pickles = [file.name for file in sorted(folder.iterdir()) if file.suffix in kinds]
     if not pickles:

@@ -464,9 +464,14 @@ def test_predictions_are_of_what_fits_and_grow_with_it(engine):
         assert times == sorted(times) and found.tpot[1, 4095] > found.tpot[1, 128]
 
 
-def test_before_it_serves_a_server_tells_memory_capacity_and_predictions(engine):
+def test_before_it_serves_a_server_tells_what_it_will_do_and_needs(engine):
     engine = fresh(engine, "grow", costs=COSTS)
-    memory, capacity, predicted = launch_lines(engine)
+    ends, sampling, memory, capacity, predicted = launch_lines(engine)
+    assert ends == "completions end at token 2" and sampling.endswith("as their protocol says")
+    info = engine.info
+    engine.info = dataclasses.replace(info, eos_ids=(), sampling_defaults={"top_p": 0.9})
+    ends, sampling, *_ = launch_lines(engine)
+    assert "no token that ends" in ends and "top_p 0.9, as the model recommends" in sampling
     assert (
         "weights" in memory
         and "(cpu)" in memory
@@ -479,7 +484,7 @@ def test_before_it_serves_a_server_tells_memory_capacity_and_predictions(engine)
         and "\n" not in predicted
     )
     plain = build(make(EngineConfig, {**TINY, "profile": "none"}), progress=False, warm_up=False)
-    assert "jaxserve profile" in launch_lines(plain)[2]
+    assert "jaxserve profile" in launch_lines(plain)[-1]
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,17 @@ def test_a_numbered_set_without_an_index_must_be_whole(tmp_path):
         weights.open_checkpoint(folder)
 
 
+def test_a_folder_of_an_adapter_says_what_to_do(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    save_file(ONE, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match="with weights beside it; adapter_config"):
+        weights.open_checkpoint(tmp_path)
+    folder = write_folder(tmp_path, TINY, tensors(TINY))
+    (folder / "model-00001-of-00001.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"no \.safetensors files; .*: merge it"):
+        weights.open_checkpoint(folder)
+
+
 @pytest.mark.parametrize("prefix", ["", "_orig_mod.model.", "base_model.model.model."])
 @pytest.mark.parametrize("config", [TINY, TIED], ids=["head", "tied"])
 def test_tensors_under_another_prefix_are_those_of_the_model(prefix, config, tmp_path):

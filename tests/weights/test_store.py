@@ -1,5 +1,8 @@
 """Saved parameters are restored on other meshes, if their shapes allow it."""
 
+from dataclasses import replace
+
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -95,6 +98,13 @@ def test_missing_parameters_are_named_together(saved):
 def test_saved_parameters_are_never_overwritten(saved):
     with pytest.raises(weights.CheckpointError, match="holds saved parameters already"):
         weights.save(saved[0], {}, TINY)
+
+
+def test_a_saved_folder_keeps_ends_and_recommended_sampling(tmp_path):
+    config = replace(TINY, eos_ids=(7, 9), sampling=(("top_k", 5), ("max_tokens", 8)))
+    weights.save(tmp_path, {"norm": jnp.ones(3)}, config)
+    found = weights.open_checkpoint(tmp_path).config
+    assert (found.eos_ids, found.sampling) == (config.eos_ids, config.sampling)
 
 
 def test_a_damaged_folder_is_a_clear_error(tmp_path):
