@@ -118,11 +118,11 @@ def _readable(part: Any) -> Any:
     """A part of a result, as text if it is one."""
     try:
         return _text(part, "")
-    except (RequestError, AttributeError):
+    except RequestError:
         return part
 
 
-def _text(block: Block, where: str) -> str:
+def _text(block: Any, where: str) -> str:
     """The text of a block. Errors: RequestError that names the place of another block."""
     match block:
         case {"type": "text"}:
@@ -133,9 +133,12 @@ def _text(block: Block, where: str) -> str:
             return text
         case {"type": "search_result", "content": [*parts]}:
             texts = [_text(part, f"{where}.content.{i}") for i, part in enumerate(parts)]
-            return "\n".join([str(block.get("title", "")), str(block.get("source", "")), *texts])
+            heads = [block.get(name) for name in ("title", "source")]
+            return "\n".join([*map(str, filter(None, heads)), *texts])
     raise RequestError(f"{where}.type", f"{_type(block)!a:.50} cannot be taken in a message here")
 
 
-def _type(block: Block) -> str:
+def _type(block: Any) -> str:
+    if not isinstance(block, Mapping):
+        return ""
     return str(block.get("type"))

@@ -101,6 +101,53 @@ def test_answers_of_this_server_are_taken_back(client, text, most):
     )
 
 
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["type", "text", "id", "output"]), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+TYPES = st.sampled_from(
+    [
+        *("message", "reasoning", "function_call", "function_call_output", "item_reference"),
+        *("custom_tool_call", "mcp_call", "text", "thinking", "tool_use", "tool_result"),
+        *("document", "search_result", "web_search_tool_result", "refusal", "image_url"),
+    ]
+)
+ROLES = st.sampled_from(["user", "assistant", "system", "developer", "tool", "function"])
+NAMES = ("content", "id", "call_id", "name", "arguments", "input", "output", "summary", "text")
+BLOCKS = st.fixed_dictionaries(
+    {"type": TYPES | ANYTHING}, optional=dict.fromkeys((*NAMES, "tool_use_id"), ANYTHING)
+)
+MESSAGES = st.fixed_dictionaries(
+    {"role": ROLES | ANYTHING, "content": ANYTHING | st.lists(BLOCKS, max_size=3)},
+    optional=dict.fromkeys(("tool_calls", "function_call", "reasoning", "tool_call_id"), ANYTHING),
+)
+
+
+@settings(max_examples=examples(60), suppress_health_check=list(HealthCheck))
+@given(history=st.lists(MESSAGES | BLOCKS, max_size=4))
+def test_any_history_is_answered_or_refused(client, history):
+    says(client, "ok")
+    for path, name in (
+        ("/v1/chat/completions", "messages"),
+        ("/v1/responses", "input"),
+        ("/v1/messages", "messages"),
+    ):
+        body = {"max_tokens": 1, "max_output_tokens": 1, name: [HI, *history]}
+        answer = post(client, path, body)
+        assert answer.status_code in (200, 400), (body, answer.text)
+
+
+def test_conversations_over_grpc_are_fitted_too(client):
+    says(client, "ok")
+    rules = [{"role": "developer", "content": "Rhyme."}, {"role": "system", "content": "Now."}]
+    client.served.client.complete([HI, *rules])
+    assert told(client) == "<system>Rhyme.\n\nNow.<user>hi<assistant>"
+
+
 # --- /v1/responses
 
 

@@ -94,6 +94,11 @@ def test_legacy_calls_and_results_are_calls_and_results():
     assert text == "<user>x<assistant>[call_1 f {}]<tool>1(f call_1)"
 
 
+def test_calls_of_custom_tools_have_their_input_as_an_argument():
+    custom = {"id": "c1", "type": "custom", "custom": {"name": "patch", "input": "*** Begin"}}
+    assert rendered(ANY, answer(None, custom)) == '<assistant>[c1 patch {"input": "*** Begin"}]'
+
+
 def test_an_unknown_role_is_given_as_it_is_and_said(caplog):
     template = ChatTemplate(ANY, {})
     for _ in range(3):

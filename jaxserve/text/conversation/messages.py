@@ -96,7 +96,9 @@ class _Reader:
         function = next(
             (call[key] for key in ("function", "custom") if _is_object(call, key)), call
         )
-        given = function.get("arguments", function.get("input"))
+        given = function.get("arguments")
+        if "input" in function:  # a text of the tool's own
+            given = {"input": function["input"]}
         arguments, sound = read_arguments(given)
         if not sound:
             self._note("arguments of a call that are not an object of JSON were repaired in a chat")

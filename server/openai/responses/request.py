@@ -84,7 +84,9 @@ class ResponsesRequest(OpenModel):
 
     @property
     def left_out(self) -> Iterable[str]:
-        types = dict.fromkeys(item.get("type") for item in self.input_items if not is_read(item))
+        types = dict.fromkeys(
+            str(item.get("type")) for item in self.input_items if not is_read(item)
+        )
         return [f"input.{kind}" for kind in types]
 
     def as_chat(self, earlier: Sequence[JsonObject] = ()) -> ChatRequest:

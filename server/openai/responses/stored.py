@@ -65,7 +65,7 @@ class StoredResponses:
         """All items of a caller's responses that have an id, by this."""
         with self._lock:
             mine = [entry for (name, _), entry in self._stored.items() if name == caller]
-        return {item["id"]: item for entry in mine for item in entry.items if "id" in item}
+        return {str(item["id"]): item for entry in mine for item in entry.items if item.get("id")}
 
     def delete(self, caller: str, id: str) -> None:
         """Forgets a caller's response. Errors: RequestError."""
