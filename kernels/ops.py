@@ -1,11 +1,12 @@
 """Attention over pages, and products with weights: chooses an implementation by platform, dtype and
-shape. That of attention is logged once per shape, with the reasons against the others."""
+shape. Those of attention and of products of groups are logged once per shape, with the reasons
+against the others."""
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -69,16 +70,18 @@ def attend(
 def choose(platform: str, q: jax.ShapeDtypeStruct, kv: jax.ShapeDtypeStruct) -> str:
     """Name of the fastest implementation that supports these queries and pages."""
     unsupported = {
-        "mosaic": _mosaic_unsupported(kv),
+        "mosaic": _mosaic_unsupported("check", kv),
         "cpu": cpu_attention.unsupported(q, kv),
     }
+    return _chosen(f"attention over pages on {platform}, rows of {q.shape[1]} tokens", unsupported)
+
+
+def _chosen(what: str, unsupported: Mapping[str, str | None]) -> str:
+    """Chooses the first implementation without a reason against it, else "xla", and logs it with
+    the reasons against the others."""
     name = next((name for name, reason in unsupported.items() if reason is None), "xla")
-    reasons = "".join(
-        f"; not {other}: {reason}" for other, reason in unsupported.items() if reason is not None
-    )
-    log.info(
-        "attention over pages on %s, rows of %d tokens: %s%s", platform, q.shape[1], name, reasons
-    )
+    reasons = [f"not {other}: {reason}" for other, reason in unsupported.items() if reason]
+    log.info("%s", "; ".join([f"{what}: {name}", *reasons]))
     return name
 
 
@@ -106,18 +109,32 @@ def grouped(x: jax.Array, w: jax.Array | Quantised, counts: jax.Array) -> jax.Ar
     out zero. Sums are f32."""
     if isinstance(w, Quantised):
         w = quantised.dequantise(w.flat(experts=True), x.dtype)
-    _warn_of_dense_groups(w.shape)
+    shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (x, w)]
+    return GROUPED[choose_grouped(jax.default_backend(), *shapes)](x, w, counts)
+
+
+@functools.lru_cache
+def choose_grouped(platform: str, x: jax.ShapeDtypeStruct, w: jax.ShapeDtypeStruct) -> str:
+    """Name of the fastest implementation of products of groups of these rows and matrices."""
+    what = f"products of {x.shape[0]} rows in {w.shape[0]} groups on {platform}"
+    name = _chosen(
+        what,
+        {"mosaic": _mosaic_unsupported("check_grouped", x, w), "cpu": cpu_linear.unsupported(x, w)},
+    )
+    if name == "xla":
+        log.warning("%s: XLA computes all rows with all matrices, which is slow", what)
+    return name
+
+
+def _dense_grouped(x: jax.Array, w: jax.Array, counts: jax.Array) -> jax.Array:
     out = jax.lax.ragged_dot(x, w, counts, preferred_element_type=jnp.float32)
     return out.astype(x.dtype)
 
 
-@functools.lru_cache
-def _warn_of_dense_groups(shape: tuple[int, ...]) -> None:
-    log.warning(
-        "products of groups of rows with %d matrices of %d x %d: XLA computes all rows with all "
-        "matrices, which is slow",
-        *shape,
-    )
+def _mosaic_grouped(x: jax.Array, w: jax.Array, counts: jax.Array) -> jax.Array:
+    from jaxserve.kernels import mosaic  # cannot be imported with versions of jax before MOSAIC_JAX
+
+    return mosaic.grouped(x, w, counts)
 
 
 def write(pool: jax.Array, page: jax.Array, offset: jax.Array, values: jax.Array) -> jax.Array:
@@ -148,14 +165,15 @@ def hopper_unsupported() -> str | None:
     return None
 
 
-def _mosaic_unsupported(kv: jax.ShapeDtypeStruct) -> str | None:
-    """Returns why the Hopper kernel cannot be used for these pages; None if it can."""
+def _mosaic_unsupported(check: str, *shapes: jax.ShapeDtypeStruct) -> str | None:
+    """Returns why a Hopper kernel cannot be used for these shapes; None if it can. check: the name
+    of its check."""
     if reason := hopper_unsupported():
         return reason
     from jaxserve.kernels import mosaic
 
     try:
-        mosaic.check(kv)
+        getattr(mosaic, check)(*shapes)
     except NotImplementedError as error:
         return str(error)
     return None
@@ -205,4 +223,9 @@ ATTEND: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {
     "xla": _with_merge_and_cast(xla.attend),
     "cpu": _cpu,
     "mosaic": _mosaic,
+}
+GROUPED: dict[str, Callable[[jax.Array, jax.Array, jax.Array], jax.Array]] = {
+    "xla": _dense_grouped,
+    "cpu": cpu_linear.grouped,
+    "mosaic": _mosaic_grouped,
 }

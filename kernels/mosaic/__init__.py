@@ -13,11 +13,15 @@ batch of decodes of which one has ten million, both fill the machine. A query ti
 in one range is written at once; the others are written as partial results, at most two per block,
 which a second kernel merges in place (`combine`).
 
+`grouped` multiplies groups of rows, by jax's own kernel.
+
 `page_copy` and `ring_send` (pages to the next device of a ring, within the attention kernel) are
 not called by the engine yet. `launch` checks shapes and starts the kernels; `config` is what they
 are compiled for.
 """
 
+from jaxserve.kernels.mosaic.grouped import check as check_grouped
+from jaxserve.kernels.mosaic.grouped import grouped
 from jaxserve.kernels.mosaic.launch import attend, attend_and_send, check
 from jaxserve.kernels.mosaic.tiles import ROWS, Tiles, default_tiles, pack, tiles_for
 
@@ -27,7 +31,9 @@ __all__ = [
     "attend",
     "attend_and_send",
     "check",
+    "check_grouped",
     "default_tiles",
+    "grouped",
     "pack",
     "tiles_for",
 ]

@@ -210,6 +210,41 @@ def test_lowers_to_two_kernels_that_fit_shared_memory(shape):
     )
 
 
+@pytest.mark.parametrize("rows, K, N, E", [(512, 2048, 1536, 16), (64, 2048, 768, 128)])
+def test_products_of_groups_lower_to_one_kernel(rows, K, N, E):
+    lowered = cuda.lower(
+        mosaic.grouped, array((rows, K), "bfloat16"), array((E, K, N), "bfloat16"), array((E,))
+    )
+    assert lowered.as_text().count("stablehlo.custom_call @mosaic_gpu_v2") == 1
+    assert lowered.out_info.shape == (rows, N)
+
+
+@needs_compiler
+def test_products_of_groups_compile_without_temporaries():
+    compiled = cuda.compile(
+        mosaic.grouped,
+        array((64, 2048), "bfloat16"),
+        array((128, 2048, 768), "bfloat16"),
+        array((128,)),
+    )
+    assert len(compiled.kernels) == 1 and compiled.kernels[0].spilled == 0
+    assert compiled.temp <= 2**20
+
+
+@pytest.mark.parametrize(
+    "x, w, message",
+    [
+        ((8, 96), (4, 96, 128), "96 inputs, which are no multiple of 64"),
+        ((8, 64), (4, 64, 96), "96 outputs, which are no multiple of 128"),
+    ],
+)
+def test_products_of_groups_that_the_kernel_lacks_are_refused_with_the_reason(x, w, message):
+    with pytest.raises(NotImplementedError, match=message):
+        mosaic.grouped(
+            jnp.zeros(x, jnp.bfloat16), jnp.zeros(w, jnp.bfloat16), jnp.zeros(4, jnp.int32)
+        )
+
+
 def test_tiles_that_need_too_much_shared_memory_are_refused():
     shape = AttendCase(1, 2048, 8, 4, 128, 64, 2048, tiles=Tiles(128, 2, 8, 132))
     with pytest.raises((ValueError, NotImplementedError), match="shared memory"):

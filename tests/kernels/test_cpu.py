@@ -259,8 +259,9 @@ def test_why_there_are_no_kernels_is_said():
 
 THIS_SUITE = (
     "import sys, pytest; sys.exit(pytest.main(['-qqs', '-n0', '-p', 'no:cacheprovider', "
-    "'tests/kernels/test_attend.py', 'tests/kernels/test_cpu.py', "
-    "'-k', 'cpu and not process and not library and not said']))"
+    "'tests/kernels/test_attend.py', 'tests/kernels/test_cpu.py', 'tests/kernels/test_grouped.py', "
+    "'tests/kernels/test_quantised.py', "
+    "'-k', '(cpu or grouped or quantised) and not process and not library and not said']))"
 )
 
 

@@ -46,7 +46,7 @@ def assert_close(y: jax.Array, right: np.ndarray) -> None:
 
 
 @KINDS
-def test_the_matrix_is_what_the_gguf_library_says(kind):
+def test_the_matrix_is_what_its_format_says(kind):
     raw = random_rows(kind, 48, 512)
     matrix = quantised.dequantise(on_device(pack(from_gguf(raw, kind))))
     np.testing.assert_allclose(matrix, dequantize(raw, kind).T, rtol=1e-6, atol=1e-7)

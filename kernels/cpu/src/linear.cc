@@ -1,5 +1,6 @@
-// Products of activations and weights for CPUs: y [T, N] = x [T, K] w [K, N], summed in f32 on
-// XLA's own threads. Called by kernels/cpu/linear.py. Weights are read as they lie.
+// Products of activations and weights for CPUs: y [T, N] = x [T, K] w [K, N], or of groups of rows
+// with a matrix each, summed in f32 on XLA's own threads. Called by kernels/cpu/linear.py. Weights
+// are read as they lie, those of groups without rows not at all.
 //
 // Few rows take as long as memory needs for the weights: they are read once, in the order in which
 // they lie. Many rows go over pieces of a panel of columns, copied to where the cache keeps them.
@@ -118,21 +119,33 @@ struct Widened {
   const float* const rows;
 };
 
+// A product of few rows, which x has in f32.
 template <typename X>
-void few_rows(const Linear<X>& call, const Threads& threads) {
-  if (!call.any(0, call.T)) {
-    std::fill(call.y, call.y + call.T * call.N, X());
-    return;
+struct Few {
+  Linear<X> call;
+  const float* x;
+};
+
+// All products at once; K and N are the same in each.
+template <typename X>
+void few_rows(const std::vector<Few<X>>& products, const Threads& threads) {
+  int64_t most_rows = 1, rows = 0;
+  for (const Few<X>& product : products) {
+    most_rows = std::max(most_rows, product.call.T);
+    rows += product.call.T;
   }
-  const Widened x(call.x, call.T, call.K, threads);
+  const int64_t K = products[0].call.K, N = products[0].call.N, count = products.size();
   // One strip a thread, if the cache has room: the longer its rows, the faster memory gives them.
-  const int64_t share = (call.N + threads.count() - 1) / threads.count();
-  const int64_t most = std::min(STRIP_SUMS / call.T, share);
+  // Of several products, strips are longer, and enough for threads to end at the same time.
+  const int64_t least = (N + threads.count() - 1) / threads.count();
+  const int64_t fair = std::min(N, count * N / (TASKS * threads.count()));
+  const int64_t most = std::min(STRIP_SUMS / most_rows, std::max(least, fair));
   const int64_t columns = std::max<int64_t>(1, (most + WIDTH - 1) / WIDTH) * WIDTH;
-  const int64_t strips = (call.N + columns - 1) / columns;
-  const bool small = call.T * call.K * call.N < SMALL;
-  threads.run(strips, small, [&](int64_t i) {
-    multiply_strip(call, x.rows, i * columns, std::min(columns, call.N - i * columns));
+  const int64_t strips = (N + columns - 1) / columns;
+  threads.run(count * strips, rows * K * N < SMALL, [&](int64_t i) {
+    const Few<X>& product = products[i / strips];
+    const int64_t from = i % strips * columns;
+    multiply_strip(product.call, product.x, from, std::min(columns, N - from));
   });
 }
 
@@ -294,8 +307,7 @@ void many_rows(const Linear<X>& call, const typename Form::Input* x, const Threa
 }
 
 template <typename X>
-void run(const Linear<X>& call, const Threads& threads) {
-  if (call.T <= FEW) return few_rows(call, threads);
+void many_rows(const Linear<X>& call, const Threads& threads) {
 #if defined(__AVX512BF16__)
   if constexpr (std::is_same_v<X, BF16>) {
     if (call.K % 2 == 0) return many_rows<Pairs>(call, call.x, threads);
@@ -303,6 +315,38 @@ void run(const Linear<X>& call, const Threads& threads) {
 #endif
   const Widened x(call.x, call.T, call.K, threads);
   many_rows<Plain<X>>(call, x.rows, threads);
+}
+
+template <typename X>
+void multiply(const Linear<X>& call, const Threads& threads) {
+  if (call.T > FEW) return many_rows(call, threads);
+  if (!call.any(0, call.T)) {
+    std::fill(call.y, call.y + call.T * call.N, X());
+    return;
+  }
+  const Widened x(call.x, call.T, call.K, threads);
+  few_rows<X>({{call, x.rows}}, threads);
+}
+
+// The first counts[0] rows of `all` by the first of E matrices, the next counts[1] by the second,
+// and so on; y of rows past the last group is 0.
+template <typename X>
+void multiply_groups(const Linear<X>& all, const int32_t* counts, int64_t E,
+                     const Threads& threads) {
+  const Widened x(all.x, all.T, all.K, threads);
+  std::vector<Few<X>> few;
+  int64_t from = 0;
+  for (int64_t group = 0; group < E; group++) {
+    const int64_t rows = std::clamp<int64_t>(counts[group], 0, all.T - from);
+    if (rows == 0) continue;
+    const Linear<X> call{rows, all.K, all.N, all.x + from * all.K,
+                         all.w + group * all.K * all.N, all.y + from * all.N, nullptr};
+    if (rows > FEW) many_rows(call, threads);
+    else few.push_back({call, x.rows + from * all.K});
+    from += rows;
+  }
+  if (!few.empty()) few_rows(few, threads);
+  std::fill(all.y + from * all.N, all.y + all.T * all.N, X());
 }
 
 // x [T, K], w [K, N] -> y [T, N], all f32 or all bf16. positions [T] or [0]: rows with a negative
@@ -314,10 +358,10 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
   const Threads threads(pool);
   auto call = [&](auto number) {
     using X = decltype(number);
-    run(Linear<X>{T, K, N, (const X*)x.untyped_data(), (const X*)w.untyped_data(),
-                     (X*)y->untyped_data(),
-                     positions.element_count() ? positions.typed_data() : nullptr},
-        threads);
+    multiply(Linear<X>{T, K, N, (const X*)x.untyped_data(), (const X*)w.untyped_data(),
+                       (X*)y->untyped_data(),
+                       positions.element_count() ? positions.typed_data() : nullptr},
+             threads);
     return ffi::Error::Success();
   };
   if (x.element_type() == ffi::DataType::F32) return call(0.f);
@@ -325,10 +369,37 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
   return ffi::Error::InvalidArgument("linear: neither f32 nor bf16");
 }
 
+// x [T, K], w [E, K, N], counts [E] -> y [T, N], all f32 or all bf16. The caller has checked shapes
+// and types.
+ffi::Error grouped(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
+                   ffi::Buffer<ffi::S32> counts, ffi::Result<ffi::AnyBuffer> y) {
+  const int64_t T = x.dimensions()[0], K = x.dimensions()[1];
+  const int64_t E = w.dimensions()[0], N = w.dimensions()[2];
+  const Threads threads(pool);
+  auto call = [&](auto number) {
+    using X = decltype(number);
+    multiply_groups(Linear<X>{T, K, N, (const X*)x.untyped_data(), (const X*)w.untyped_data(),
+                              (X*)y->untyped_data(), nullptr},
+                    counts.typed_data(), E, threads);
+    return ffi::Error::Success();
+  };
+  if (x.element_type() == ffi::DataType::F32) return call(0.f);
+  if (x.element_type() == ffi::DataType::BF16) return call(BF16());
+  return ffi::Error::InvalidArgument("grouped: neither f32 nor bf16");
+}
+
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     jaxserve_linear, linear,
+    ffi::Ffi::Bind()
+        .Ctx<ffi::ThreadPool>()
+        .Arg<ffi::AnyBuffer>()
+        .Arg<ffi::AnyBuffer>()
+        .Arg<ffi::Buffer<ffi::S32>>()
+        .Ret<ffi::AnyBuffer>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    jaxserve_grouped, grouped,
     ffi::Ffi::Bind()
         .Ctx<ffi::ThreadPool>()
         .Arg<ffi::AnyBuffer>()
