@@ -21,25 +21,28 @@ ALLOWED = "allowed_tools"
 MAX_TOOLS = 128
 MAX_TYPE_CHARS = 64
 _SHOWN = ("type", "name", "description")
+_NAMES = {"input_schema": "parameters"}  # of fields in /v1/messages
 
 
 def nested(tool: Any) -> Any:
     """Returns a tool, or the choice of one, with its function in a field of its own, also if it was
-    written as /v1/responses has it."""
+    written as /v1/responses or /v1/messages have it."""
     if not isinstance(tool, dict) or tool.get("type") not in (None, FUNCTION):
         return tool
     if FUNCTION in tool or "name" not in tool:
         return {**tool, "type": FUNCTION}
-    function = {name: value for name, value in tool.items() if name != "type"}
+    function = {_NAMES.get(name, name): value for name, value in tool.items() if name != "type"}
     return {"type": FUNCTION, FUNCTION: function}
 
 
 def flat(tool: Any) -> Any:
     """Returns a tool, or the choice of one, with its function's fields among its own, also if it
-    was written as /v1/chat/completions has it."""
-    if isinstance(tool, dict) and isinstance(tool.get(FUNCTION), dict) and "name" not in tool:
-        return {"type": FUNCTION, **tool[FUNCTION]}
-    return tool
+    was written as /v1/chat/completions or /v1/messages have it."""
+    match nested(tool):
+        case {"type": "function", "function": {**fields}}:
+            return {**fields, "type": FUNCTION}
+        case other:
+            return other
 
 
 def unjudged(tool: Any, fields: Container[str], *types: str) -> Any:

@@ -146,6 +146,16 @@ def test_allowed_tools_may_have_others_among_them(http):
         assert "other" not in told(client)
 
 
+@pytest.mark.parametrize(
+    "tool", [5, None, [], {}, {"type": 5}, {"type": "function", "function": 5}]
+)
+def test_what_is_no_tool_is_named(http, tool):
+    for path, body, _ in PROTOCOLS.values():
+        answer = post(http(), path, {**body, "tools": [tool]})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"].startswith("tools.0")
+
+
 def test_strict_servers_refuse_them(http):
     client = http(strict_fields=True)
     for path, body, function in PROTOCOLS.values():
@@ -161,6 +171,7 @@ def test_strict_servers_refuse_them(http):
         responses_function(),
         {"function": {"name": "plan", "parameters": PARAMETERS}},
         {**chat_function(), "type": "function", "strict": None},
+        {"name": "plan", "input_schema": PARAMETERS},
     ],
     ids=str,
 )

@@ -22,7 +22,7 @@ from jaxserve.text.structured_output.grammar import (
     with_spaces,
     wrapped,
 )
-from jaxserve.text.structured_output.limits import parsed
+from jaxserve.text.structured_output.limits import check_limits
 from jaxserve.text.structured_output.schema import Schema, Unenforced, read_schema
 
 MAX_CALLS = 128
@@ -50,7 +50,9 @@ class Call:
         """Reads a tool's parameters. Where it is not strict, what cannot be enforced is left out,
         or all of it. Errors: RequestError."""
         try:
-            read = read_schema(parsed("", json.dumps(_of_object(parameters))))
+            schema = _of_object(parameters)
+            check_limits("", schema)
+            read = read_schema(schema)
             arguments = finite("", read)
             if strict and read.unenforced:
                 raise RequestError("", str(read.unenforced[0]))

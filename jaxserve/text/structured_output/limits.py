@@ -39,14 +39,14 @@ def parsed(field: str, text: str) -> Any:
         raise RequestError(field, f"is nested too deeply; the limit is {MAX_DEPTH}") from None
     except ValueError as error:
         raise RequestError(field, f"is not JSON: {str(error)[:100]}") from None
-    if not isinstance(schema, (dict, bool)):
-        raise RequestError(field, "a JSON schema is an object")
     check_limits(field, schema)
     return schema
 
 
 def check_limits(field: str, schema: Any) -> None:
-    """Refuses a schema that is too large or deep. Errors: RequestError."""
+    """Refuses what is no schema, and one that is too large or deep. Errors: RequestError."""
+    if not isinstance(schema, (dict, bool)):
+        raise RequestError(field, "a JSON schema is an object")
     deepest = 0
     references = collections.defaultdict[int, set[str]](set)
     multiples = []

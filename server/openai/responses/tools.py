@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from jaxserve.server.generation.fields import OpenModel
 from jaxserve.server.generation.tools import (
@@ -39,6 +39,7 @@ class FunctionTool(AnyTool):
     description: str | None = None
     parameters: Annotated[dict[str, Any] | None, BeforeValidator(anything)] = None
     strict: bool | None = None
+    format: dict[str, Any] | None = Field(None, description="of a custom tool's text")
 
     @model_validator(mode="before")
     @classmethod
@@ -76,9 +77,9 @@ class FunctionTool(AnyTool):
             self.description or "",
             f"The argument {INPUT!r} is the tool's whole input, a text.",
         ]
-        grammar = (self.model_extra or {}).get("format")
-        if isinstance(grammar, dict) and isinstance(grammar.get("definition"), str):
-            texts.append(f"It matches this grammar:\n{grammar['definition']}")
+        grammar = (self.format or {}).get("definition")
+        if isinstance(grammar, str):
+            texts.append(f"It matches this grammar:\n{grammar}")
         return "\n".join(filter(None, texts))
 
 
