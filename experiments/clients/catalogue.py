@@ -19,6 +19,7 @@ TINY = "first layer"  # of it, for what asks much and reads no text
 
 DEFAULT = ("--max_model_len=4096",)  # agents' prompts fit, and texts without an end end in minutes
 QUEUE = ("--admission=queue", *DEFAULT)
+LONG = ("--admission=queue",)  # up to the model's own limit
 SHORT = ("--admission=queue", "--max_model_len=128")
 
 
@@ -75,6 +76,13 @@ CLIENTS = (
     Client("llm", "run_llm.py", ("llm",)),
     Client("openai-agents", "run_openai_agents.py", ("openai-agents",)),
     Client("smolagents", "run_smolagents.py", ("smolagents[openai]",)),
+    Client(
+        "coding-agents",
+        "run_coding_agents.mjs",
+        ("@openai/codex", "@anthropic-ai/claude-code", "opencode-ai"),
+        flags=LONG,
+        seconds=1800,
+    ),
     Client("guidellm", "run_guidellm.py", ("guidellm",), flags=DEFAULT),
     Client("aiperf", "run_aiperf.py", ("aiperf",), flags=DEFAULT),
     Client("locust", "run_locust.py", ("locust",), flags=DEFAULT),
@@ -84,7 +92,7 @@ CLIENTS = (
         "run_vllm_tests.py",
         VLLM,
         (TORCH,),
-        flags=("--admission=queue",),  # its tests want the model's own limit
+        flags=LONG,
         seconds=3600,
         environment="vllm",
     ),

@@ -182,7 +182,8 @@ def prompt_ids(prompt: Sequence[int] | np.ndarray, vocab: int, max_len: int) -> 
     if len(prompt) >= max_len:
         raise RequestError(
             "prompt",
-            f"has {len(prompt)} tokens; with one token to generate the limit is {max_len - 1}: "
+            # clients look for Anthropic's words and numbers, or for OpenAI's
+            f"the prompt is too long: {len(prompt)} tokens > {max_len - 1}, with one to generate: "
             f"this model's maximum context length is {max_len} tokens",
             reason=TOO_LONG,
         )

