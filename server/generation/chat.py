@@ -145,9 +145,9 @@ def _strict_calls(frontend: Frontend, tools: Sequence[JsonObject]) -> Guided | N
     strict tools; None if no tool is strict, or if the form of the model's calls allows none."""
     form = frontend.chat_formats.tools
     tokenizer = frontend.tokenizer
-    if form is None or tokenizer is None or not form.is_json_between_marks:
+    if form is None or tokenizer is None or form.guide is None:
         return None
     if not any(tool["function"].get("strict") for tool in tools):
         return None
-    marks = form.marks
-    return calls_guide(tools, marks.begin, marks.end, tokenizer.is_token(marks.begin))
+    begin, end = form.guide
+    return calls_guide(tools, begin, end, tokenizer.is_token(begin))

@@ -39,8 +39,10 @@ SCHEMAS = {
             "list": {"type": "array"},
             "either": {"type": ["string", "null"]},
         }
-    }
+    },
+    "g": {},
 }
+THINKING = [form for form in REASONING_FORMATS if form.name in ("think", "mistral", "seed")]
 FORMATS = {form.name: form for form in TOOL_FORMATS} | {"told": TOLD}
 
 
@@ -77,7 +79,7 @@ EXAMPLES = [  # format, text, parts
         "hermes",
         '<tool_call>{"arguments": {"n": 1}, "name": "f"}</tool_call>\n'
         '<tool_call>{"name": "g", "arguments": {}}</tool_call> ok',
-        [*F1, Text("\n"), *G, Text(" ok")],
+        [*F1, *G, Text(" ok")],
     ),
     ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"n\\": 1}"}</tool_call>', F1),
     ("hermes", "<tool_call>no JSON</tool_call>", [Text("<tool_call>no JSON</tool_call>")]),
@@ -146,6 +148,92 @@ EXAMPLES = [  # format, text, parts
     ("pythonic", "[f(n=open('x'))]", [Text("[f(n=open('x'))]")]),
     ("pythonic", "[1, 2]", [Text("[1, 2]")]),
     (
+        "deepseek_v32",
+        'Hm\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n'
+        '<｜DSML｜parameter name="text" string="true">a\nb</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="n" string="false">1</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="other" string="true">5</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+        '<｜DSML｜invoke name="g">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+        [Text("Hm\n\n"), CallBegin("f"), {"text": "a\nb", "n": 1, "other": "5"}, *G],
+    ),
+    (
+        "deepseek_v32",
+        '<｜DSML｜ calls>\n<｜DSML｜ invoke name="f">\n'
+        '<｜DSML｜ parameter name="n" string="false">1</｜DSML｜ parameter>\n</｜DSML｜ invoke>\n'
+        "</｜DSML｜ calls>",
+        F1,
+    ),
+    (
+        "minimax_m2",
+        '\n<minimax:tool_call>\n<invoke name="f"><parameter name="text"> a\n</parameter>'
+        '<parameter name="n">1</parameter></invoke>\n<invoke name="g"></invoke>\n'
+        "</minimax:tool_call>",
+        [CallBegin("f"), {"text": " a\n", "n": 1}, *G],
+    ),
+    (
+        "step3",
+        "<｜tool_calls_begin｜><｜tool_call_begin｜>function<｜tool_sep｜>"
+        '<steptml:invoke name="f"><steptml:parameter name="n">1</steptml:parameter>'
+        "</steptml:invoke><｜tool_call_end｜><｜tool_calls_end｜>",
+        F1,
+    ),
+    (
+        "seed_oss",
+        "Ok\n<seed:tool_call>\n<function=f>\n<parameter=text>a</parameter>\n"
+        "<parameter=n>1</parameter>\n</function>\n</seed:tool_call>",
+        [Text("Ok\n"), CallBegin("f"), {"text": "a", "n": 1}],
+    ),
+    (
+        "kimi_k2",
+        "Sure.<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0"
+        '<|tool_call_argument_begin|>{"n": 1}<|tool_call_end|><|tool_call_begin|>functions.g:1'
+        "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+        [Text("Sure."), *F1, *G],
+    ),
+    (
+        "gemma4",
+        '<|tool_call>call:f{list:[1,<|"|>x<|"|>,{a:null}],n:1,text:<|"|>"a" \\d\n}<|"|>}'
+        "<tool_call|>"
+        "<|tool_call>call:g{}<tool_call|>",
+        [CallBegin("f"), {"list": [1, "x", {"a": None}], "n": 1, "text": '"a" \\d\n}'}, *G],
+    ),
+    (
+        "functiongemma",
+        "<start_function_call>call:f{n:1,text:<escape>a, b<escape>}<end_function_call>",
+        [CallBegin("f"), {"n": 1, "text": "a, b"}],
+    ),
+    (
+        "phi4_mini_json",
+        'functools[{"name": "f", "arguments": {"n": 1}}, {"name": "g", "arguments": {}}]',
+        [*F1, *G],
+    ),
+    (
+        "phi4_mini_json",
+        '<|tool_call|>[{"name": "f", "arguments": {"n": 1}}]<|/tool_call|>',
+        F1,
+    ),
+    ("phi4_mini_json", "import functools, re", [Text("import functools, re")]),
+    ("granite", '<|tool_call|>[{"name": "f", "arguments": {"n": 1}}]', F1),
+    (
+        "cohere_command3",
+        '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "f", "parameters": {"n": 1}},\n'
+        '    {"tool_call_id": "1", "tool_name": "g", "parameters": {}}\n]<|END_ACTION|>',
+        [*F1, *G],
+    ),
+    ("nemotron_json", '<TOOLCALL>[{"name": "f", "arguments": {"n": 1}}]</TOOLCALL>', F1),
+    (
+        "hunyuan_a13b",
+        '<tool_calls>\n{"name": "f", "arguments": {"n": 1}}\n{"name": "g", "arguments": {}}\n'
+        "</tool_calls>",
+        [*F1, *G],
+    ),
+    ("lfm2", "<|tool_call_start|>[f(n=1), g()]<|tool_call_end|>Well", [*F1, *G, Text("Well")]),
+    (
+        "olmo3",
+        "<function_calls>\nf(n=1, flag=true, either=null, text='It's')\ng()\n</function_calls>",
+        [CallBegin("f"), {"n": 1, "flag": True, "either": None, "text": "It's"}, *G],
+    ),
+    (
         "harmony",
         "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary "
         'to=functions.f <|constrain|>json<|message|>{"n": 1}<|call|>',
@@ -155,6 +243,19 @@ EXAMPLES = [  # format, text, parts
         "harmony",
         'to=functions.f<|channel|>commentary json<|message|>{"n": 1}<|call|>',
         F1,
+    ),
+    (
+        "harmony",
+        "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>commentary<|message|>"
+        "I will look.<|end|><|start|>assistant<|channel|>commentary to=functions.f<|constrain|>json"
+        '<|message|>{"n": 1}<|call|>'
+        "<|start|>assistant to=g<|channel|>commentary<|message|><|call|>",
+        [Reasoning("a"), Text("I will look."), *F1, *G],
+    ),
+    (
+        "harmony",
+        "<|channel|>analysis to=python code<|message|>1+1<|call|>",
+        [Reasoning("1+1")],
     ),
     ("harmony", "<|channel|>final<|message|>Hi<|return|>", [Text("Hi")]),
     ("harmony", "Hi", [Text("Hi")]),
@@ -195,7 +296,7 @@ def test_the_beginning_of_a_call_that_was_cut_off_is_left_out():
         assert read(tools("hermes"), [f"Hi <tool_call>{cut}"]) == [Text("Hi ")]
     forced = OutputFormat(tools=FORCED, forced=True)
     assert read(forced, ['{"name": "f"']) == []
-    assert read(forced, ['{"name": "f", "arguments": {"n"']) == call("f", '{"n"')
+    assert read(forced, ['{"name": "f", "arguments": {"n"']) == call("f", "{}")
 
 
 def test_calls_beyond_the_limit_are_text():
@@ -204,7 +305,7 @@ def test_calls_beyond_the_limit_are_text():
     assert parts == [*call("g", "{}") * MAX_CALLS, Text(one)]
 
 
-@pytest.mark.parametrize("form", REASONING_FORMATS[:3])
+@pytest.mark.parametrize("form", THINKING)
 def test_reasoning_is_split_from_the_answer(form):
     text = f"\n{form.begin}Let me see.\n{form.end}\n\nHi"
     expected = [Reasoning("Let me see.\n"), Text("Hi")]
@@ -217,7 +318,7 @@ def test_reasoning_is_split_from_the_answer(form):
 
 
 def test_calls_follow_reasoning():
-    form = OutputFormat(REASONING_FORMATS[0], FORMATS["hermes"])
+    form = OutputFormat(THINKING[0], FORMATS["hermes"])
     thought = "<think>call <tool_call>?</think>"
     parts = read(form, f'{thought}<tool_call>{{"name": "g", "arguments": {{}}}}</tool_call>')
     assert parts == [Reasoning("call <tool_call>?"), *call("g", "{}")]
@@ -227,22 +328,48 @@ def test_settings_know_the_formats():
     assert (server.TOOL_PARSERS, server.REASONING_PARSERS) == (TOOL_PARSERS, REASONING_PARSERS)
 
 
-def test_formats_follow_from_the_template():
-    for template, name, reasoning in [
-        ("{{ tools }}<tool_call>", "hermes", None),
-        ("{{ tools }}<tool_call><function=x><think>", "qwen3_coder", "think"),
-        ("{{ tools }}<tool_call><arg_key>", "glm", None),
-        ("{{ tools }}[TOOL_CALLS][THINK]", "mistral", "mistral"),
-        ("{{ tools }}<|python_tag|>", "llama3", None),
-        ("{{ tools }}<｜tool▁call▁begin｜>```json", "deepseek_v3", None),
-        ("{{ tools }}<｜tool▁call▁begin｜>", "deepseek_v31", None),
-        ("{{ tools }}[func_name1(a)]", "pythonic", None),
-        ("{{ tools }}<|channel|>", "harmony", "harmony"),
-        ("{{ tools }}", "hermes", None),
-        ("[TOOL_CALLS]", "hermes", None),
-    ]:
-        found = reasoning_format(template)
-        assert (tool_format(template).name, found and found.name) == (name, reasoning)
+TEMPLATES = [  # what tells a family's template, its tool format, its reasoning format
+    ("<tool_call>", "hermes", None),
+    ("<tool_call><think></think>", "hermes", "think"),
+    ("<tool_call><function=x><parameter=y><think>", "qwen3_coder", "think"),
+    ("<seed:tool_call><function=x><parameter=y><seed:think>", "seed_oss", "seed"),
+    ("<tool_call><arg_key>", "glm", None),
+    ("<minimax:tool_call><invoke name=", "minimax_m2", None),
+    ("{% set token = '｜DSML｜' %}<think></think>", "deepseek_v32", "think"),
+    ("<steptml:invoke name=", "step3", None),
+    ("<|tool_calls_section_begin|><|tool_call_argument_begin|>", "kimi_k2", None),
+    ("<|tool_call>call:<|channel>thought", "gemma4", "gemma4"),
+    ("<start_function_call>call:", "functiongemma", None),
+    ("functools[", "phi4_mini_json", None),
+    ("<|tool|><|/tool|>", "phi4_mini_json", None),
+    ("<|tool_call|><think></think><response>", "granite", "ernie45"),
+    ("<tool_call><think></think><response>", "hermes", "ernie45"),
+    ("<|START_ACTION|><|START_THINKING|>", "cohere_command3", "cohere_command3"),
+    ("<TOOLCALL>", "nemotron_json", None),
+    ("<tool_calls><think></think><answer>", "hunyuan_a13b", "hunyuan_a13b"),
+    ("<|tool_list_start|>", "lfm2", None),
+    ("<function_calls>f(a=1)", "olmo3", None),
+    ("[TOOL_CALLS][THINK]", "mistral", "mistral"),
+    ("<|python_tag|>", "llama3", None),
+    ('{"name": ..., "parameters": dictionary of argument name and its value}', "llama3", None),
+    ("<｜tool▁call▁begin｜>```json", "deepseek_v3", None),
+    ("<｜tool▁call▁begin｜>", "deepseek_v31", None),
+    ("[func_name1(a)]", "pythonic", None),
+    ("<|channel|>", "harmony", "harmony"),
+    ("Here is my thought process:", "hermes", "granite"),
+    ("", "hermes", None),
+]
+
+
+@pytest.mark.parametrize(("shown", "name", "reasoning"), TEMPLATES)
+def test_formats_follow_from_the_template(shown, name, reasoning):
+    template = "{{ tools }}" + shown
+    found = reasoning_format(template)
+    assert (tool_format(template).name, found and found.name) == (name, reasoning)
+
+
+def test_formats_can_be_chosen():
+    assert tool_format("[TOOL_CALLS]").name == "hermes"  # it describes no tools
     assert tool_format("", "glm").name == "glm"
     assert reasoning_format("<think>", "none") is None
     assert reasoning_format("", "mistral").name == "mistral"
@@ -251,7 +378,7 @@ def test_formats_follow_from_the_template():
 PIECES = st.lists(
     st.sampled_from(
         [
-            *[mark for form in TOOL_FORMATS for mark in (form.marks.begin, form.marks.end) if mark],
+            *[mark for form in TOOL_FORMATS for mark in form.marks],
             *[text for _, text, _ in EXAMPLES],
             '{"name": "f", "arguments": {}}',
             "<function=f>",
@@ -274,7 +401,7 @@ PIECES = st.lists(
 @settings(max_examples=examples(2000), deadline=1000)
 @given(
     st.sampled_from(list(FORMATS.values())),
-    st.sampled_from([None, *REASONING_FORMATS[:3]]),
+    st.sampled_from([None, *THINKING]),
     st.booleans(),
     PIECES,
     st.randoms(),

@@ -2,25 +2,27 @@
 
 <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...<|return|>
 
-Messages to `functions.NAME` are calls, those of the channel `analysis` are reasoning, the others
-are the answer.
+Messages to `functions.NAME`, or to a known tool, are calls, those of the channel `analysis` are
+reasoning, the others are the answer.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
+from jaxserve.text.chat_output.calls import Schemas
+from jaxserve.text.chat_output.lenient_json import LenientJson, Piece
 from jaxserve.text.chat_output.parts import Arguments, CallBegin, Part, Reasoning, Text
-from jaxserve.text.chat_output.source import Parser, Source, before, next_char
+from jaxserve.text.chat_output.source import Parser, Source, before, next_char, next_mark, up_to
 
 _BODY = "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
 _ANALYSIS = re.compile(r"<\|channel\|>\s*analysis\b")
-_RECIPIENT = re.compile(r"\bto=functions\.(?P<name>[\w.-]+)")
+_RECIPIENT = re.compile(r"\bto=(?P<function>functions\.)?(?P<name>[\w.-]+)")
 
 
-def harmony_messages(source: Source) -> Parser[None]:
+def harmony_messages(source: Source, schemas: Schemas) -> Parser[None]:
     """Yields the parts of all messages. A text without any message is the answer."""
     while (yield from next_char(source)):
         header: list[str] = []
@@ -28,12 +30,47 @@ def harmony_messages(source: Source) -> Parser[None]:
             if "<|" not in header[0]:
                 yield Text(header[0])
             return
-        call = _RECIPIENT.search(header[0])
+        name = _called(header[0], schemas)
         kind: Callable[[str], Part] = Reasoning if _ANALYSIS.search(header[0]) else Text
-        if call is not None:
-            yield CallBegin(call["name"])
-            kind = Arguments
-        yield from before(source, _ENDS, kind)
+        if name:
+            yield from _call(source, name)
+        else:
+            yield from before(source, _ENDS, kind)
+
+
+def _called(header: str, schemas: Schemas) -> str:
+    """The tool that a message is for; '' for none of ours."""
+    to = _RECIPIENT.search(header)
+    if to is not None and (to["function"] or to["name"] in schemas):
+        return to["name"]
+    return ""
+
+
+def _call(source: Source, name: str) -> Parser[None]:
+    """Yields a call, whose body is an object or nothing; another body is text."""
+    if (yield from next_char(source)) == "{":
+        yield CallBegin(name)
+        yield from _arguments(source)
+    elif (yield from next_mark(source, _ENDS)):
+        yield CallBegin(name)
+        yield Arguments("{}")
+    yield from before(source, _ENDS, Text)
+
+
+def _arguments(source: Source) -> Parser[None]:
+    reader = LenientJson()
+    for body in up_to(source, _ENDS, Text):
+        if isinstance(body, Text):
+            yield from _joined(reader.push(body.text))
+        else:
+            yield None
+    yield from _joined(reader.finish())
+
+
+def _joined(pieces: Sequence[Piece]) -> Iterator[Arguments]:
+    text = "".join(piece.text for piece in pieces)
+    if text:
+        yield Arguments(text)
 
 
 def _take_header(source: Source, header: list[str]) -> Parser[bool]:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Generator
 
-from jaxserve.text.chat_output.calls import Marks, Schemas
-from jaxserve.text.chat_output.formats import HARMONY, ReasoningFormat, ToolFormat
+from jaxserve.text.chat_output.calls import CallParser, Schemas, Scope
+from jaxserve.text.chat_output.formats import HARMONY, NO_TOOLS, ReasoningFormat, ToolFormat
 from jaxserve.text.chat_output.harmony import harmony_messages
 from jaxserve.text.chat_output.parts import Part, Reasoning, Text, joined
 from jaxserve.text.chat_output.source import (
     Parser,
     Source,
-    before,
-    everything,
     next_char,
+    spaces,
     take_mark,
+    take_one_of,
+    up_to,
 )
 
 MAX_CALLS = 64  # of one completion; what looks like a further one is text
@@ -73,37 +74,116 @@ class ChatReader:
 def _parts(source: Source, form: OutputFormat) -> Parser[None]:
     harmony = HARMONY in (form.tools and form.tools.name, form.reasoning and form.reasoning.name)
     if harmony and not form.forced:
-        yield from harmony_messages(source)
+        yield from harmony_messages(source, form.schemas)
         return
+    answer = _Answer(source, form)
     if form.reasoning is not None:
-        begun = form.in_reasoning or (yield from take_mark(source, form.reasoning.begin))
-        if begun:
-            yield from before(source, (form.reasoning.end,), Reasoning)
-            yield from next_char(source)
-    if form.tools is None:
-        yield from everything(source, Text)
-    else:
-        yield from _answer(source, form.tools, form.schemas)
+        yield from _reasoning(source, form.reasoning, form.in_reasoning, answer)
+    yield from answer.parts()
 
 
-def _answer(source: Source, form: ToolFormat, schemas: Schemas) -> Parser[None]:
-    """Yields text and calls."""
-    calls = 0
-    if form.bare and (yield from _begins_with(source, form.bare)):
-        yield from form.parse(source, Marks("", ""), schemas)
-    marks = tuple(filter(None, (form.marks.begin, *form.noise)))
-    while marks and calls < MAX_CALLS:
-        mark = yield from before(source, marks, Text)
-        if not mark:
+def _reasoning(source: Source, form: ReasoningFormat, begun: bool, answer: _Answer) -> Parser[None]:
+    """Yields the reasoning before an answer, which may come in several blocks. One whose end is
+    missing ends where a call begins."""
+    while (yield from take_mark(source, form.begin)) or begun:
+        begun = False
+        yield from up_to(source, (form.end, *answer.beginnings), Reasoning)
+        while form.end not in source.text and not source.ended:
+            yield None
+        mark = source.text.find(form.end)
+        if mark < 0:
+            yield from answer.parts(Reasoning)
             return
-        if mark == form.marks.begin:
-            calls += 1
-            yield from form.parse(source, form.marks, schemas)
-    yield from everything(source, Text)
+        if mark:
+            yield Reasoning(source.take(mark))
+        source.take(len(form.end))
+        yield from next_char(source)
+    if form.answer_begin:
+        yield from take_mark(source, form.answer_begin)
 
 
-def _begins_with(source: Source, characters: str) -> Parser[bool]:
-    """Returns True if the first character after white space, which stays, is one of these."""
-    while not source.text.strip() and not source.ended:
-        yield None
-    return source.text.lstrip()[:1] in tuple(characters)
+class _Answer:
+    """Reads text and calls.
+
+    Marks around a call, and white space between these, are no text. What looks like the beginning
+    of a call is text if it turns out to be none, and nothing if it was cut off.
+    """
+
+    def __init__(self, source: Source, form: OutputFormat) -> None:
+        tools = form.tools or NO_TOOLS
+        self.beginnings = (*tools.calls, *tools.openings)
+        self._source = source
+        self._tools = tools
+        self._answer_end = form.reasoning.answer_end if form.reasoning else ""
+        self._marks = tuple(filter(None, (*self.beginnings, *tools.closings, self._answer_end)))
+        self._scope = Scope(form.schemas, self._marks)
+        self._bare_scope = dataclasses.replace(self._scope, marked=form.forced)
+        self._held = ""  # text unless a call follows
+        self._tries = 0
+        self._in_call = False  # of the marks so far the newest that may begin a call did
+
+    def parts(self, kind: type[Text] | type[Reasoning] = Text) -> Parser[None]:
+        """Yields text and calls. kind: what the text before the first call is."""
+        self._held = yield from spaces(self._source)
+        is_bare = self._source.text[:1] in tuple(self._tools.bare)
+        if is_bare and (yield from self._try(self._tools.bare_calls, self._bare_scope)):
+            kind = Text
+        while not self._source.exhausted:
+            self._held += yield from spaces(self._source)
+            mark = yield from take_one_of(self._source, self._marks)
+            parse = self._tools.calls.get(mark)
+            if parse is not None and (yield from self._try(parse, self._scope)):
+                kind = Text
+            elif mark:
+                self._hold(mark)
+            elif self._source.text and not self._is_cut_mark():
+                if self._held:
+                    yield kind(self._held)
+                    self._held = ""
+                yield from up_to(self._source, self._marks, kind)
+        if self._held and not self._is_cut():
+            yield kind(self._held)
+
+    def _try(self, parse: CallParser, scope: Scope) -> Parser[bool]:
+        """Tries to read a call, or several in a row; returns whether there was one."""
+        if self._tries == MAX_CALLS:
+            return False
+        self._tries += 1
+        source = self._source
+        source.begin_trial()
+        before = source.commits
+        yield from parse(source, scope)
+        read = source.commits > before
+        if source.is_trial and source.exhausted and (read or scope.marked):
+            source.commit()
+        source.end_trial()
+        if read:
+            self._held = ""
+            self._in_call = True
+        return read
+
+    def _hold(self, mark: str) -> None:
+        """Holds a mark back that began no call; drops one that ends a call."""
+        ends = mark not in self.beginnings
+        if (ends and self._in_call) or mark == self._answer_end:
+            self._held = ""
+        else:
+            self._held += mark
+            self._in_call = self._in_call and ends
+
+    def _is_cut_mark(self) -> bool:
+        """Returns True, and drops it, if the text ends within a mark behind a call or a mark."""
+        rest = self._source.text
+        behind_mark = self._in_call or self._holds_beginning()
+        is_mark = behind_mark and any(mark.startswith(rest) for mark in self._marks)
+        if self._source.ended and is_mark:
+            self._source.take_to(-1)
+        return self._source.exhausted
+
+    def _is_cut(self) -> bool:
+        """Returns True if what is held at the end of the text is not part of it."""
+        behind_call = self._in_call and not self._held.strip()
+        return behind_call or self._holds_beginning()
+
+    def _holds_beginning(self) -> bool:
+        return any(mark in self._held for mark in self.beginnings)

@@ -16,29 +16,73 @@ from jaxserve.text.chat_output.parts import Part
 T = TypeVar("T")
 Parser = Generator[Part | None, None, T]
 
+MAX_HEAD = 1024  # characters of what stands before a call's arguments
+
 
 class Source:
-    """Text that no parser has taken yet. ended: no more will come."""
+    """Text that no parser has taken yet. ended: no more will come.
+
+    A parser may try whether the text is what it reads: what it took after `begin_trial` comes back
+    by `end_trial`, unless it called `commit`. commits: how often that was called.
+    """
 
     def __init__(self) -> None:
         self.text = ""
         self.ended = False
+        self.commits = 0
+        self._trial: str | None = None
+
+    @property
+    def is_trial(self) -> bool:
+        """True between `begin_trial` and `commit` or `end_trial`."""
+        return self._trial is not None
+
+    @property
+    def exhausted(self) -> bool:
+        """True if all of the text was taken."""
+        return self.ended and not self.text
 
     def take(self, length: int) -> str:
         """Removes and returns the first characters."""
         taken = self.text[:length]
         self.text = self.text[length:]
+        if self._trial is not None:
+            self._trial += taken
         return taken
 
     def take_to(self, end: int) -> str:
         """Removes and returns the characters before an index; all of them if it is negative."""
         return self.take(end if end >= 0 else len(self.text))
 
+    def put_back(self, text: str) -> None:
+        """Puts back what was taken last."""
+        self.text = text + self.text
+        if self._trial is not None:
+            self._trial = self._trial[: len(self._trial) - len(text)]
+
+    def begin_trial(self) -> None:
+        self._trial = ""
+
+    def commit(self) -> None:
+        self._trial = None
+        self.commits += 1
+
+    def end_trial(self) -> None:
+        if self._trial is not None:
+            self.text = self._trial + self.text
+            self._trial = None
+
 
 def before(source: Source, marks: Sequence[str], part: Callable[[str], Part]) -> Parser[str]:
     """Yields the text before the first of some marks, as parts, and takes the mark. Returns it; ''
     where the text ends without one."""
-    found = re.compile("|".join(map(re.escape, marks)))
+    yield from up_to(source, marks, part)
+    return (yield from take_one_of(source, marks))
+
+
+def up_to(source: Source, marks: Sequence[str], part: Callable[[str], Part]) -> Parser[None]:
+    """Yields the text before the first of some marks, as parts; all of it where there is none."""
+    found = re.compile("|".join(map(re.escape, marks)) or "$.")
     while True:
         match = found.search(source.text)
         if match:
@@ -46,40 +90,55 @@ def before(source: Source, marks: Sequence[str], part: Callable[[str], Part]) ->
         elif source.ended:
             end = -1
         else:  # what may begin a mark is kept back
-            end = len(source.text) - max(_held(source.text, mark) for mark in marks)
+            end = len(source.text) - held(source.text, marks)
         text = source.take_to(end)
         if text:
             yield part(text)
-        if match:
-            return source.take(len(match[0]))
-        if source.ended:
-            return ""
+        if match or source.ended:
+            return
         yield None
 
 
-def _held(text: str, mark: str) -> int:
-    """Counts the characters at the end of a text that may begin a mark."""
-    longest = min(len(mark) - 1, len(text))
-    return next((size for size in range(longest, 0, -1) if text.endswith(mark[:size])), 0)
+def held(text: str, marks: Sequence[str]) -> int:
+    """Counts the characters at the end of a text that may begin one of some marks."""
+    longest = min(len(text), max(map(len, marks), default=1) - 1)
+    sizes = range(longest, 0, -1)
+    return next((n for n in sizes if any(m.startswith(text[len(text) - n :]) for m in marks)), 0)
 
 
 def everything(source: Source, part: Callable[[str], Part]) -> Parser[None]:
     """Yields all of the text as parts."""
+    yield from up_to(source, (), part)
+
+
+def spaces(source: Source) -> Parser[str]:
+    """Takes and returns white space, up to what follows it or the end."""
+    taken = ""
     while True:
-        if source.text:
-            yield part(source.take_to(-1))
-        if source.ended:
-            return
+        taken += source.take(len(source.text) - len(source.text.lstrip()))
+        if source.text or source.ended:
+            return taken
         yield None
 
 
 def next_char(source: Source) -> Parser[str]:
     """Takes white space; returns the character that follows, which stays, or '' at the end."""
+    yield from spaces(source)
+    return source.text[:1]
+
+
+def next_mark(source: Source, marks: Sequence[str]) -> Parser[str]:
+    """Returns the mark that comes next, the longest of several, which stays; '' if none does."""
     while True:
-        source.text = source.text.lstrip()
-        if source.text or source.ended:
-            return source.text[:1]
+        longer = any(m.startswith(source.text) and m != source.text for m in marks)
+        if source.ended or not longer:
+            return max(filter(source.text.startswith, marks), key=len, default="")
         yield None
+
+
+def take_one_of(source: Source, marks: Sequence[str]) -> Parser[str]:
+    """Takes and returns the mark that comes next, the longest of several; '' if none does."""
+    return source.take(len((yield from next_mark(source, marks))))
 
 
 def take_mark(source: Source, mark: str) -> Parser[bool]:
@@ -95,80 +154,21 @@ def take_mark(source: Source, mark: str) -> Parser[bool]:
         yield None
 
 
-def until(source: Source, mark: str) -> Parser[str]:
-    """Takes the text before a mark, and the mark, once it is there; or all of it once it has ended
-    without the mark ('' is none)."""
-    searched = 0
-    while True:
-        at = source.text.find(mark, searched) if mark else -1
-        if at >= 0:
-            text = source.take(at)
-            source.take(len(mark))
-            return text
-        if source.ended:
-            return source.take_to(-1)
-        searched = max(0, len(source.text) - len(mark))
-        yield None
+def take_match(
+    source: Source, pattern: re.Pattern[str], begun: re.Pattern[str]
+) -> Parser[re.Match[str] | None]:
+    """Takes what a pattern matches at the beginning; None where it does not.
 
-
-def take_match(source: Source, pattern: re.Pattern[str], end: str) -> Parser[re.Match[str] | None]:
-    """Takes what a pattern matches at the beginning; None, and nothing is taken, once the text has
-    ended or holds `end` ('' is none) without a match."""
+    begun: pattern of whole texts that may match once more text has come; one that was cut off there
+    is taken.
+    """
     while True:
-        match = pattern.match(source.text)
-        if match:
-            source.take(match.end())
+        if len(source.text) > MAX_HEAD or not begun.fullmatch(source.text):
+            match = pattern.match(source.text)
+            if match:
+                source.take(match.end())
             return match
-        if source.ended or (end and end in source.text):
+        if source.ended:
+            source.take_to(-1)
             return None
-        yield None
-
-
-class Nesting:
-    """Finds where a bracket that was opened is closed, in text that comes in pieces. quotes: the
-    characters that begin and end strings. depth: brackets that are open."""
-
-    def __init__(self, quotes: str = '"', depth: int = 0):
-        self.depth = depth
-        self._quote = ""
-        self._escaped = False
-        self._marks = re.compile(rf"[{quotes}\\()\[\]{{}}]")
-        self._quotes = quotes
-
-    def end(self, text: str) -> int:
-        """Reads further text; returns the position behind the bracket that closes the outermost,
-        -1 where it is not in this text."""
-        if self._escaped and text:
-            start = 1
-            self._escaped = False
-        else:
-            start = 0
-        while match := self._marks.search(text, start):
-            start = match.end()
-            char = match[0]
-            if char == "\\":
-                self._escaped = bool(self._quote) and start == len(text)
-                start += bool(self._quote)
-            elif self._quote:
-                if char == self._quote:
-                    self._quote = ""
-            elif char in self._quotes:
-                self._quote = char
-            else:
-                self.depth += 1 if char in "([{" else -1
-                if self.depth <= 0:
-                    return start
-        return -1
-
-
-def nested(source: Source, nesting: Nesting, part: Callable[[str], Part] | None) -> Parser[bool]:
-    """Takes text up to the bracket that closes the outermost, as parts (None: as nothing). Returns
-    whether it was closed."""
-    while True:
-        end = nesting.end(source.text)
-        text = source.take_to(end)
-        if text and part is not None:
-            yield part(text)
-        if end >= 0 or source.ended:
-            return end >= 0
         yield None
