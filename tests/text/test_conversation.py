@@ -134,7 +134,10 @@ def test_whatever_an_assistant_said_is_taken(message, text):
         (None, ""),
         ([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "a\nb"),
         ({"degrees": 21}, '{"degrees": 21}'),
+        ({"text": "rain", "mm": 3}, '{"text": "rain", "mm": 3}'),
+        ([{"type": "city", "text": "Oslo"}], '[{"type": "city", "text": "Oslo"}]'),
         ([1, "é"], '[1, "é"]'),
+        (["a", "b"], "a\nb"),
         (7.5, "7.5"),
         ([], ""),
         ([{"type": "image_url"}], "[image_url was left out: only text can be taken]"),
@@ -258,6 +261,52 @@ def test_contents_are_parts_where_the_template_takes_no_text():
     assert rendered(parts, system("s"), user("x"), answer(None)) == "s,x,,"
 
 
+RAISE = "{{ raise_exception('no') }}"
+IN_TURN = (  # only texts count
+    "{% set turn = namespace(at=0) %}{% for m in messages %}"
+    "{% if m.role == 'user' or (m.role == 'assistant' and m.tool_calls is not defined) %}"
+    f"{{% if (m.role == 'user') != (turn.at % 2 == 0) %}}{RAISE}{{% endif %}}"
+    "{% set turn.at = turn.at + 1 %}{% endif %}{% endfor %}" + ANY
+)
+WITH_QUERY = "{% if 'user' not in messages | map(attribute='role') %}" + RAISE + "{% endif %}" + ANY
+NO_BLANK = ANY.replace(
+    CALLS, f"{{% if not m.content and not m.tool_calls %}}{RAISE}{{% endif %}}" + CALLS
+)
+STRAY = f"{{% if m.role == 'tool' and not loop.previtem.tool_calls %}}{RAISE}{{% endif %}}"
+AFTER_CALL = ANY.replace(CALLS, STRAY + CALLS)
+NULL = ANY.replace(CALLS, "{% for c in (m.tool_calls if m.content is none else []) %}")
+ONE_THOUGHT = ANY.replace(
+    CALLS, f"{{% if m.tool_calls and m.content and m.thinking %}}{RAISE}{{% endif %}}" + CALLS
+)
+LAST_ONLY = (
+    "{% if messages[-1].role == 'user' %}{{ messages[0].content }}{% endif %}"
+    + ANY.replace("messages %}", "messages if m.role != 'system' %}", 1)
+)
+CALLED = (user("x"), answer(None, call("{}")), result("1"))
+SHOWN = "<user>x<assistant>[c9 look {}]<tool>1(look c9)"
+
+
+@pytest.mark.parametrize(
+    ("source", "chat", "text"),
+    [
+        (IN_TURN, [*CALLED, user("so?")], SHOWN + "<assistant> <user>so?"),
+        (IN_TURN, [*CALLED, answer("a"), user("b")], SHOWN + "<assistant>a<user>b"),
+        (WITH_QUERY, [system("s"), *CALLED[1:]], "<system>s<user>" + SHOWN[7:]),
+        (NO_BLANK, [user("x"), answer(None), user("y")], "<user>x<assistant> <user>y"),
+        (AFTER_CALL, [user("x"), result("1")], "<user>x<user><tool_response>\n1\n</tool_response>"),
+        (NULL, CALLED, SHOWN.replace("<assistant>", "<assistant>None")),
+        (LAST_ONLY, [system("s"), *CALLED], SHOWN.replace("x", "s\n\nx")),
+    ],
+)
+def test_a_template_gets_what_it_takes(source, chat, text):
+    assert rendered(source, *chat) == text
+
+
+def test_reasoning_and_text_before_a_call_are_one_where_the_template_takes_one():
+    chat = [user("x"), answer("So", call("{}"), thinking="hm"), result("1")]
+    assert rendered(ONE_THOUGHT, *chat) == SHOWN.replace("[", "hm\n\nSo[", 1)
+
+
 # --- reasoning
 
 
@@ -268,6 +317,15 @@ def test_earlier_reasoning_is_given_under_the_name_that_the_template_has(name):
         assert rendered(source, user("x"), answer("y", **{key: "hm"})) == "|x;hm|y;"
     parts = [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "y"}]
     assert rendered(source, answer(parts)) == "hm|y;"
+
+
+def test_earlier_reasoning_is_a_part_where_the_template_reads_it_there():
+    source = (
+        "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
+        "{% for p in m.content %}{% if p.type == 'thinking' %}[{{ p.thinking }}]{% else %}"
+        "{{ p.text }}{% endif %}{% endfor %}{% endif %};{% endfor %}"
+    )
+    assert rendered(source, user("x"), answer("y", reasoning="hm"), user("z")) == "x;[hm]y;z;"
 
 
 def test_earlier_reasoning_is_dropped_where_the_template_has_no_place_for_it():

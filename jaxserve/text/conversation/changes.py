@@ -219,12 +219,18 @@ def blank_answers(messages: Messages) -> Iterator[Message]:
 
 
 def answered_before_user(messages: Messages) -> Iterator[Message]:
-    """Adds a blank answer where a user goes on after a call or its result."""
-    open = False
+    """Adds a blank answer where a user goes on after calls or their results."""
+    asked = False
+    last = ""
     for message in messages:
-        if open and message["role"] == "user":
-            yield {"role": "assistant", "content": BLANK}
-        open = message["role"] == "tool" or "tool_calls" in message
+        role = message["role"]
+        if role == "user":
+            if asked and last != role:
+                yield {"role": "assistant", "content": BLANK}
+            asked = True
+        elif role == "assistant" and "tool_calls" not in message:
+            asked = False
+        last = role
         yield message
 
 

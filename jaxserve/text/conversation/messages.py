@@ -28,13 +28,9 @@ MEDIA = frozenset(  # types of parts that are left out of what tools said
 )
 LENIENT = ("assistant", "tool")  # roles of which nothing is refused
 LEFT_OUT = "[{} was left out: only text can be taken]"
-_READ = (
-    "tool_calls",
-    "function_call",
-    "refusal",
-    *REASONING,
-)  # fields that a plain message has in one form only
+_FORMS = ("tool_calls", "function_call", "refusal", *REASONING)  # fields that are read
 _TEXTS = ("text", "refusal")  # of parts
+_TEXT_TYPES = ("text", "input_text", "output_text", "refusal")
 _THOUGHTS = ("thinking", "reasoning", "reasoning_text", "summary_text")  # types of parts
 
 
@@ -66,7 +62,7 @@ class _Reader:
         if role not in ROLES:
             self._note("messages of the role %a are given to the chat template as they are", role)
         plain = {key: value for key, value in message.items() if value is not None}
-        for key in _READ:
+        for key in _FORMS:
             plain.pop(key, None)
         if role == "assistant":
             return plain | self._assistant(message, number)
@@ -96,9 +92,9 @@ class _Reader:
         function = next(
             (call[key] for key in ("function", "custom") if _is_object(call, key)), call
         )
-        given = function.get("arguments")
-        if "input" in function:  # a text of the tool's own
-            given = {"input": function["input"]}
+        given = function.get("arguments", function.get("input"))
+        if "arguments" not in function and isinstance(given, str):
+            given = {"input": given}  # a text in a form of the tool's own
         arguments, sound = read_arguments(given)
         if not sound:
             self._note("arguments of a call that are not an object of JSON were repaired in a chat")
@@ -193,7 +189,9 @@ def _type(part: Any) -> str:
 
 def _is_data(value: Any) -> bool:
     """True unless a value is a part of a content: a text, or something to be seen or heard."""
-    return _part_text(value) is None and _type(value) not in MEDIA
+    if _type(value) in _TEXT_TYPES:
+        return _part_text(value) is None
+    return not isinstance(value, str) and _type(value) not in MEDIA
 
 
 def _part_text(part: Any) -> str | None:

@@ -101,8 +101,8 @@ def _call(name: str, id: str, **arguments: str) -> Message:
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _result(name: str, id: str, content: str) -> Message:
-    return {"role": "tool", "name": name, "tool_call_id": id, "content": content}
+def _result(id: str, content: str) -> Message:
+    return {"role": "tool", "name": "f", "tool_call_id": id, "content": content}
 
 
 _ID = "a1b2c3d4e"
@@ -111,7 +111,7 @@ _LONG = "call_0123456789abcdef"
 _ASK = (user("qzask"),)
 _TALK = (*_ASK, _answer("qzanswer"), user("qzmore"))
 _SYSTEMS = (_system("qzfirst"), _system("qzsecond"), *_TALK[:2], _system("qzlate"), _TALK[2])
-_CALLED = (*_ASK, _answer("", _call("qzname", _ID)), _result("qzname", _ID, "qzgiven"))
+_CALLED = (*_ASK, _answer("", _call("qzname", _ID)), _result(_ID, "qzgiven"))
 _TOLD = (*_ASK, _answer("qztext", _call("qzname", _ID)), _CALLED[2])
 
 _CHANGES = (  # in the order in which they are applied
@@ -135,8 +135,8 @@ _CHANGES = (  # in the order in which they are applied
             (
                 *_ASK,
                 _answer("", _call("qzname", _ID), _call("qzother", _OTHER_ID)),
-                _result("qzname", _ID, "qzgiven"),
-                _result("qzother", _OTHER_ID, "qztoo"),
+                _result(_ID, "qzgiven"),
+                _result(_OTHER_ID, "qztoo"),
             ),
         ),
     ),
@@ -149,8 +149,8 @@ _CHANGES = (  # in the order in which they are applied
         f"ids of calls have {changes.ID_CHARS} letters and digits",
         changes.short_ids,
         (
-            (*_ASK, _answer("", _call("qzname", "c1")), _result("qzname", "c1", "qzgiven")),
-            (*_ASK, _answer("", _call("qzname", _LONG)), _result("qzname", _LONG, "qzgiven")),
+            (*_ASK, _answer("", _call("qzname", "c1")), _result("c1", "qzgiven")),
+            (*_ASK, _answer("", _call("qzname", _LONG)), _result(_LONG, "qzgiven")),
         ),
     ),
     Remedy(
@@ -160,14 +160,14 @@ _CHANGES = (  # in the order in which they are applied
             (
                 *_ASK,
                 _answer("text", _call("qzname", _ID), reasoning_content="thought"),
-                _result("qzname", _ID, "qzgiven"),
+                _result(_ID, "qzgiven"),
             ),
         ),
     ),
     Remedy(
         "results without their calls are the user's",
         changes.stray_results_as_text,
-        ((*_ASK, _result("tool", _ID, "qzgiven"), user("qzmore")),),
+        ((*_ASK, _result(_ID, "qzgiven"), user("qzmore")),),
     ),
     Remedy("calls are text", changes.calls_as_text, (_CALLED,)),
     Remedy("results of calls are the user's", changes.results_as_text, (_CALLED,)),
