@@ -8,7 +8,7 @@ import pytest
 
 from jaxserve.checkpoint.generation_config import file_fields, sampling_defaults, usable_sampling
 from jaxserve.checkpoint.model_config import from_gguf, from_hf, to_hf
-from jaxserve.checkpoint.model_files import read_json, read_object, read_text
+from jaxserve.checkpoint.model_files import read_json, read_object, read_text, say_once
 from jaxserve.checkpoint.model_paths import CheckpointError
 from jaxserve.checkpoint.tokenizer_files import TokenizerFacts, eos_id, turn_ends
 from jaxserve.checkpoint.zoo import MODELS
@@ -173,9 +173,13 @@ def test_a_completion_ends_where_any_of_the_files_says():
 
 @pytest.mark.parametrize("wrong", [512, -1, "</s>", 2.0, True, [None, 600]])
 def test_ends_that_the_model_does_not_have_are_left_out_and_said(wrong, caplog):
-    model = from_hf(CONFIG | {"eos_token_id": 4, "bos_token_id": 10**6}, {"eos_token_id": wrong})
-    assert (model.eos_ids, model.bos_id) == ((4,), None)
-    assert "left out" in caplog.text or not caplog.text  # said once for each value
+    say_once.cache_clear()
+    config = CONFIG | {"eos_token_id": 4, "bos_token_id": 10**6}
+    for _ in range(2):
+        model = from_hf(config, {"eos_token_id": wrong})
+        assert (model.eos_ids, model.bos_id) == ((4,), None)
+    assert caplog.text.count("generation_config.json: eos_token_id: left out") == 1
+    assert caplog.text.count("config.json: bos_token_id: left out '1000000'") == 1
 
 
 def test_ends_of_a_gguf_beyond_its_vocabulary_are_left_out():
