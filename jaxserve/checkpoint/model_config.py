@@ -88,6 +88,7 @@ def from_hf(
             vocab,
             {
                 f"{FILE}: eos_token_id": generation.get("eos_token_id"),
+                f"{FILE}: stop_token_ids": generation.get("stop_token_ids"),
                 "config.json: eos_token_id": whole.get("eos_token_id"),
                 "text_config: eos_token_id": (whole.get("text_config") or {}).get("eos_token_id"),
                 "the tokenizer's eos_token": tokenizer_eos,

@@ -165,6 +165,7 @@ def test_the_end_of_the_tokenizer_is_found_by_its_text(files, id, tmp_path):
 def test_a_completion_ends_where_any_of_the_files_says():
     config = CONFIG | {"eos_token_id": 4}
     assert from_hf(config, {"eos_token_id": [7, 4]}, tokenizer_eos=9).eos_ids == (7, 4, 9)
+    assert from_hf(config, {"stop_token_ids": [8]}).eos_ids == (8, 4)
     assert from_hf(config | {"eos_token_id": None}, {}, tokenizer_eos=9).eos_ids == (9,)
     assert from_hf(config | {"eos_token_id": []}).eos_ids == ()
     nested = {"architectures": CONFIG["architectures"], "text_config": config, "eos_token_id": [5]}
