@@ -26,7 +26,14 @@ from jaxserve.settings.options import make
 from jaxserve.settings.schema import EngineConfig, MeshConfig
 from jaxserve.store.peers import PeerBlocks
 from jaxserve.text import Tokenizer
-from jaxserve.text.output import Completion, CompletionCollector, Delta, NoText, OutputProcessor
+from jaxserve.text.output import (
+    Completion,
+    CompletionCollector,
+    Delta,
+    Detokenizer,
+    NoText,
+    OutputProcessor,
+)
 from jaxserve.text.structured_output import Guided, Guides
 
 Prompt = str | Sequence[int] | np.ndarray | Sequence[Mapping[str, str]]
@@ -130,9 +137,11 @@ class LLM:
         Errors: PromptError, before anything runs, where a prompt or its sampling is at fault;
         RequestError where the engine fails.
         """
-        requests = self._requests(_listed(prompts), sampling, guided, class_name)
+        listed = _listed(prompts)
+        requests = self._requests(listed, sampling, guided, class_name)
+        streams = [self._stream(prompt, request) for prompt, request in zip(listed, requests)]
         with tqdm(total=len(requests), desc="prompts", disable=not progress) as bar:
-            return _Run(self.engine, self.tokenizer, requests, watch).completions(bar.update)
+            return _Run(self.engine, requests, streams, watch).completions(bar.update)
 
     def _requests(
         self, prompts: list[Prompt], sampling: Any, guided: Any, class_name: Any
@@ -181,7 +190,7 @@ class LLM:
         )
 
     def _ids(self, prompt: Prompt) -> Any:
-        if not isinstance(prompt, str) and not (len(prompt) and isinstance(prompt[0], Mapping)):
+        if not isinstance(prompt, str) and not _is_chat(prompt):
             return prompt
         if self.tokenizer is None:
             raise RequestError("prompt", "this model has no tokenizer: give token ids")
@@ -189,26 +198,32 @@ class LLM:
             return self.tokenizer.encode(prompt)
         return self.tokenizer.chat(prompt)  # type: ignore[arg-type]
 
+    def _stream(self, prompt: Prompt, request: Request) -> Callable[[], Detokenizer]:
+        """Makes detokenizers of outputs, which continue the prompt's text unless that is a chat."""
+        if self.tokenizer is None:
+            return NoText
+        before = () if _is_chat(prompt) else request.prompt.tolist()
+        return functools.partial(self.tokenizer.stream, prompt=before)
+
 
 class _Run:
     """One call of `generate`: submits requests as the engine's queue has room, and collects their
-    outputs."""
+    outputs. streams: of each request, makes its detokenizers."""
 
     def __init__(
         self,
         engine: Replica,
-        tokenizer: Tokenizer | None,
         requests: list[Request],
+        streams: list[Callable[[], Detokenizer]],
         watch: Watch | None,
     ):
         self._engine = engine
         self._requests = requests
         self._watch = watch
         self._events: queue.SimpleQueue[tuple[int, Sequence[Event]]] = queue.SimpleQueue()
-        stream = NoText if tokenizer is None else tokenizer.stream
         self._processors = [
             OutputProcessor(r, engine.info.eos_ids, stream, functools.partial(engine.stop, r.id))
-            for r in requests
+            for r, stream in zip(requests, streams)
         ]
         self._collectors = [CompletionCollector(r.prompt.tolist()) for r in requests]
 
@@ -256,6 +271,10 @@ def _for_each(name: str, values: Any, kind: Any, count: int) -> list[Any]:
     if len(each) != count:
         raise RequestError(name, f"has {len(each)} entries for {count} prompts")
     return each
+
+
+def _is_chat(prompt: Prompt) -> bool:
+    return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
 def _listed(prompts: Any) -> list[Prompt]:

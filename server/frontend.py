@@ -27,14 +27,14 @@ from jaxserve.server.auth.access import Caller, Reservation
 from jaxserve.server.event_loop import run_in_thread_if
 from jaxserve.server.frontend_metrics import FrontendMetrics
 from jaxserve.server.generate_call import GenerateCall
-from jaxserve.server.prompts import Prompt, prompt_cost, prompt_ids, to_array
+from jaxserve.server.prompts import Prompt, is_continued, prompt_cost, prompt_ids, to_array
 from jaxserve.server.request_log import Outcome, RequestLog
 from jaxserve.server.streams import Mailbox, Stream
 from jaxserve.server.tracing import Tracer
 from jaxserve.settings.schema import ServerConfig
 from jaxserve.text import Tokenizer
 from jaxserve.text.chat_output import ChatFormats
-from jaxserve.text.output import Detokenizer, NoText, OutputProcessor
+from jaxserve.text.output import Detokenizer, NoText, OutputProcessor, PromptProcessor
 from jaxserve.text.structured_output import Guides
 
 log = logging.getLogger(__name__)
@@ -321,8 +321,10 @@ class Frontend:
     def _processor(self, call: GenerateCall, request: Request, replica: Replica) -> OutputProcessor:
         detokenizer: Callable[[], Detokenizer] = NoText
         if self.tokenizer is not None and not call.ids_only:
-            detokenizer = functools.partial(self.tokenizer.stream, not call.keep_special)
-        return OutputProcessor(
+            before = request.prompt.tolist() if is_continued(call.prompt) else ()
+            detokenizer = functools.partial(self.tokenizer.stream, not call.keep_special, before)
+        kind = PromptProcessor if call.prompt_only else OutputProcessor
+        return kind(
             request,
             replica.info.eos_ids,
             detokenizer,

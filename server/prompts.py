@@ -48,6 +48,11 @@ class Chat:
 Prompt = Text | Chat | Sequence[int] | np.ndarray
 
 
+def is_continued(prompt: Prompt) -> bool:
+    """Returns whether the output continues the prompt's text: that of a chat begins a message."""
+    return not isinstance(prompt, Chat) or prompt.continue_final_message
+
+
 def prompts_of(field: str, given: Any, most: int, special: bool = True) -> list[Prompt]:
     """Returns the prompts of a text, a list of ids, or a list of at most `most` of these. special:
     as of `Text`. Errors: RequestError of `field`."""

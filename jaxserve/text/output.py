@@ -310,6 +310,19 @@ class OutputProcessor:
         outputs.extend(filter(None, (delta, event)))
 
 
+class PromptProcessor(OutputProcessor):
+    """Leaves out the token that the engine makes after a prompt whose output is not wanted."""
+
+    def _push(self, tokens: list[Token], outputs: list[Output]) -> None:
+        pass
+
+    def _finish(self, event: Finished, outputs: list[Output]) -> None:
+        self.unfinished -= 1
+        usage = dataclasses.replace(event.usage, completion=0)
+        reason = "length" if event.reason == "stop" else event.reason
+        outputs.append(dataclasses.replace(event, usage=usage, reason=reason))
+
+
 class CompletionCollector:
     """Puts the completions of one request together from its outputs."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,9 +18,9 @@ from jaxserve.checkpoint.model_paths import CheckpointError, model_file, reason,
 from jaxserve.checkpoint.tokenizer_files import DEFAULT, TOOL_USE, TokenizerFacts
 from jaxserve.text.added_tokens import completed
 from jaxserve.text.chat_template import ChatTemplate
+from jaxserve.text.detokenizer import Detokenizer, pieces_of
 from jaxserve.text.vocabulary import from_fields
 
-_SPACE = "\u2581"
 _OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "tiktoken.model")
 
 
@@ -48,7 +47,7 @@ class Tokenizer:
         added = library.get_added_tokens_decoder()
         self.vocab = library.get_vocab_size(with_added_tokens=True)
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
-        self._pieces, self._strips = _pieces(library)
+        self._pieces, self._strips = pieces_of(library)
 
     @classmethod
     def load(cls, source: str | Path) -> Tokenizer:
@@ -147,11 +146,23 @@ class Tokenizer:
         """Returns True if a text is a token of its own."""
         return self._library.token_to_id(text) is not None
 
-    def stream(self, skip_special: bool = True) -> Detokenizer:
-        """Returns a detokenizer for a stream of ids."""
-        return Detokenizer(
-            self._pieces, self.special_ids if skip_special else frozenset(), self._strips
-        )
+    def stream(self, skip_special: bool = True, prompt: Iterable[int] = ()) -> Detokenizer:
+        """Returns a detokenizer for a stream of ids that continues the text of a prompt."""
+        skipped = self.special_ids if skip_special else frozenset()
+        begins = not any(self.piece(id) for id in prompt if id not in skipped)
+        return Detokenizer(self._pieces, skipped, self._strips and begins)
+
+    def positions(self, text: str, ids: Iterable[int]) -> list[int]:
+        """Returns where each of a text's tokens begins in it, in characters. Special tokens that
+        the text does not name, such as the first one, take up no room in it."""
+        stream = self.stream(skip_special=False)
+        found = []
+        for id in ids:
+            unnamed = id in self.special_ids and not text.startswith(
+                self.piece(id).decode(errors="replace"), stream.length
+            )
+            found += [stream.length] if unnamed else stream.positions(id)
+        return [min(position, len(text)) for position in found]
 
     def render(self, messages: Sequence[Mapping[str, Any]], **rest: Any) -> str:
         """Renders a conversation with the model's chat template; rest: as of `ChatTemplate.render`.
@@ -182,96 +193,6 @@ def _ids(library: tokenizers.Tokenizer, text: str, first: bool) -> list[int]:
     except TypeError:
         text.encode()  # names a lone surrogate, of which the library only says "not a text"
         raise
-
-
-class Detokenizer:
-    """Detokenizes a stream of ids. The pieces that `push` and `flush` return join to what decoding
-    all ids at once gives; a character is returned once all its bytes have come."""
-
-    def __init__(self, pieces: Sequence[bytes], skipped: frozenset[int], strips: bool):
-        self._pieces = pieces
-        self._skipped = skipped
-        self._strips = strips
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def push(self, *ids: int) -> str:
-        return self._text(
-            b"".join(
-                self._pieces[i]
-                for i in ids
-                if 0 <= i < len(self._pieces) and i not in self._skipped
-            )
-        )
-
-    def flush(self) -> str:
-        """Ends the stream; returns U+FFFD for a character whose last bytes never came."""
-        return self._decoder.decode(b"", True)
-
-    def _text(self, piece: bytes) -> str:
-        if self._strips and piece:  # the space that SentencePiece put before the first word
-            self._strips = False
-            piece = piece.removeprefix(b" ")
-        return self._decoder.decode(piece)
-
-
-def _pieces(library: tokenizers.Tokenizer) -> tuple[list[bytes], bool]:
-    """Returns the bytes of each id, and whether a leading space is stripped from a text."""
-    byte_level, strips = _decoder_kind(library)
-    alphabet = {char: byte for byte, char in enumerate(byte_alphabet())}
-    vocabulary = library.get_vocab(with_added_tokens=True)
-    pieces = [b""] * (max(vocabulary.values(), default=-1) + 1)
-    for token, i in vocabulary.items():
-        pieces[i] = _byte_level_piece(alphabet, token) if byte_level else _spaced_piece(token)
-    return pieces, strips
-
-
-def _decoder_kind(library: tokenizers.Tokenizer) -> tuple[bool, bool]:
-    """(byte level, strips a leading space). Errors: CheckpointError for decoders that are neither
-    byte level nor SentencePiece's."""
-    decoder: Any = library.decoder
-    state: dict[str, Any] = {"type": None}
-    if decoder is not None:
-        state = json.loads(decoder.__getstate__())
-    steps: list[Any] = state.get("decoders", [state])
-    kinds = [step["type"] for step in steps]
-    if kinds == ["ByteLevel"]:
-        return True, False
-    if kinds == ["Metaspace"] and steps[0].get("replacement") == _SPACE:
-        return False, steps[0].get("prepend_scheme") != "never"
-    replaces = [step for step in steps if step["type"] == "Replace"]
-    strips = [step for step in steps if step["type"] == "Strip"]
-    if (
-        set(kinds) <= {"Replace", "ByteFallback", "Fuse", "Strip"}
-        and len(replaces) == 1
-        and len(strips) <= 1
-        and (replaces[0]["pattern"], replaces[0]["content"]) == ({"String": _SPACE}, " ")
-        and all((s["content"], s["start"], s["stop"]) == (" ", 1, 0) for s in strips)
-    ):
-        return False, bool(strips)
-    raise CheckpointError(
-        f"the tokenizer's decoder {kinds} is not supported; byte level and SentencePiece "
-        "decoders are"
-    )
-
-
-def byte_alphabet() -> list[str]:
-    """The character that byte-level vocabularies write for each byte: itself where it is printable,
-    else one from U+0100 on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
-
-
-def _byte_level_piece(alphabet: Mapping[str, int], token: str) -> bytes:
-    """Added tokens may hold characters that are not in the alphabet; they are plain text."""
-    found = [alphabet.get(char) for char in token]
-    return token.encode() if None in found else bytes(found)  # type: ignore[arg-type]
-
-
-def _spaced_piece(token: str) -> bytes:
-    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-        return bytes([int(token[3:5], 16)])
-    return token.replace(_SPACE, " ").encode()
 
 
 def _hint(folder: Path) -> str:

@@ -186,6 +186,9 @@ class GenerateRequest(PromptRequest):
     return_token_ids: bool | None = Field(
         None, description="as in vLLM: choices have token_ids, and the answer prompt_token_ids"
     )
+    skip_special_tokens: bool | None = Field(
+        None, description="as in vLLM: false leaves special tokens in the text"
+    )
     return_tokens_as_token_ids: bool | None = Field(
         None, description="as in vLLM: tokens of log-probabilities are written token_id:N"
     )
@@ -204,6 +207,7 @@ class GenerateRequest(PromptRequest):
             "timeout": _seconds("deadline_ms", self.deadline_ms, None),
             "guided": guided,
             "guided_field": guided_field,
+            "keep_special": self.skip_special_tokens is False,
         }
 
     def sampling(self, info: ReplicaInfo, default_tokens: int, **others: Any) -> SamplingParams:

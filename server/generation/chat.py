@@ -127,7 +127,7 @@ def chat_call(frontend: Frontend, body: ChatRequest, headers: Mapping[str, str])
             raise RequestError("tool_choice", f"cannot force a call beside {field}")
         fields |= {"guided": forced_call(tools, chosen.named), "guided_field": "tools"}
     if fields["guided"] is None:
-        fields["keep_special"] = bool(tools) or frontend.chat_formats.keeps_special
+        fields["keep_special"] |= bool(tools) or frontend.chat_formats.keeps_special
         if (strict := _strict_calls(frontend, tools)) is not None:
             fields |= {"guided": strict, "guided_field": "tools"}
     prompt = Chat(

@@ -88,10 +88,10 @@ class OpenModel(BaseModel):
 
 
 def add_limits(schema: JsonObject) -> None:
-    """Adds the limits of its fields to the schema of a body. A limit of one type says nothing of
-    values of other types."""
+    """Adds the limits of its fields to the schema of a body, where these have none of their own. A
+    limit of one type says nothing of values of other types."""
     for name, about in schema["properties"].items():
-        about.update(_LIMITS.get(name, {}))
+        about.update({**_LIMITS.get(name, {}), **about})
 
 
 class OnlyValues:

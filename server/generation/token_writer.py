@@ -54,13 +54,13 @@ class TokenWriter:
 
     def __init__(self, tokenizer: Tokenizer | None, as_ids: bool = False):
         self._tokenizer = tokenizer
-        self._as_ids = as_ids
+        self.as_ids = as_ids
 
     def bytes(self, id: int) -> bytes:
         return b"" if self._tokenizer is None else self._tokenizer.piece(id)
 
     def text(self, id: int) -> str:
-        if self._tokenizer is None or self._as_ids:
+        if self._tokenizer is None or self.as_ids:
             return f"token_id:{id}"
         return self.bytes(id).decode(errors="replace")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import numpy as np
@@ -21,8 +21,10 @@ from jaxserve.server.generation.fields import OnlyValues, PromptField
 from jaxserve.server.generation.token_writer import TokenWriter, usage_of
 from jaxserve.server.http_errors import error_body
 from jaxserve.server.json_body import JsonObject
-from jaxserve.server.prompts import Prompt, Text, prompts_of
+from jaxserve.server.openai.completion_logprobs import CompletionLogprobs
+from jaxserve.server.prompts import Text, prompts_of
 from jaxserve.server.streams import Stream
+from jaxserve.text.detokenizer import Detokenizer
 from jaxserve.text.output import Completion, Delta, Output
 
 COMPLETION_TOKENS = 16  # the protocol's default where a body has no max_tokens
@@ -34,6 +36,11 @@ class CompletionRequest(GenerateRequest):
     """The body of /v1/completions."""
 
     prompt: PromptField = Field(...)
+    max_tokens: int | None = Field(
+        None,
+        json_schema_extra={"minimum": 0},
+        description="0: no output, for the log-probabilities of an echoed prompt",
+    )
     echo: bool | None = None
     logprobs: int | None = None
     best_of: int | None = Field(
@@ -54,9 +61,11 @@ def completion_calls(
         raise RequestError(
             "echo", "with logprobs it cannot be streamed: the prompt's are known at the end"
         )
+    prompt_only = body.max_tokens == 0
     sampling = body.sampling(
         info,
         COMPLETION_TOKENS,
+        max_tokens=1 if prompt_only else body.max_tokens,
         n=body.best_of or body.n,
         logprobs=0 if body.logprobs is None and _chooses(body) else body.logprobs,
         prompt_logprobs=_prompt_logprobs(body),
@@ -68,7 +77,7 @@ def completion_calls(
     if len(prompts) > 1:
         ids = [id and f"{id}-{number}" for number in range(len(prompts))]
     return [
-        GenerateCall(prompt, sampling, request_id=each, **fields)
+        GenerateCall(prompt, sampling, request_id=each, prompt_only=prompt_only, **fields)
         for prompt, each in zip(prompts, ids)
     ]
 
@@ -109,18 +118,21 @@ class CompletionWriter:
         self._calls = calls
         self._n = body.n or 1
         self._tokenizer = frontend.tokenizer
-        as_ids = body.return_tokens_as_token_ids or False
-        self._token_writer = TokenWriter(frontend.tokenizer, as_ids)
+        self._token_writer = TokenWriter(
+            frontend.tokenizer, body.return_tokens_as_token_ids or False
+        )
+        self._logprobs = CompletionLogprobs(self._token_writer)
         self._model = body.model or frontend.info.served_name
         self._echo_texts: Sequence[str] = ()  # by prompt, if they are echoed
-        self._text_offsets: dict[int, int] = {}  # by choice: characters of prompt and tokens so far
+        self._prompts: Sequence[np.ndarray] = ()
+        self._detokenizers: dict[int, Detokenizer] = {}  # by choice, where it is streamed
 
     def open(self, streams: Sequence[Stream]) -> None:
+        self._prompts = [stream.request.prompt for stream in streams]
         if self.echoes:
             self._check_echo(streams)
             self._echo_texts = [
-                self._prompt_text(call.prompt, stream.request.prompt)
-                for call, stream in zip(self._calls, streams)
+                self._prompt_text(call, ids) for call, ids in zip(self._calls, self._prompts)
             ]
         self.head = {
             "id": streams[0].id,
@@ -149,19 +161,14 @@ class CompletionWriter:
     def first_chunks(self) -> Iterator[JsonObject]:
         for number, text in enumerate(self._echo_texts):
             for index in range(self._n):
-                self._text_offsets[number * self._n + index] = len(text)
                 yield self._chunk(number, index, text)
 
     def chunks(self, number: int, output: Output) -> Iterator[JsonObject]:
         if isinstance(output, Delta):
-            choice = number * self._n + output.index
             logprobs = None
             if output.logprobs:
-                offset = self._text_offsets.get(choice, 0)
-                logprobs = self._logprobs(output.ids, output.logprobs, offset)
-                # not by the text, which may lag behind its tokens
-                end = logprobs["text_offset"][-1] + len(logprobs["tokens"][-1])
-                self._text_offsets[choice] = end
+                offsets = self._streamed_offsets(number, output)
+                logprobs = self._logprobs.write(output.ids, output.logprobs, offsets)
             # without text, too: a chunk tells that tokens came
             chunk = self._chunk(number, output.index, output.text, logprobs)
             if self._body.return_token_ids:
@@ -215,12 +222,14 @@ class CompletionWriter:
         echo = self._echo_texts[number] if self.echoes else ""
         logprobs = None
         if self._body.logprobs is not None:
-            ids = list(completion.ids)
-            values: list[Logprobs | None] = list(completion.logprobs or ())
+            ids = completion.ids
+            values: Sequence[Logprobs | None] = completion.logprobs or ()
+            offsets = self._offsets(number, completion, len(echo))
             if self.echoes:
                 ids = [*completion.prompt_ids, *ids]
                 values = [*(completion.prompt_logprobs or ()), *values]
-            logprobs = self._logprobs(ids, values, 0)
+                offsets = [*self._prompt_offsets(number), *offsets]
+            logprobs = self._logprobs.write(ids, values, offsets)
         choice = {
             "index": number * self._n + index,
             "text": echo + completion.text,
@@ -235,36 +244,41 @@ class CompletionWriter:
             choice["prompt_token_ids"] = list(completion.prompt_ids)
         return choice
 
-    def _by_text(self, likeliest: Iterable[tuple[int, float]]) -> dict[str, float]:
-        return {self._token_writer.text(id): logprob for id, logprob in likeliest}
-
-    def _prompt_text(self, prompt: Prompt, ids: np.ndarray) -> str:
-        if isinstance(prompt, Text):
-            return prompt.text
+    def _prompt_text(self, call: GenerateCall, ids: np.ndarray) -> str:
+        if isinstance(call.prompt, Text) and call.truncate_prompt_tokens is None:
+            return call.prompt.text
         if self._tokenizer is None:
             return ""
         return self._tokenizer.decode(ids.tolist(), skip_special=False)
 
-    def _logprobs(
-        self, ids: Sequence[int], values: Sequence[Logprobs | None], offset: int
-    ) -> JsonObject:
-        """Log-probabilities of tokens in the form of completions. values: None for the first token
-        of a prompt, which nothing predicts. offset: of the first token in the choice's text."""
-        tokens = [self._token_writer.text(id) for id in ids]
-        offsets = []
-        for token in tokens:
-            offsets.append(offset)
-            offset += len(token)
-        tops = [
-            None if value is None else {token: value.chosen} | self._by_text(value.top)
-            for token, value in zip(tokens, values)
-        ]
-        return {
-            "tokens": tokens,
-            "token_logprobs": [None if value is None else value.chosen for value in values],
-            "top_logprobs": tops,
-            "text_offset": offsets,
-        }
+    def _prompt_offsets(self, number: int) -> list[int]:
+        """Places of an echoed prompt's tokens."""
+        ids = self._prompts[number].tolist()
+        if self._tokenizer is None:
+            return [0] * len(ids)
+        return self._tokenizer.positions(self._echo_texts[number], ids)
+
+    def _offsets(self, number: int, completion: Completion, begin: int) -> list[int]:
+        """Places of a completion's tokens in a choice's text, where it begins at `begin`; the end
+        of the text for those that a stop string cut off."""
+        end = begin + len(completion.text)
+        found = self._positions(number).positions(*completion.ids)
+        return [min(begin + position, end) for position in found]
+
+    def _streamed_offsets(self, number: int, delta: Delta) -> list[int]:
+        """Places of the next tokens of a choice. Text may lag behind them."""
+        choice = number * self._n + delta.index
+        if choice not in self._detokenizers:
+            self._detokenizers[choice] = self._positions(number)
+        begin = len(self._echo_texts[number]) if self.echoes else 0
+        return [begin + position for position in self._detokenizers[choice].positions(*delta.ids)]
+
+    def _positions(self, number: int) -> Detokenizer:
+        """Makes a detokenizer of a prompt's completions, for the places of their tokens."""
+        if self._tokenizer is None:
+            return Detokenizer((), frozenset(), False)
+        keep = self._calls[number].keep_special
+        return self._tokenizer.stream(not keep, self._prompts[number].tolist())
 
 
 def _mean_logprob(completion: Completion) -> float:

@@ -25,7 +25,7 @@ from jaxserve.scheduling import Load
 from jaxserve.scheduling.events import EventBus, Rejected
 from jaxserve.settings.schema import EngineConfig
 from jaxserve.text.chat_template import ChatTemplate
-from jaxserve.text.tokenizer import byte_alphabet
+from jaxserve.text.detokenizer import Detokenizer, byte_alphabet
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = f"00-{TRACE}-00f067aa0ba902b7-01"  # a caller's traceparent
@@ -54,26 +54,14 @@ def embedding(prompt: Sequence[int]) -> np.ndarray:
     return counts.astype(np.float32) + 0.25
 
 
-class ByteDetokenizer:
+PIECES = [bytes([byte]) for byte in range(256)]
+
+
+class ByteDetokenizer(Detokenizer):
+    """Takes tokens for bytes; EOS is no text."""
+
     def __init__(self) -> None:
-        self._bytes = b""
-
-    def push(self, *ids: int) -> str:
-        self._bytes += bytes(id for id in ids if id < 256)
-        try:
-            text = self._bytes.decode()
-            self._bytes = b""
-        except UnicodeDecodeError as error:
-            if error.reason != "unexpected end of data":
-                return self.flush()
-            text = self._bytes[: error.start].decode()
-            self._bytes = self._bytes[error.start :]
-        return text
-
-    def flush(self) -> str:
-        text = self._bytes.decode(errors="replace")
-        self._bytes = b""
-        return text
+        super().__init__(PIECES, frozenset(), strips=False)
 
 
 class FakeTokenizer:
@@ -112,8 +100,11 @@ class FakeTokenizer:
     def is_token(self, text: str) -> bool:
         return False
 
-    def stream(self, skip_special: bool = True) -> ByteDetokenizer:
+    def stream(self, skip_special: bool = True, prompt: Sequence[int] = ()) -> ByteDetokenizer:
         return ByteDetokenizer()
+
+    def positions(self, text: str, ids: Sequence[int]) -> list[int]:
+        return ByteDetokenizer().positions(*ids)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,8 +10,11 @@ import urllib.parse
 import httpx
 import pytest
 
+from jaxserve.api.events import Logprobs
 from jaxserve.api.request import Slo
 from jaxserve.api.sampling import SamplingParams
+from jaxserve.server.generation.token_writer import TokenWriter
+from jaxserve.server.openai.completion_logprobs import CompletionLogprobs
 from jaxserve.server.supervisor import Background
 from jaxserve.settings.options import make
 from jaxserve.settings.schema import EngineConfig, ServerConfig
@@ -103,6 +106,60 @@ def test_echo_puts_the_prompt_before_the_text_with_its_log_probabilities(http):
         client, "/v1/completions", {"prompt": [104, 105], "max_tokens": 2, "echo": True}
     )
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "hi" + made
+
+
+@pytest.mark.parametrize("prompt", ["hey", [104, 105], ["hey", "x"], [[104, 105, 106], [120]]])
+def test_prompts_are_scored_without_an_output(http, prompt):
+    client = http()
+    body = {"prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": 1, "n": 2}
+    answer = post(client, "/v1/completions", body).json()
+    prompts = [[*p.encode()] if isinstance(p, str) else p for p in prompt]
+    if isinstance(prompt, str) or isinstance(prompt[0], int):
+        prompts = [[*prompt.encode()] if isinstance(prompt, str) else prompt]
+    for choice in answer["choices"]:
+        ids = prompts[choice["index"] // 2]
+        assert (choice["text"], choice["finish_reason"]) == (text(ids), "length")
+        assert choice["logprobs"]["tokens"] == [*text(ids)]
+        assert choice["logprobs"]["token_logprobs"] == [None, *[-1.0] * (len(ids) - 1)]
+        assert choice["logprobs"]["text_offset"] == [*range(len(ids))]
+    total = sum(map(len, prompts))
+    assert answer["usage"]["completion_tokens"] == 0 and answer["usage"]["total_tokens"] == total
+    chunks, _ = events(client, "/v1/completions", {"prompt": "hey", "max_tokens": 0})
+    assert [chunk["choices"][0]["text"] for chunk in chunks] == [""]
+    assert post(client, "/v1/chat/completions", {**CHAT, "max_tokens": 0}).status_code == 400
+
+
+def test_offsets_are_places_in_the_text_however_tokens_are_written(http):
+    client = http(script=[*"aé🚀b END".encode()])
+    body = {"prompt": "é!", "max_tokens": 20, "stop": " END", "logprobs": 0, "echo": True}
+    choices = [
+        post(client, "/v1/completions", {**body, "return_tokens_as_token_ids": as_ids}).json()[
+            "choices"
+        ][0]
+        for as_ids in (False, True)
+    ]
+    assert [choice["text"] for choice in choices] == ["é!aé🚀b"] * 2
+    offsets = [choice["logprobs"]["text_offset"] for choice in choices]
+    assert offsets == [[0, 0, 1, 2, 3, 3, 4, 4, 4, 4, 5, 6, 6, 6, 6]] * 2
+    tokens = choices[0]["logprobs"]["tokens"]
+    assert tokens[:4] == ["bytes:\\xc3", "bytes:\\xa9", "!", "a"]
+    assert [next(iter(top)) for top in choices[0]["logprobs"]["top_logprobs"][1:]] == tokens[1:]
+
+
+def test_of_tokens_with_one_text_the_chosen_or_else_the_likeliest_is_shown():
+    names = {1: b"a", 2: b"a", 3: b"b", 4: b"b"}
+
+    class Names(FakeTokenizer):
+        def piece(self, id):
+            return names[id]
+
+    value = Logprobs(-3.0, ((3, -0.5), (1, -1.0), (4, -2.0), (2, -3.0)))
+    by_text = CompletionLogprobs(TokenWriter(Names())).write([2], [value], [0])
+    assert by_text["top_logprobs"] == [{"a": -3.0, "b": -0.5}]
+    by_id = CompletionLogprobs(TokenWriter(Names(), as_ids=True)).write([2], [value], [0])
+    assert by_id["top_logprobs"] == [
+        {f"token_id:{id}": logprob for id, logprob in ((2, -3.0), *value.top[:3])}
+    ]
 
 
 def test_a_chat_whole_and_streamed_is_the_same(http):
@@ -375,7 +432,6 @@ BAD = [
     ("presence_penalty", 3),
     ("n", 0),
     ("n", 10**9),
-    ("max_tokens", 0),
     ("max_tokens", -5),
     ("max_tokens", 10**30),
     ("min_tokens", 10**6),
