@@ -41,11 +41,14 @@ OPENAI_TOOLS = [
     {"type": "mcp", "server_label": "wiki", "server_url": "https://example.com"},
     {"type": "shell"},
     {"type": "tool_search", "name": 5, "parameters": "none"},
-    {"type": "namespace", "name": "mcp__x", "tools": [responses_function("inner")]},
     {"type": "browser:search"},
 ]
 OTHERS = {
-    "chat": [*OPENAI_TOOLS, {"type": "custom", "custom": {"name": "patch"}}],
+    "chat": [
+        *OPENAI_TOOLS,
+        {"type": "custom", "custom": {"name": "patch"}},
+        {"type": "namespace", "name": "mcp__x", "tools": [responses_function("inner")]},
+    ],
     "responses": [*OPENAI_TOOLS, {"type": "local_shell"}],
     "messages": [
         {"type": "web_fetch_20250910", "name": "web_fetch", "max_uses": 3},
@@ -271,6 +274,45 @@ def test_custom_tools_of_responses_are_called_with_a_text(http, choice):
         texts = [each.delta for each in seen if each.type.endswith("custom_tool_call_input.delta")]
         assert done.input == "".join(texts) == seen[-1].response.output[0].input == PATCH
         assert done.item_id == seen[-1].response.output[0].id
+
+
+def test_functions_of_a_namespace_are_called_with_it(http):
+    """As Codex has those of its MCP servers."""
+    tools = [
+        responses_function(),
+        {"type": "namespace", "name": "mcp__files", "tools": [responses_function(), EDIT]},
+        {"type": "namespace", "name": "mcp__web", "tools": [{"type": "web_search"}]},
+    ]
+    calls = [("mcp__files.plan", {"day": "Monday"}), ("mcp__files.edit", {"input": PATCH})]
+    said = [json.dumps({"name": name, "arguments": arguments}) for name, arguments in calls]
+    script = "".join(f"<tool_call>\n{each}\n</tool_call>" for each in said)
+    client = http(script=[*script.encode(), EOS])
+    path, body, function = RESPONSES
+    wanted = {**body, "tools": tools, "max_output_tokens": 400}
+    answer = post(client, path, wanted)
+    assert answer.headers["x-jaxserve-ignored"] == "tools.tools.web_search"
+    plan, edit = answer.json()["output"]
+    assert (plan["type"], plan["name"], plan["namespace"]) == (
+        "function_call",
+        "plan",
+        "mcp__files",
+    )
+    assert (edit["type"], edit["name"], edit["namespace"], edit["input"]) == (
+        "custom_tool_call",
+        "edit",
+        "mcp__files",
+        PATCH,
+    )
+    assert [each["name"] for each in answer.json()["tools"][1]["tools"]] == ["plan", "edit"]
+    result = {"type": "function_call_output", "call_id": plan["call_id"], "output": "done"}
+    post(client, path, {**wanted, "input": [HI, plan, result]})
+    assert told(client).count('"mcp__files.plan"') == 2 and '"plan"' in told(client)
+    client = http(script=[*said[0].encode(), EOS])
+    choice = {"type": "function", "name": "plan", "namespace": "mcp__files"}
+    made = post(client, path, {**wanted, "tool_choice": choice}).json()
+    assert made["output"][0]["namespace"] == "mcp__files"
+    twice = post(client, path, {**wanted, "tools": [tools[1], tools[1]]})
+    assert (twice.status_code, twice.json()["error"]["param"]) == (400, "tools")
 
 
 def test_a_text_of_a_custom_tool_that_is_cut_off_is_as_far_as_it_goes(http):

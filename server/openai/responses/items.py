@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxserve.api.errors import RequestError
 from jaxserve.server.json_body import JsonObject
+from jaxserve.server.openai.responses.tools import qualified
 
 MAX_ITEMS = 10_000
 ROLES = ("user", "assistant", "system", "developer")
@@ -119,7 +120,10 @@ class _ItemReader:
         arguments = item.get(field)
         if field == "input":  # a text of the tool's own
             arguments = {field: arguments}
-        function = {"name": item.get("name") or name, "arguments": arguments}
+        name = item.get("name") or name
+        if isinstance(item.get("namespace"), str) and isinstance(name, str):
+            name = qualified(item["namespace"], name)
+        function = {"name": name, "arguments": arguments}
         id = item.get("call_id") or item.get("id")
         call = {"id": id, "type": "function", "function": function}
         self.messages[-1].setdefault("tool_calls", []).append(call)

@@ -13,7 +13,7 @@ from jaxserve.server.generation.fields import OpenModel, add_limits, schema_in
 from jaxserve.server.generation.tools import MAX_TOOLS
 from jaxserve.server.json_body import JsonObject
 from jaxserve.server.openai.responses.items import is_read, messages_of
-from jaxserve.server.openai.responses.tools import FunctionTool, ToolsChoice
+from jaxserve.server.openai.responses.tools import FunctionTool, ToolsChoice, chat_tools
 
 LOGPROBS = "message.output_text.logprobs"  # what `include` calls them
 
@@ -100,7 +100,7 @@ class ResponsesRequest(OpenModel):
             max_completion_tokens=self.max_output_tokens,
             logprobs=self.wants_logprobs or None,
             reasoning_effort=self.reasoning and self.reasoning.effort,
-            tools=[tool.as_chat() for tool in self.tools or ()],
+            tools=chat_tools(self.tools),
             tool_choice=_chat_choice(self.tool_choice),
             response_format=_chat_format(self.text),
         )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from jaxserve.api.errors import RequestError
 from jaxserve.server.generation.fields import OpenModel
 from jaxserve.server.generation.tools import (
     ALLOWED,
@@ -21,6 +23,8 @@ from jaxserve.server.generation.tools import (
 from jaxserve.server.json_body import JsonObject
 
 CUSTOM = "custom"
+NAMESPACE = "namespace"
+_TYPES = (FUNCTION, CUSTOM, NAMESPACE)
 INPUT = "input"  # the argument of custom tools
 ESCAPE_CHARS = len(r"\ud83d\ude00")  # of one character in JSON, at most
 _INPUT_SCHEMA = {
@@ -33,22 +37,23 @@ _INPUT_SCHEMA = {
 
 class FunctionTool(AnyTool):
     """A function; a custom tool, which takes a text and is shown to the model as a function of it;
-    or a tool of another type, which has no effect."""
+    a namespace of such tools; or a tool of another type, which has no effect."""
 
     name: str | None = None
     description: str | None = None
     parameters: Annotated[dict[str, Any] | None, BeforeValidator(anything)] = None
     strict: bool | None = None
     format: dict[str, Any] | None = Field(None, description="of a custom tool's text")
+    tools: list[FunctionTool] | None = Field(None, description="of a namespace")
 
     @model_validator(mode="before")
     @classmethod
     def _flat(cls, tool: Any) -> Any:
-        return unjudged(flat(tool), cls.model_fields, FUNCTION, CUSTOM)
+        return unjudged(flat(tool), cls.model_fields, *_TYPES)
 
     @property
     def ignored_as(self) -> str:
-        return "" if self.type == CUSTOM else super().ignored_as
+        return "" if self.type in _TYPES else self.type
 
     @model_validator(mode="after")
     def _named(self) -> FunctionTool:
@@ -56,19 +61,21 @@ class FunctionTool(AnyTool):
             raise ValueError("has no name")
         return self
 
-    def as_chat(self) -> JsonObject:
-        """The tool as a chat's body has it."""
-        if self.ignored_as:
-            return {"type": self.type}
+    def callable(self, namespace: str = "") -> Iterator[CallableTool]:
+        """Yields what the model may call of the tool, which is in a namespace or in none."""
+        if self.type == NAMESPACE:
+            for tool in self.tools or ():
+                yield from tool.callable(qualified(namespace, self.name))
+        elif not self.ignored_as:
+            yield CallableTool(self, namespace)
+
+    def as_chat(self, name: str) -> JsonObject:
+        """The tool, a function or custom, as a chat's body has it."""
+        function: JsonObject = self.model_dump(include={"description", "parameters", "strict"})
         if self.type == CUSTOM:
-            function = {
-                "name": self.name,
-                "description": self._custom_description(),
-                "parameters": _INPUT_SCHEMA,
-            }
-            return {"type": FUNCTION, FUNCTION: function}
-        fields = self.model_dump(include={"name", "description", "parameters", "strict"})
-        return {"type": FUNCTION, FUNCTION: fields}
+            described = {"description": self._custom_description(), "parameters": _INPUT_SCHEMA}
+            function = {**function, **described}
+        return {"type": FUNCTION, FUNCTION: {**function, "name": name}}
 
     def _custom_description(self) -> str:
         """What the model is told of a custom tool: also the grammar of its text, which is not
@@ -83,9 +90,43 @@ class FunctionTool(AnyTool):
         return "\n".join(filter(None, texts))
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class CallableTool:
+    """A tool that the model may call, and the namespace that it is in, or ''."""
+
+    tool: FunctionTool
+    namespace: str
+
+    @property
+    def name(self) -> str:
+        """The name by which the model knows it."""
+        return qualified(self.namespace, self.tool.name)
+
+    def called(self) -> JsonObject:
+        """What an item that calls it says of it."""
+        named: JsonObject = {"name": self.tool.name}
+        return {**named, "namespace": self.namespace} if self.namespace else named
+
+
+def callables(tools: Sequence[FunctionTool] | None) -> dict[str, CallableTool]:
+    """Returns what the model may call of some tools, by the name by which it knows it. Errors:
+    RequestError for two of one name."""
+    found = [each for tool in tools or () for each in tool.callable()]
+    by_name = {each.name: each for each in found}
+    if len(by_name) < len(found):
+        raise RequestError("tools", "has two functions of one name")
+    return by_name
+
+
+def qualified(namespace: str | None, name: str | None) -> str:
+    """The name by which the model knows a function in a namespace."""
+    return ".".join(filter(None, [namespace, name]))
+
+
 class NamedFunctionTool(OpenModel):
     type: Literal["function", "custom"]
     name: str
+    namespace: str | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -94,7 +135,7 @@ class NamedFunctionTool(OpenModel):
 
     def as_chat(self) -> JsonObject:
         """The choice as a chat's body has it."""
-        return {"type": FUNCTION, FUNCTION: {"name": self.name}}
+        return {"type": FUNCTION, FUNCTION: {"name": qualified(self.namespace, self.name)}}
 
 
 class OtherNamedTool(OtherTool):
@@ -114,6 +155,12 @@ class AllowedFunctionTools(OpenModel):
         """The choice as a chat's body has it."""
         tools = [tool.as_chat() for tool in self.tools]
         return {"type": ALLOWED, ALLOWED: {"mode": self.mode, "tools": tools}}
+
+
+def chat_tools(tools: Sequence[FunctionTool] | None) -> list[JsonObject]:
+    """Returns tools as a chat's body has them: also those that are left out, by their types."""
+    called = [each.tool.as_chat(name) for name, each in callables(tools).items()]
+    return called + [{"type": tool.type} for tool in tools or () if tool.ignored_as]
 
 
 ToolsChoice = (

@@ -18,7 +18,7 @@ from jaxserve.server.generation.token_writer import TokenWriter
 from jaxserve.server.http_errors import error_body
 from jaxserve.server.json_body import JsonObject
 from jaxserve.server.openai.responses.request import ResponsesRequest
-from jaxserve.server.openai.responses.tools import CUSTOM, input_of
+from jaxserve.server.openai.responses.tools import CUSTOM, callables, input_of
 from jaxserve.server.streams import Stream
 from jaxserve.text.chat_output import Arguments, CallBegin, Part, Reasoning, Text
 from jaxserve.text.output import Completion, Delta, Output
@@ -60,7 +60,7 @@ class ResponsesWriter:
         self._store = store
         self._tokens = TokenWriter(frontend.tokenizer)
         self._parts = ChatParts(frontend, chat)
-        self._custom = {tool.name for tool in body.tools or () if tool.type == CUSTOM}
+        self._callables = callables(body.tools)
         self._model = body.model or frontend.info.served_name
         self._number = 0  # of the next event
         self._items: list[JsonObject] = []
@@ -171,8 +171,9 @@ class ResponsesWriter:
     def _kind(self, part: Part) -> str:
         """The type of the item that a part belongs to."""
         match part:
-            case CallBegin(name=name) if name in self._custom:
-                return _CUSTOM_CALL
+            case CallBegin(name=name) if name in self._callables:
+                if self._callables[name].tool.type == CUSTOM:
+                    return _CUSTOM_CALL
             case Arguments() if self._open == _CUSTOM_CALL:
                 return _CUSTOM_CALL
         return _ITEM_OF[type(part)]
@@ -184,7 +185,9 @@ class ResponsesWriter:
         item: JsonObject = {"id": f"{_PREFIX[kind]}_{secrets.token_hex(12)}", "type": kind}
         match part:
             case CallBegin():
-                call = {"call_id": f"call_{secrets.token_hex(12)}", "name": part.name}
+                call: JsonObject = {"call_id": f"call_{secrets.token_hex(12)}", "name": part.name}
+                if part.name in self._callables:
+                    call |= self._callables[part.name].called()
                 field = "input" if kind == _CUSTOM_CALL else "arguments"
                 item |= {**call, field: "", "status": "in_progress"}
             case Reasoning():
