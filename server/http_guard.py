@@ -187,8 +187,9 @@ def header_too_long(config: ServerConfig) -> HttpError:
 
 
 def _routed(scope: Scope) -> Scope:
-    """The scope that the application routes: HEAD is GET, whose body uvicorn leaves out."""
-    path = scope["path"]
+    """The scope that the application routes: HEAD is GET, whose body uvicorn leaves out, and a path
+    that comes as a whole URL, as to a proxy, is one without the host."""
+    path = urllib.parse.urlsplit(scope["path"]).path if "://" in scope["path"] else scope["path"]
     if path.startswith(API_PATHS):
         path = path.rstrip("/")
     method = "GET" if scope["method"] == "HEAD" else scope["method"]

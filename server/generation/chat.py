@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError
 
 from jaxserve.api.errors import RequestError
-from jaxserve.api.sampling import MAX_INT32
+from jaxserve.api.sampling import MAX_INT32, RANGES
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.generate_call import GenerateCall
 from jaxserve.server.generation import kv_transfer
@@ -95,6 +95,12 @@ class ChatRequest(GenerateRequest):
     def has_parallel_calls(self) -> bool:
         return self.parallel_tool_calls is not False and not self.has_functions
 
+    def check_own_names(self) -> None:
+        """Checks values that sampling parameters have by other names. Errors: RequestError."""
+        for name, limits in (("top_logprobs", "logprobs"), ("max_completion_tokens", "max_tokens")):
+            if (value := getattr(self, name)) is not None:
+                RANGES[limits].check(name, value)
+
     @property
     def template_variables(self) -> dict[str, Any]:
         """Variables for the model's chat template."""
@@ -111,6 +117,7 @@ def chat_call(frontend: Frontend, body: ChatRequest, headers: Mapping[str, str])
     kv_transfer.check(body.kv_transfer_params)
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs", "needs logprobs=true")
+    body.check_own_names()
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     sampling = body.sampling(
         frontend.info,

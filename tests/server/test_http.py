@@ -421,6 +421,12 @@ def test_a_slash_at_the_end_of_a_path_has_no_effect(common):
     assert httpx.get(f"{common.server.url}/v1/models/").json()["object"] == "list"
 
 
+def test_a_path_may_come_as_a_whole_url(common):
+    there = connect(common)
+    there.sendall(b"GET http://localhost/v1/models?x=1 HTTP/1.1\r\nhost: localhost\r\n\r\n")
+    assert status_of(there) == 200
+
+
 def test_a_callers_request_id_comes_back_whatever_the_answer(common):
     with httpx.Client(base_url=common.server.url, headers={"x-request-id": "trace 7"}) as client:
         completions = {"prompt": ["a", "b"], "max_tokens": 1}

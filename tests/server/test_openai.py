@@ -181,6 +181,12 @@ def test_a_chat_whole_and_streamed_is_the_same(http):
     )
 
 
+@pytest.mark.parametrize("field, value", [("top_logprobs", 21), ("max_completion_tokens", 0)])
+def test_a_value_out_of_range_is_called_as_in_the_body(asked, field, value):
+    answer = post(asked, "/v1/chat/completions", {**CHAT, "logprobs": True, field: value})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+
+
 def test_parts_of_text_are_a_text_and_other_parts_are_refused(http):
     client = http()
     parts = [{"type": "text", "text": "hi"}]
