@@ -36,6 +36,7 @@ def attend(
     scale: float,
     softcap: float = 0,
     window: int | None = None,
+    value_dim: int | None = None,
     dtype: Any = jnp.float32,
     before: tuple[jax.Array, jax.Array] | None = None,
     implementation: str | None = None,
@@ -51,6 +52,9 @@ def attend(
         jax.ShapeDtypeStruct(q.shape, q.dtype),
         jax.ShapeDtypeStruct(pages.kv.shape, pages.kv.dtype),
     )
+    options: dict[str, Any] = {}
+    if value_dim is not None:
+        options["value_dim"] = value_dim
     return ATTEND[name](
         q,
         q_pos,
@@ -63,6 +67,7 @@ def attend(
         window=window,
         dtype=dtype,
         before=before,
+        **options,
     )
 
 

@@ -20,6 +20,7 @@ def attend(
     scale: float,
     softcap: float = 0,
     window: int | None = None,
+    value_dim: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Causal attention of rows of queries over the KV pages of their sequences.
 
@@ -34,9 +35,12 @@ def attend(
     scale                        factor on q k
     softcap                      bound c of the logits, c tanh(q k scale / c); 0: none
     window                       sliding window in tokens; None: no limit
+    value_dim                    pages have one vector per token, the key; its first numbers are
+                                 the value, this many; None: pages have keys and values
 
     A query sees the keys at positions p with p <= q_pos, and q_pos - p < window if there is one.
-    Unused pages and entries may hold anything, NaN included. Returns out f32 [R, T, K, G, H] and
+    Unused pages and entries may hold anything, NaN included. Returns out f32 [R, T, K, G, H] (or
+    value_dim) and
     lse (natural log) f32 [R, T, K, G]; 0 and -inf for queries that see nothing.
     """
     # [R, W]
@@ -57,7 +61,7 @@ def attend(
         used[:, :, :, None], pages.take(page).dequantize(jnp.float32).astype(jnp.float32), 0
     )
     k = kv[:, :, :, 0]
-    v = kv[:, :, :, 1]
+    v = kv[:, :, :, -1, :, :value_dim]
     scores = jnp.einsum("rtkgh,rwkch->rtkgwc", q.astype(jnp.float32) * scale, k)
     if softcap:
         scores = softcap * jnp.tanh(scores / softcap)

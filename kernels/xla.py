@@ -36,12 +36,19 @@ def attend(
     scale: float,
     softcap: float = 0,
     window: int | None = None,
+    value_dim: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Arguments and results of `reference.attend`. Errors: NotImplementedError for rows that do not
     split into equal query tiles."""
     R, T, K, G, H = q.shape
     one_tile = functools.partial(
-        _loop, pages=pages, table=table, scale=scale, softcap=softcap, window=window
+        _loop,
+        pages=pages,
+        table=table,
+        scale=scale,
+        softcap=softcap,
+        window=window,
+        value_dim=value_dim or H,
     )
     if T == 1:
         return one_tile(q, q_pos, slot, entries)
@@ -54,7 +61,7 @@ def attend(
     split = lambda x: x.reshape(R * tiles, 1, T // tiles, *x.shape[2:])
     repeat = lambda x: jnp.repeat(x, tiles)[:, None]
     out, lse = _map(lambda x: one_tile(*x), (split(q), split(q_pos), repeat(slot), repeat(entries)))
-    return out.reshape(q.shape), lse.reshape(R, T, K, G)
+    return out.reshape(R, T, K, G, -1), lse.reshape(R, T, K, G)
 
 
 def _map(
@@ -77,6 +84,7 @@ def _loop(
     scale: float,
     softcap: float,
     window: int | None,
+    value_dim: int,
 ) -> tuple[jax.Array, jax.Array]:
     """Online softmax over the key tiles that any of these rows sees; all rows advance together."""
     R, T, K, G, H = q.shape
@@ -96,6 +104,7 @@ def _loop(
         out, top, total = carry
         at = i * span + jnp.arange(span)
         k, v, k_pos = _keys(pages, q.dtype, table, slot, entries, last, at)
+        v = v[..., :value_dim]
         scores = jnp.einsum("rkmh,rksh->rkms", q, k, preferred_element_type=jnp.float32)
         if softcap:
             scores = softcap * jnp.tanh(scores / softcap)
@@ -116,7 +125,7 @@ def _loop(
     first: int | jax.Array = 0
     if window is not None:
         first = _first_tile(table, slot, entries, q_pos, size, span, window)
-    init = (q.astype(jnp.float32) * 0, zero + LOWEST, zero)
+    init = (q[..., :value_dim].astype(jnp.float32) * 0, zero + LOWEST, zero)
     out, top, total = lax.fori_loop(first, (entries.max() + span - 1) // span, tile, init)
     safe = jnp.where(total == 0, 1, total)
     lse = jnp.where(total == 0, -jnp.inf, top + jnp.log(safe))
@@ -135,16 +144,18 @@ def _keys(
     """Keys and values [R, K, S, H] of table entries `at`, and their positions [R, 1, 1, S]. Values
     after `last` [R] are zero."""
     R = len(slot)
-    _, K, _, size, H = pages.kv.shape
+    _, K, vectors, size, H = pages.kv.shape
     # [R, span]
     page = table[0][slot[:, None], at]
     block = table[1][slot[:, None], at]
     valid = (at < entries[:, None])[..., None]
     k_pos = jnp.where(valid, block[..., None] * size + jnp.arange(size), jnp.iinfo(jnp.int32).max)
     heads = jnp.arange(K)[None, :, None]
-    k, v = (
-        pages.take((page[:, None], heads, j)).dequantize(dtype).reshape(R, K, -1, H) for j in (0, 1)
+    k, *values = (
+        pages.take((page[:, None], heads, j)).dequantize(dtype).reshape(R, K, -1, H)
+        for j in range(vectors)
     )
+    v = values[0] if values else k
     k_pos = k_pos.reshape(R, 1, 1, -1)
     v = jnp.where((k_pos <= last[:, None, None, None]).reshape(R, 1, -1, 1), v, 0)  # 0 * NaN is NaN
     return k, v, k_pos

@@ -19,11 +19,13 @@ Attended = tuple[jax.Array, jax.Array]  # out [T, K, G, H] f32, lse [T, K, G] f3
 class Attend:
     """Attends over pages in one layer. Tokens are flat: q [R * T, K, G, H] -> out [R * T, K, G, H],
     lse [R * T, K, G] f32. scale: factor on q k. window: sliding window in tokens, or None. softcap:
-    bound of the logits, see `kernels.reference`; 0: none."""
+    bound of the logits, 0: none; value_dim: numbers of a key that are its value, None: pages have
+    values besides; see `kernels.reference`."""
 
     scale: float
     window: int | None = None
     softcap: float = 0
+    value_dim: int | None = None
 
     def __call__(
         self,
@@ -46,10 +48,11 @@ class Attend:
             scale=self.scale,
             softcap=self.softcap,
             window=self.window,
+            value_dim=self.value_dim,
             dtype=dtype,
             before=jax.tree.map(shaped, before),
         )
-        return out.reshape(q.shape), lse.reshape(q.shape[:-1])
+        return out.reshape(*q.shape[:-1], -1), lse.reshape(q.shape[:-1])
 
     def to_earlier(
         self, q: jax.Array, rows: Rows, pages: KVPages, table: jax.Array
@@ -65,5 +68,5 @@ class Attend:
         lse = lse * self.scale
         if self.softcap:
             lse = self.softcap * jnp.tanh(lse / self.softcap)
-        out = jnp.broadcast_to(kv[:, :, None, 1], q.shape).astype(jnp.float32)
-        return out, lse
+        value = kv[:, :, None, -1, : self.value_dim].astype(jnp.float32)
+        return jnp.broadcast_to(value, (*q.shape[:-1], value.shape[-1])), lse

@@ -37,8 +37,8 @@ def attention(
 
     q [T, K, G, H], kv [T, K, 2, H]: of this lane's tokens, local rows first, then spread ones.
     pages: the layer's KV pages, with a leading axis of 1. sinks f32 [K, G]: logit of a key without
-    a value that every query of a head sees; None: there is no such key. Returns out, shaped like
-    q, and the pages with the new keys and values.
+    a value that every query of a head sees; None: there is no such key. Returns out,
+    shaped like q but with the dimensions of values, and the pages with the new keys and values.
     """
     parts = _spread_parts(groups)
     spread_outs = []

@@ -56,11 +56,12 @@ def gather(
 ) -> tuple[Attended, KVPages, list[Put]]:
     """Attends by one all-gather and one all-to-all, whose bytes depend only on the new tokens."""
     lanes = groups.lanes
-    gathered = lanes.gather(jnp.concatenate([q, kv], 2))  # [lanes, T, K, G + 2, H]
-    pages = _write(gathered[:, :, :, -2:], pages, groups)
+    G = q.shape[2]
+    gathered = lanes.gather(jnp.concatenate([q, kv], 2))  # [lanes, T, K, G + vectors, H]
+    pages = _write(gathered[:, :, :, G:], pages, groups)
     partials = [
         attend(x, rows, pages.take(0), groups.table)
-        for rows, x in zip(groups.spread, split(gathered[:, :, :, :-2], groups.spread, lanes.size))
+        for rows, x in zip(groups.spread, split(gathered[:, :, :, :G], groups.spread, lanes.size))
     ]
     by_lane = lambda x: x.reshape(lanes.size, -1, *x.shape[1:])  # rows are in order of lanes
     outs, lses = (jnp.concatenate([by_lane(x) for x in xs], 1) for xs in zip(*partials))
@@ -141,7 +142,11 @@ def pass_kv(
         return before
 
     nothing = [
-        (x.astype(jnp.float32) * 0, x[..., 0].astype(jnp.float32) * 0 - jnp.inf) for x in queries
+        (
+            x[..., : attend.value_dim].astype(jnp.float32) * 0,
+            x[..., 0].astype(jnp.float32) * 0 - jnp.inf,
+        )
+        for x in queries
     ]
     chunks = groups.lanes.most(-(-ends[-1].max() // width))
     outs = lax.fori_loop(0, chunks, chunk, nothing)

@@ -18,12 +18,12 @@ _COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def _read_mixtral(fields: Fields, model: ModelConfig) -> ModelConfig:
-    return _with_experts(model, _experts(fields, model.d_ff, RouterSpec()))
+    return with_experts(model, read_experts(fields, model.d_ff, RouterSpec()))
 
 
 def _read_minimax(fields: Fields, model: ModelConfig) -> ModelConfig:
     router = RouterSpec("sigmoid", correction=True)
-    return _with_experts(model, _experts(fields, model.d_ff, router))
+    return with_experts(model, read_experts(fields, model.d_ff, router))
 
 
 def _write_local(model: ModelConfig) -> dict[str, Any]:
@@ -32,8 +32,8 @@ def _write_local(model: ModelConfig) -> dict[str, Any]:
 
 
 def _read_gpt_oss(fields: Fields, model: ModelConfig) -> ModelConfig:
-    experts = _experts(fields, model.d_ff, RouterSpec("chosen", bias=True))
-    return _with_experts(model, replace(experts, activation="clamped", biases=True))
+    experts = read_experts(fields, model.d_ff, RouterSpec("chosen", bias=True))
+    return with_experts(model, replace(experts, activation="clamped", biases=True))
 
 
 def _write_gpt_oss(model: ModelConfig) -> dict[str, Any]:
@@ -44,13 +44,13 @@ def _read_qwen(fields: Fields, model: ModelConfig) -> ModelConfig:
     """Reads experts of all layers but those in `mlp_only_layers`, and those whose number is no
     multiple of `decoder_sparse_step`."""
     router = RouterSpec(normalised=bool(fields.fields.get("norm_topk_prob", False)))
-    experts = _experts(fields, fields.count("moe_intermediate_size"), router)
+    experts = read_experts(fields, fields.count("moe_intermediate_size"), router)
     dense = fields.fields.get("mlp_only_layers") or []
     step = fields.count("decoder_sparse_step", 1)
     if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
         raise CheckpointError("mlp_only_layers: must be a list of layers")
     marks = [i not in dense and (i + 1) % step == 0 for i in range(model.layers)]
-    return _with_experts(model, experts, marks)
+    return with_experts(model, experts, marks)
 
 
 def _write_qwen(model: ModelConfig) -> dict[str, Any]:
@@ -75,12 +75,12 @@ def _read_glm(fields: Fields, model: ModelConfig) -> ModelConfig:
         best_groups=fields.count("topk_group", 1),
     )
     size = fields.count("moe_intermediate_size")
-    experts = _experts(fields, size, router)
+    experts = read_experts(fields, size, router)
     experts = replace(experts, shared=fields.count("n_shared_experts", 1, low=0) * size)
     first = fields.count("first_k_dense_replace", 1, low=0)
     qk_norm = "head" if fields.fields.get("use_qk_norm") else ""
     model = with_mixers(model, qk_norm=qk_norm)
-    return _with_experts(model, experts, [i >= first for i in range(model.layers)])
+    return with_experts(model, experts, [i >= first for i in range(model.layers)])
 
 
 def _write_glm(model: ModelConfig) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def _write_glm(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _experts(fields: Fields, d_ff: int, router: RouterSpec) -> ExpertsSpec:
+def read_experts(fields: Fields, d_ff: int, router: RouterSpec) -> ExpertsSpec:
     """Reads the numbers of experts, and of those that compute a token."""
     name = next((key for key in _COUNTS if fields.fields.get(key) is not None), _COUNTS[0])
     count = fields.count(name)
@@ -113,7 +113,7 @@ def _experts(fields: Fields, d_ff: int, router: RouterSpec) -> ExpertsSpec:
     return ExpertsSpec(count, active, d_ff, router)
 
 
-def _with_experts(
+def with_experts(
     model: ModelConfig, experts: ExpertsSpec, marks: Sequence[bool] = (True,)
 ) -> ModelConfig:
     """Returns the model with experts in the marked layers; one mark is for all."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from jaxserve.checkpoint import config_parts as parts
 from jaxserve.checkpoint import expert_parts as experts
+from jaxserve.checkpoint import latent_parts as latent
 from jaxserve.checkpoint import tensor_tables as tables
 from jaxserve.checkpoint.specs import AttentionSpec, MlpSpec, NormSpec
 
@@ -65,6 +66,19 @@ _GEMMA_DEFAULTS: dict[str, Any] = dict(
     tie_word_embeddings=True,
 )
 _SOFT_CAPS = frozenset({"attn_logit_softcapping", "final_logit_softcapping"})
+_DEEPSEEK: dict[str, Any] = dict(
+    max_position_embeddings=4096,
+    kv_lora_rank=512,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+)
+# architectures that are known and not served, and why
+REFUSED = dict.fromkeys(
+    ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"),
+    "each query attends to keys that an indexer chooses, which is not implemented; attention to "
+    "all keys would give other tokens",
+)
 _GLM: dict[str, Any] = dict(
     parts=(parts.BIAS,),
     allowed=frozenset({"attention_bias", "partial_rotary_factor"}),
@@ -250,6 +264,21 @@ FAMILIES: dict[str, Family] = {
             num_local_experts=256,
             num_experts_per_tok=8,
         ),
+        further_layers=True,
+    ),
+    "deepseek_v2": Family(
+        "DeepseekV2ForCausalLM",
+        parts=(latent.LATENT, latent.V2_EXPERTS),
+        tensors=tables.DEEPSEEK,
+        allowed=frozenset({"topk_method", "scoring_func"}),
+        defaults=_DEEPSEEK,
+        further_layers=True,
+    ),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM",
+        parts=(latent.LATENT, latent.V3_EXPERTS),
+        tensors=tables.DEEPSEEK,
+        defaults=_DEEPSEEK | dict(n_group=8, topk_group=4, first_k_dense_replace=3),
         further_layers=True,
     ),
 }

@@ -165,7 +165,18 @@ class ModelConfig(Dimensions):
 
     def kv_bytes_per_token(self, itemsize: int = 2) -> int:
         """Bytes of KV cache per token, over all layers, for numbers of `itemsize` bytes."""
-        return itemsize * kv_elements(self.layers, self.kv_heads, self.head_dim)
+        return itemsize * kv_elements(self.layers, self.kv_heads, self.kv_head_dim)
+
+    @property
+    def page(self) -> tuple[int, int]:
+        """Vectors of a token and kv head on a page, and the numbers of each."""
+        return self.mixers[0].page(self)
+
+    @property
+    def kv_head_dim(self) -> int:
+        """Numbers of a key, and of a value, on a page; half of those of a vector that is both."""
+        vectors, numbers = self.page
+        return vectors * numbers // 2
 
     def with_tp(self, tp: int, lanes: int = 1) -> ModelConfig:
         """The config for `tp` ranks: kv heads are repeated if there are fewer than ranks. lanes:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.checkpoint.families import FAMILIES, Family
+from jaxserve.checkpoint.families import FAMILIES, REFUSED, Family
 from jaxserve.checkpoint.fields import Fields, token_ids
 from jaxserve.checkpoint.generation_config import FILE, usable_sampling
 from jaxserve.checkpoint.model import ModelConfig
@@ -42,6 +42,10 @@ _WANTED: dict[str, Any] = {
     "clip_qkv": None,
     "attention_chunk_size": None,
     "use_qk_norm": False,
+    "rope_interleave": True,
+    "moe_layer_freq": 1,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
     "swiglu_alpha": 1.702,
     "swiglu_limit": 7.0,
 }
@@ -189,6 +193,9 @@ def _family_of(config: dict) -> str:
     if key is None:
         known = ", ".join(family.architecture for family in FAMILIES.values())
         names = str(config.get("architectures")).strip("[]")[:200]
+        for name, reason in REFUSED.items():
+            if repr(name) in names:
+                raise CheckpointError(f"architecture {names} is not supported: {reason}")
         raise CheckpointError(
             f"architecture {names} is not supported (auto_map is never run); these are: {known}"
         )

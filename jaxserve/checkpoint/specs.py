@@ -111,8 +111,91 @@ class AttentionSpec:
 
     def splits(self, sizes: Dimensions, tp: int) -> bool:
         """Returns True if `tp` ranks can share the heads; kv heads may be repeated."""
-        repeats = tp % sizes.kv_heads == 0 and sizes.heads % tp == 0
-        return sizes.kv_heads % tp == 0 or repeats
+        return heads_split(sizes, tp)
+
+    def page(self, sizes: Dimensions) -> tuple[int, int]:
+        """Vectors of a token and kv head on a page, and the numbers of each."""
+        return 2, sizes.head_dim
+
+    def value_dim(self, sizes: Dimensions) -> int:
+        """Numbers of a head's output."""
+        return sizes.head_dim
+
+
+@dataclass(frozen=True)
+class LatentAttentionSpec:
+    """Multi-head latent attention (DeepSeek-V2, 2024). A page holds for each token one latent of
+    `kv_rank` numbers, which all heads share, and a rotated key of `head_dim` numbers (see
+    `Dimensions`); ranks hold copies. The products that would expand latents to keys and values are
+    absorbed into queries and outputs.
+
+    q_rank: numbers of the latent of queries; None: there is none. plain, value: numbers of a head
+    that are not rotated, and of its value. scale: factor on q k.
+    """
+
+    q_rank: int | None
+    kv_rank: int
+    plain: int
+    value: int
+    scale: float
+
+    def declare(self, sizes: Dimensions) -> dict[str, Declared]:
+        """Each of the K copies of a latent has G query heads."""
+        D = sizes.d_model
+        K = sizes.kv_heads
+        G = sizes.heads // K
+        query = (K, G, self.plain + sizes.head_dim)
+        heads = ("kv_heads", None, None)
+        declared = {}
+        if self.q_rank is not None:
+            declared["q_a"] = Declared((D, self.q_rank), ("embed", None), inputs=1)
+            declared["q_a_norm"] = Declared((self.q_rank,), (None,), wide=True)
+        inputs = D if self.q_rank is None else self.q_rank
+        declared |= {
+            "q_b": Declared((inputs, *query), (None, *heads), inputs=1),
+            "kv_a": Declared((D, self.kv_rank + sizes.head_dim), ("embed", None), inputs=1),
+            "kv_a_norm": Declared((self.kv_rank,), (None,), wide=True),
+            "k_up": Declared((K, G, self.plain, self.kv_rank), (*heads, None), inputs=3),
+            "v_up": Declared((K, G, self.kv_rank, self.value), (*heads, None), inputs=3),
+            "o_proj": Declared((K, G, self.value, D), (*heads, "embed"), inputs=3),
+        }
+        return declared
+
+    def parts(self, sizes: Dimensions) -> dict[str, tuple[int, ...]]:
+        """Shapes of the parts, rows first, that the parameters are assembled of."""
+        D = sizes.d_model
+        queries = sizes.heads * (self.plain + sizes.head_dim)
+        found = {
+            "kv_a": (self.kv_rank + sizes.head_dim, D),
+            "kv_a_norm": (self.kv_rank,),
+            "kv_b": (sizes.heads * (self.plain + self.value), self.kv_rank),
+            "o": (D, sizes.heads * self.value),
+        }
+        if self.q_rank is None:
+            return found | {"q": (queries, D)}
+        return found | {
+            "q_a": (self.q_rank, D),
+            "q_a_norm": (self.q_rank,),
+            "q_b": (queries, self.q_rank),
+        }
+
+    def splits(self, sizes: Dimensions, tp: int) -> bool:
+        """Returns True if `tp` ranks can share the heads; each has a copy of the latents."""
+        return heads_split(sizes, tp)
+
+    def page(self, sizes: Dimensions) -> tuple[int, int]:
+        """Vectors of a token and kv head on a page, and the numbers of each."""
+        return 1, self.kv_rank + sizes.head_dim
+
+    def value_dim(self, sizes: Dimensions) -> int:
+        """Numbers of a head's output."""
+        return self.value
+
+
+def heads_split(sizes: Dimensions, tp: int) -> bool:
+    """Returns True if `tp` ranks can share the heads; kv heads may be repeated."""
+    repeats = tp % sizes.kv_heads == 0 and sizes.heads % tp == 0
+    return sizes.kv_heads % tp == 0 or repeats
 
 
 @dataclass(frozen=True)
@@ -295,5 +378,5 @@ class Multipliers:
     logits_softcap: float = 0.0
 
 
-MixerSpec = AttentionSpec
+MixerSpec = AttentionSpec | LatentAttentionSpec
 FeedForwardSpec = MlpSpec | ExpertsSpec

@@ -99,3 +99,12 @@ GPT_OSS: Tensors = {
     MLP + "experts.down_proj": Alternating(("expert_down",)),
     MLP + "experts.down_proj_bias": Alternating(("expert_down_bias",)),
 }
+DEEPSEEK: Tensors = {
+    **GLM_MOE,
+    ATTENTION + "q_a_proj.weight": ("q_a",),
+    ATTENTION + "q_a_layernorm.weight": ("q_a_norm",),
+    ATTENTION + "q_b_proj.weight": ("q_b",),
+    ATTENTION + "kv_a_proj_with_mqa.weight": ("kv_a",),
+    ATTENTION + "kv_a_layernorm.weight": ("kv_a_norm",),
+    ATTENTION + "kv_b_proj.weight": ("kv_b",),
+}

@@ -81,7 +81,7 @@ class Device:
         experts = ITEM * model.expert_weights(tp)
         active = weights + experts * model.active_experts
         pair = 4 * heads * model.head_dim / self.attention_flops_per_s
-        kv = 2 * ITEM * kv_heads * model.head_dim
+        kv = 2 * ITEM * kv_heads * model.kv_head_dim
         head = model.head_weights(tp)
         return dataclasses.replace(
             self.messages(model, tp),

@@ -28,7 +28,7 @@ def replica_info(
         layers=model.layers,
         heads=model.heads,
         kv_heads=model.kv_heads,
-        head_dim=model.head_dim,
+        head_dim=model.kv_head_dim,
         d_model=model.d_model,
         bos_id=model.bos_id,
         eos_ids=model.eos_ids,

@@ -99,7 +99,8 @@ def _pages(config: EngineConfig, plan: StagePlan, blocks: int, room: DeviceRoom)
     model = plan.model
     layers = max(map(len, layers_of(model, plan.mesh.spp)))
     heads = model.kv_heads // plan.mesh.tp
-    one = pool_shapes((2, heads, plan.block_size, model.head_dim), plan.kv_dtype)
+    vectors, numbers = model.page
+    one = pool_shapes((vectors, heads, plan.block_size, numbers), plan.kv_dtype)
     page = layers * sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(one))
     given = config.cache.kv_memory_gib
     total = kv_bytes(plan, given, config.cache.gpu_memory_utilization, room)

@@ -72,5 +72,6 @@ class StagePlan:
 
     def pool(self) -> KVPages:
         """Shapes of one layer's pages, on all lanes."""
-        vectors = self.mesh.kvp, self.pages, self.model.kv_heads, 2, self.block_size
-        return pool_shapes((*vectors, self.model.head_dim), self.kv_dtype)
+        vectors, numbers = self.model.page
+        tokens = self.mesh.kvp, self.pages, self.model.kv_heads, vectors, self.block_size
+        return pool_shapes((*tokens, numbers), self.kv_dtype)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxserve.checkpoint.model import ModelConfig
+from jaxserve.checkpoint.specs import AttentionSpec
 from jaxserve.kernels.kv_pages import KVPages
 from jaxserve.models.layers import rms_norm, rotate
 from jaxserve.models.parameters import create, matmul
@@ -30,6 +31,7 @@ class Attention(nnx.Module):
 
     def __init__(self, model: ModelConfig, layer: int):
         spec = model.mixer(layer)
+        assert isinstance(spec, AttentionSpec)
         self.spec = spec
         self.eps = model.norms.eps
         scale = spec.scale or model.head_dim**-0.5

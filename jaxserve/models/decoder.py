@@ -20,10 +20,17 @@ from flax import nnx
 
 from jaxserve.checkpoint.model import ModelConfig, declare
 from jaxserve.checkpoint.rope import Rope
-from jaxserve.checkpoint.specs import AttentionSpec, Declared, ExpertsSpec, MlpSpec
+from jaxserve.checkpoint.specs import (
+    AttentionSpec,
+    Declared,
+    ExpertsSpec,
+    LatentAttentionSpec,
+    MlpSpec,
+)
 from jaxserve.kernels.kv_pages import KVPages
 from jaxserve.models.attention import Attention
 from jaxserve.models.experts import Experts
+from jaxserve.models.latent import LatentAttention
 from jaxserve.models.layers import capped, rms_norm, rope_cos_sin
 from jaxserve.models.mlp import GatedMlp
 from jaxserve.models.parameters import create, matmul
@@ -32,7 +39,7 @@ from jaxserve.sharding.page_moves import move_pages
 from jaxserve.sharding.rows import Groups
 
 # modules by spec
-MIXERS = {AttentionSpec: Attention}
+MIXERS = {AttentionSpec: Attention, LatentAttentionSpec: LatentAttention}
 MLPS = {MlpSpec: GatedMlp, ExpertsSpec: Experts}
 
 

@@ -133,10 +133,60 @@ def _o_proj(sources: Sources, index: Index) -> np.ndarray:
     """[K, G, H, D]."""
     kv = index[0]
     G = sources.model.heads // sources.model.kv_heads
-    H = sources.model.head_dim
+    H = sources.mixer.value_dim(sources.model)
     outputs = sources.read(sources.parts[0], index[3], slice(kv.start * G * H, kv.stop * G * H))
     rows = inputs_first(outputs, sources.dtype)
     return rows.reshape(-1, G, H, len(outputs))[:, index[1], index[2]]
+
+
+def _latent_queries(sources: Sources, index: Index) -> np.ndarray:
+    """[inputs, K, G, plain + rotated], of `q_b`, or of `q` where queries have no latent."""
+    part = "q"
+    if sources.latent.q_rank is not None:
+        part = "q_b"
+    K = sources.model.kv_heads
+    G = sources.model.heads // K
+    plain = sources.latent.plain
+    size = plain + sources.rotated
+    some = slice(index[1].start * G * size, index[1].stop * G * size)
+    rows = sources.read(part, some, index[0])
+    heads = _halves_after(rows.reshape(-1, G, size, rows.shape[-1]), plain)
+    return inputs_first(heads, sources.dtype)[:, :, index[2], index[3]]
+
+
+def _halves_after(heads: np.ndarray, plain: int) -> np.ndarray:
+    """Puts the rotated rows of heads [K, n, plain + rotated, ...], stored in pairs 2 i and 2 i + 1,
+    in the order of pairs i and i + half."""
+    rotated = _in_halves(heads[:, :, plain:], heads.shape[2] - plain)
+    return np.concatenate([heads[:, :, :plain], rotated], 2)
+
+
+def _latent(sources: Sources, index: Index) -> np.ndarray:
+    """[D, kv_rank + rotated]."""
+    size = sources.latent.kv_rank + sources.rotated
+    rows = sources.read("kv_a", slice(0, size), index[0])
+    rows = _halves_after(rows[None, None], sources.latent.kv_rank)[0, 0]
+    return inputs_first(rows, sources.dtype)[:, index[1]]
+
+
+def _k_up(sources: Sources, index: Index) -> np.ndarray:
+    """[K, G, plain, kv_rank]."""
+    keys = _expansion(sources, index[0])[:, :, : sources.latent.plain]
+    return keys[:, index[1], index[2], index[3]].astype(sources.dtype)
+
+
+def _v_up(sources: Sources, index: Index) -> np.ndarray:
+    """[K, G, kv_rank, value]."""
+    values = _expansion(sources, index[0])[:, :, sources.latent.plain :].swapaxes(2, 3)
+    return values[:, index[1], index[2], index[3]].astype(sources.dtype)
+
+
+def _expansion(sources: Sources, kv: slice) -> np.ndarray:
+    """What makes keys and values of latents, [K, G, plain + value, kv_rank]."""
+    G = sources.model.heads // sources.model.kv_heads
+    size = sources.latent.plain + sources.latent.value
+    rows = sources.read("kv_b", slice(kv.start * G * size, kv.stop * G * size), None)
+    return rows.reshape(-1, G, size, rows.shape[-1])
 
 
 def _gate_up(sources: Sources, index: Index) -> np.ndarray:
@@ -201,6 +251,13 @@ TABLE: dict[str, Assembly] = {
     "layers.{layers}.attention.sinks": Assembly(("sinks",), _sinks),
     "layers.{layers}.attention.o_proj": Assembly(("o",), _o_proj),
     "layers.{layers}.attention.o_bias": Assembly(("o_bias",), _vector),
+    "layers.{layers}.attention.q_a": Assembly(("q_a",), _down),
+    "layers.{layers}.attention.q_a_norm": Assembly(("q_a_norm",), _vector),
+    "layers.{layers}.attention.q_b": Assembly(("q_b", "q"), _latent_queries),
+    "layers.{layers}.attention.kv_a": Assembly(("kv_a",), _latent),
+    "layers.{layers}.attention.kv_a_norm": Assembly(("kv_a_norm",), _vector),
+    "layers.{layers}.attention.k_up": Assembly(("kv_b",), _k_up),
+    "layers.{layers}.attention.v_up": Assembly(("kv_b",), _v_up),
     "layers.{layers}.mlp_norm": Assembly(("mlp_norm",), _norm),
     "layers.{layers}.mlp_post_norm": Assembly(("mlp_post_norm",), _norm),
     "layers.{layers}.mlp.gate_up": Assembly(("gate", "up"), _gate_up),

@@ -23,7 +23,9 @@ def tensors_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     for path in declare(model, range(model.layers)):
         assembly, numbers = _assembly(path)
         for part in assembly.parts:
-            place = places(model)[part]
+            place = places(model).get(part)
+            if place is None:
+                continue  # the parameter is assembled of other parts in this model
             several = range(model.experts) if "{experts}" in place.tensor else (None,)
             for expert in several:
                 tensors[place.tensor.format(**numbers, experts=expert)] = place.shape

@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxserve.checkpoint.families import FAMILIES
 from jaxserve.checkpoint.model import ModelConfig
+from jaxserve.checkpoint.specs import LatentAttentionSpec, MixerSpec
 from jaxserve.checkpoint.tensor_tables import Alternating
 
 Index = tuple[slice, ...]  # of a parameter; slices with start and stop
@@ -48,6 +49,17 @@ class Sources:
     stored: ModelConfig
     model: ModelConfig
     dtype: np.dtype
+
+    @property
+    def mixer(self) -> MixerSpec:
+        """Spec of the layer's mixer."""
+        return self.model.mixer(int(self.numbers["layers"]))
+
+    @property
+    def latent(self) -> LatentAttentionSpec:
+        """Spec of the layer's latent attention."""
+        assert isinstance(self.mixer, LatentAttentionSpec)
+        return self.mixer
 
     @property
     def rotated(self) -> int:

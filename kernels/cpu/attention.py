@@ -19,6 +19,8 @@ def unsupported(q: Any, kv: Any) -> str | None:
     shape and dtype); None if it can."""
     if reason := library.unsupported():
         return reason
+    if kv.shape[2] != 2:
+        return "pages have one vector per token"
     if q.shape[4] % HEAD_DIMS:
         return f"head dim {q.shape[4]} is no multiple of {HEAD_DIMS}"
     if q.dtype not in library.FLOATS or kv.dtype not in (*library.FLOATS, FP8):

@@ -15,6 +15,8 @@ def unsupported(pool: jax.Array) -> str | None:
         return reason
     if pool.dtype.itemsize >= 4:
         return f"XLA writes {pool.dtype} in place"
+    if pool.shape[3] != 2:
+        return "pages have one vector per token"
     return None
 
 

@@ -139,6 +139,8 @@ def check(kv: jax.Array | jax.ShapeDtypeStruct, tiles: Tiles | None = None) -> N
     or the default ones. Errors: NotImplementedError, with the reason."""
     H = kv.shape[4]
     size = kv.shape[3]
+    if kv.shape[2] != 2:
+        raise NotImplementedError("pages have one vector per token")
     tiles = default_tiles(ROWS, H, kv.dtype) if tiles is None else tiles
     if kv.dtype not in (*COMPUTE_DTYPES, FP8):
         raise NotImplementedError(

@@ -37,6 +37,8 @@ DEFAULT = {
     "gpt_oss": ("kvp=2,tp=2",),
     "glm4_moe": ("tp=2",),
     "minimax_m2": ("",),
+    "deepseek_v2": ("",),
+    "deepseek_v3": ("kvp=2,tp=2",),
 }
 
 
@@ -73,6 +75,44 @@ def test_tokens_and_log_probabilities_are_those_of_transformers(name, mesh, tmp_
 )
 def test_experts_may_be_split_over_lanes(name, mesh, tmp_path):
     assert_equals_transformers(name, mesh, tmp_path, expert_parallel=True)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("exchange", ["pass_q", "pass_kv", "visit"])
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "deepseek_v3"])
+def test_soft_caps_sinks_and_latents_cross_lanes_by_every_exchange(name, exchange, tmp_path):
+    decodes = "gather" if exchange == "pass_kv" else exchange
+    assert_equals_transformers(name, "kvp=2", tmp_path, exchange=exchange, decode_exchange=decodes)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "fp8"])
+def test_latents_come_back_from_host_memory(kind, tmp_path):
+    real = engine(
+        write_model(tmp_path / "model", "deepseek_v3"),
+        "tp=2",
+        chunk=32,
+        seqs=2,
+        pages=16,
+        block=8,
+        max_len=96,
+        dtype="bfloat16" if kind == "bfloat16" else "float32",
+        kv_cache_dtype="fp8" if kind == "fp8" else "auto",
+        host_cache_gib=0.01,
+    )
+    runner = Runner(real)
+    prompt = oracle.load("deepseek_v3").prompt
+    asked = dict(max_tokens=8, ignore_eos=True)
+    first = runner.submit(prompt, **asked)
+    runner.run()
+    for other in range(3):
+        runner.submit([other + 3] * 60, max_tokens=1)
+        runner.run()
+    again = runner.submit(prompt, **asked)
+    runner.run()
+    assert runner.ids(again) == runner.ids(first)
+    assert runner.completion(again).finished.usage.cached >= 40
+    assert_empty(real)
 
 
 def assert_equals_transformers(name: str, mesh: str, folder: Path, **settings) -> None:
@@ -166,6 +206,11 @@ def test_the_text_part_of_a_multimodal_checkpoint_is_read(text, head, tmp_path):
         ("mixtral", {"num_experts_per_tok": 5}, "num_experts_per_tok: .* from 1 to 4"),
         ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit: 5.0"),
         ("qwen3_moe", {"mlp_only_layers": "1"}, "mlp_only_layers"),
+        ("deepseek_v3", {"architectures": ["DeepseekV32ForCausalLM"]}, "an indexer chooses"),
+        ("deepseek_v3", {"topk_method": "greedy"}, "topk_method: 'greedy'"),
+        ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq: 2"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method: 'noaux_tc'"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob: True"),
         ("glm4", {"text_config": 1}, "text_config: must be an object"),
     ],
 )

@@ -77,6 +77,18 @@ _GEMMA = dict(
     sliding_window=20,
 )
 _YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
+_LATENT = dict(
+    num_key_value_heads=4,
+    kv_lora_rank=48,
+    qk_rope_head_dim=16,
+    qk_nope_head_dim=24,
+    v_head_dim=20,
+    n_routed_experts=16,
+    num_experts_per_tok=3,
+    moe_intermediate_size=40,
+    n_shared_experts=2,
+    first_k_dense_replace=1,
+)
 CASES = {
     "phi3": case("Phi3ForCausalLM", "phi3", sliding_window=40, **_PHI),
     "phi3-short": case("Phi3ForCausalLM", "phi3", 8, sliding_window=None, **_PHI),
@@ -168,6 +180,27 @@ CASES = {
         use_qk_norm=True,
         num_local_experts=8,
         num_experts_per_tok=3,
+    ),
+    "deepseek_v2": case(
+        "DeepseekV2ForCausalLM",
+        "deepseek_v2",
+        rope_scaling=_YARN | {"mscale": 0.7, "mscale_all_dim": 0.7},
+        q_lora_rank=None,
+        topk_method="greedy",
+        norm_topk_prob=False,
+        routed_scaling_factor=1.0,
+        **_LATENT,
+    ),
+    "deepseek_v3": case(
+        "DeepseekV3ForCausalLM",
+        "deepseek_v3",
+        rope_scaling=_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        q_lora_rank=32,
+        n_group=4,
+        topk_group=2,
+        norm_topk_prob=True,
+        routed_scaling_factor=1.7,
+        **_LATENT,
     ),
     "glm": case(
         "GlmForCausalLM", "glm", seed=1, head_dim=32, attention_bias=True, partial_rotary_factor=0.5
