@@ -138,7 +138,7 @@ BAD = [
     ({"input": "x", "background": True}, "background"),
     ({"input": "x", "top_logprobs": 2}, "top_logprobs"),
     ({"input": "x", "tools": [{"type": "function"}]}, "tools.0"),
-    ({"input": "x", "max_output_tokens": 0}, "max_tokens"),
+    ({"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
     ({"input": "x", "temperature": -1}, "temperature"),
     ({"input": "x", "model": "gpt-9"}, "model"),
     ({"input": "x", "text": {"format": {"type": "json_schema"}}}, "schema"),

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field
 
 from jaxserve.api.errors import RequestError
+from jaxserve.api.sampling import RANGES
 from jaxserve.server.generation.chat import ChatRequest
 from jaxserve.server.generation.fields import OpenModel, add_limits, schema_in
 from jaxserve.server.generation.tools import MAX_TOOLS
@@ -94,6 +95,8 @@ class ResponsesRequest(OpenModel):
         continues. Errors: RequestError."""
         if self.top_logprobs and not self.wants_logprobs:
             raise RequestError("top_logprobs", f"needs include: [{LOGPROBS!r}]")
+        if self.max_output_tokens is not None:
+            RANGES["max_tokens"].check("max_output_tokens", self.max_output_tokens)
         return ChatRequest.of(
             self,
             messages=messages_of(self.instructions, earlier, self.input_items),
