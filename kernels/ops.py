@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxserve.kernels import quantised, reference, xla
 from jaxserve.kernels.cpu import attention as cpu_attention
 from jaxserve.kernels.cpu import linear as cpu_linear
+from jaxserve.kernels.cpu import quantised as cpu_quantised
 from jaxserve.kernels.cpu import write as cpu_write
 from jaxserve.kernels.kv_pages import KVPages
 from jaxserve.kernels.merge import merge
@@ -95,6 +96,8 @@ def linear(x: jax.Array, w: jax.Array | Quantised, positions: jax.Array | None =
     positions [T] int32: rows with a negative one are padding, whose results mean nothing; None: no
     row is."""
     if isinstance(w, Quantised):
+        if cpu_quantised.unsupported(x) is None:
+            return cpu_quantised.linear(x, w, positions)
         return x @ quantised.dequantise(w.flat(), x.dtype)
     return x @ w if cpu_linear.unsupported(x, w) else cpu_linear.linear(x, w, positions)
 
@@ -113,6 +116,8 @@ def grouped(x: jax.Array, w: jax.Array | Quantised, counts: jax.Array) -> jax.Ar
     N], in the dtype of x, which is that of w unless w is quantised. Rows past the last group come
     out zero. Sums are f32."""
     if isinstance(w, Quantised):
+        if cpu_quantised.unsupported(x) is None:
+            return cpu_quantised.grouped(x, w, counts)
         w = quantised.dequantise(w.flat(experts=True), x.dtype)
     shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (x, w)]
     return GROUPED[choose_grouped(jax.default_backend(), *shapes)](x, w, counts)

@@ -13,6 +13,7 @@ and the log and `jaxserve doctor` say why.
     src/prefill.h    rows of many tokens: lanes of a vector are queries
     src/decode.h     rows of one token: lanes are dims; long contexts in parts
     src/attention.cc the call of attention
-    src/linear.cc    products, with few rows and with many
+    src/linear.cc    products, with few rows and with many, and of groups of rows
+    src/quantised.cc products with weights that stay quantised
     src/write.cc     keys and values of tokens to their pages
 """

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 SOURCE = Path(__file__).parent / "src"
-UNITS = ("attention.cc", "linear.cc", "write.cc", "version.cc")
+UNITS = ("attention.cc", "linear.cc", "quantised.cc", "write.cc", "version.cc")
 # Vectors are returned by value inside one library only, so -Wpsabi has nothing to say.
 FLAGS = (
     "-std=c++20",

@@ -16,7 +16,13 @@ import jax.numpy as jnp
 from jaxserve.kernels.cpu.build import INSTRUCTION_SETS, library_name
 
 CHOICE = "JAXSERVE_CPU_KERNELS"  # the name of an instruction set, or "off"
-TARGETS = ("jaxserve_attend", "jaxserve_linear", "jaxserve_grouped", "jaxserve_write")
+TARGETS = (
+    "jaxserve_attend",
+    "jaxserve_linear",
+    "jaxserve_grouped",
+    "jaxserve_quantised",
+    "jaxserve_write",
+)
 CPUINFO = Path("/proc/cpuinfo")
 FOLDER = Path(__file__).parent  # of the libraries
 FLOATS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))  # of queries, activations and weights

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from gguf.constants import GGML_QUANT_SIZES
@@ -11,9 +12,13 @@ from gguf.constants import GGMLQuantizationType as Kind
 from gguf.quants import dequantize
 
 from jaxserve.kernels import ops, quantised
-from jaxserve.kernels.quantised import Quantised
-from jaxserve.weights.quantised import GGUF_KINDS, from_gguf, joined, pack
+from jaxserve.kernels.cpu import library
+from jaxserve.kernels.quantised import Form, Quantised
+from jaxserve.weights.quantised import GGUF_KINDS, Blocks, from_gguf, joined, pack
 
+needs_kernels = pytest.mark.skipif(
+    library.unsupported() is not None, reason=f"no kernels for CPUs: {library.unsupported()}"
+)
 KINDS = pytest.mark.parametrize("kind", GGUF_KINDS, ids=lambda kind: kind.name)
 
 
@@ -83,6 +88,58 @@ def test_rows_are_those_of_the_table(kind):
     table = pack(from_gguf(raw, kind))
     found = ops.rows(on_device(table), jnp.asarray(ids), jnp.float32)
     np.testing.assert_allclose(found, dequantize(raw, kind)[ids], rtol=1e-6, atol=1e-7)
+
+
+@needs_kernels
+@KINDS
+def test_a_row_gives_the_same_whatever_other_rows_are_beside_it(kind):
+    """Batches must not change what a request says."""
+    w = on_device(pack(from_gguf(random_rows(kind, 48, 512), kind)))
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((16, 512)), jnp.float32)
+    few = np.asarray(ops.linear(x, w))
+    for first, last in ((3, 4), (3, 5), (2, 9)):
+        np.testing.assert_array_equal(few[first:last], ops.linear(x[first:last], w))
+
+
+@needs_kernels
+@pytest.mark.parametrize("T", [5, 300])
+def test_rows_of_padding_change_no_other(T):
+    w = on_device(pack(from_gguf(random_rows(Kind.Q8_0, 80, 256), Kind.Q8_0)))
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((T, 256)), jnp.float32)
+    positions = jnp.where(jnp.arange(T) % 3 == 0, -1, 7)
+    whole, padded = np.asarray(ops.linear(x, w)), np.asarray(ops.linear(x, w, positions))
+    np.testing.assert_array_equal(padded[positions >= 0], whole[positions >= 0])
+    assert (np.asarray(ops.linear(x, w, positions * 0 - 1)) == 0).all()
+
+
+@needs_kernels
+@pytest.mark.parametrize("form", [Form(4, mantissa=1), Form(8, mantissa=3), Form(8, 128)], ids=str)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("group", [32, 128, 384])
+@pytest.mark.parametrize("T", [2, 20])
+def test_other_codes_scales_and_groups_are_those_of_the_matrix(form, dtype, group, T):
+    rng = np.random.default_rng(group)
+    codes = rng.integers(0, 256 if form.bits == 8 else 16, (64, 384), np.uint8)
+    if form.mantissa == 3:
+        codes[codes & 127 == 127] = 8  # NaN
+    scales = rng.uniform(0.5, 1, (64, 384 // group)).astype(jnp.dtype(dtype))
+    w = on_device(pack(Blocks(form, codes, scales)))
+    x = rng.standard_normal((T, 384)).astype(np.float32)
+    right = x.astype(np.float64) @ np.asarray(quantised.dequantise(w), np.float64)
+    assert_close(ops.linear(jnp.asarray(x), w), right)
+
+
+@pytest.mark.parametrize("form", [Form(4, mantissa=1), Form(8, mantissa=3)], ids=str)
+def test_codes_that_are_floats_mean_what_their_type_says(form):
+    dtype = {4: ml_dtypes.float4_e2m1fn, 8: ml_dtypes.float8_e4m3fn}[form.bits]
+    codes = np.arange(2**form.bits, dtype=np.uint8)
+    if form.bits == 8:
+        codes[codes & 127 == 127] = 0  # NaN
+    every = np.resize(codes, (16, 256))
+    matrix = quantised.dequantise(
+        on_device(pack(Blocks(form, every, np.ones((16, 8), np.float32))))
+    )
+    np.testing.assert_array_equal(matrix, every.view(dtype).astype(np.float32).T)
 
 
 def test_rows_of_an_array_are_its_own():
