@@ -424,3 +424,83 @@ def test_text_without_marks_is_text(text):
     for name in FORMATS:
         if name != "harmony":
             assert read(tools(name), plain) == ([Text(plain)] if plain else [])
+
+
+MALFORMED = [  # format, text, parts
+    ("hermes", '<tool_call>```json\n{"name": "f", "arguments": {"n": 1}}\n```</tool_call>', F1),
+    ("hermes", '{"name": "f", "arguments": {"n": 1}}\n</tool_call>', F1),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"n": 1}\n<tool_call>{"name": "g"}', F1 + G),
+    ("hermes", "<tool_call>{'name': 'f', 'arguments': {'n': 1, }}</tool_call>.", [*F1, Text(".")]),
+    ("hermes", '<tool_call>{{"name": "f", "arguments": {{"n": 1}}}}</tool_call>', F1),
+    ("hermes", '<tool_call>[{"name": "f", "arguments": {"n": 1}},\n{"name": "g"}]', [*F1, *G]),
+    (
+        "hermes",
+        '<tool_call>{"type": "function", "function": {"name": "f", "arguments": "{\\"n\\": 1}"}}',
+        F1,
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {"text": "a "b" \\d\n\\ud83d"}}</tool_call>',
+        [CallBegin("f"), {"text": 'a "b" \\d\n\ufffd'}],
+    ),
+    ("hermes", '{"name": "Ann", "arguments": {}}', [Text('{"name": "Ann", "arguments": {}}')]),
+    (
+        "qwen3_coder",
+        "See <function=NAME> and <tool_call> tags",
+        [Text("See <function=NAME> and <tool_call> tags")],
+    ),
+    (
+        "qwen3_coder",
+        "<function=f>\n<parameter=text>\na </parameter> b\n<parameter=n>\n1\n</function>\n"
+        "<function=g>\n</function>\n</tool_call>",
+        [CallBegin("f"), {"text": "a </parameter> b", "n": 1}, *G],
+    ),
+    ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=n>\n12", []),
+    ("glm", "<tool_call>f<arg_key>text</arg_key><arg_value>a", [CallBegin("f"), {"text": "a"}]),
+    ("llama3", '[{"name": "f", "parameters": {"n": 1}}] Done', [*F1, Text("Done")]),
+    ("pythonic", "[f(n=1), g(text=", F1),
+    ("pythonic", '[f(text="""a\n"b" """)]', [CallBegin("f"), {"text": 'a\n"b" '}]),
+    ("harmony", "<|channel|>commentary to=functions.f<|message|>Rome<|call|>", [Text("Rome")]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), MALFORMED)
+def test_malformed_calls_are_repaired_or_text(name, text, expected):
+    assert simplified(read(tools(name), [text])) == expected
+    assert simplified(read(tools(name), text)) == expected
+
+
+def test_reasoning_without_an_end_ends_at_a_call():
+    form = OutputFormat(THINKING[0], FORMATS["hermes"])
+    written = '<tool_call>{"name": "g", "arguments": {}}</tool_call>'
+    expected = [Reasoning("a "), *call("g", "{}")]
+    assert read(form, f"<think>a {written}") == expected
+    assert read(form, "<think>a <tool_call> b") == [Reasoning("a <tool_call> b")]
+    assert read(form, "<think>\n\n</think>\n<think>a </think>\n" + written) == expected
+
+
+@pytest.mark.parametrize(
+    ("schema", "written", "value"),
+    [
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "007", "007"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", None),
+        ({"$ref": "#/$defs/code"}, "1e5", "1e5"),
+        ({"allOf": [{"$ref": "#/$defs/code"}, {"minLength": 1}]}, "[1]", "[1]"),
+        ({"oneOf": [{"type": "integer"}, {"$ref": "#/$defs/code"}]}, "41", 41),
+        ({"type": "integer", "nullable": True}, "None", None),
+        ({"type": "integer"}, "3.0", 3),
+        ({"type": "integer"}, "three", "three"),
+        ({"type": "boolean"}, "TRUE", True),
+        ({"const": "5"}, "5", "5"),
+        ({"type": "object"}, "{'a': None,}", {"a": None}),
+        ({"type": "array"}, '"[1, 2]"', [1, 2]),
+        ({}, "5", 5),
+        ({"$ref": "#/$defs/loop"}, "x", "x"),
+    ],
+)
+def test_values_between_tags_have_the_types_of_their_parameters(schema, written, value):
+    defs = {"code": {"type": "string"}, "loop": {"$ref": "#/$defs/loop"}}
+    schemas = {"f": {"properties": {"a": schema}, "$defs": defs}}
+    form = OutputFormat(tools=FORMATS["minimax_m2"], schemas=schemas)
+    text = f'<invoke name="f"><parameter name="a">{written}</parameter></invoke>'
+    assert simplified(read(form, text)) == [CallBegin("f"), {"a": value}]

@@ -76,10 +76,11 @@ HERMES = ToolFormat(
     (("<tool_call>",),),
     {"<tool_call>": json_calls},
     ("</tool_call>",),
+    bare="{[",
     guide=("<tool_call>", "</tool_call>"),
 )
 # of models that learn of tools by a message, which asks for this format
-TOLD = dataclasses.replace(HERMES, signs=(), bare="{[")
+TOLD = dataclasses.replace(HERMES, signs=())
 # for outputs that a guide forces to be one call: nothing marks where it begins or ends
 FORCED = ToolFormat("forced", (), {}, bare="{")
 _DEEPSEEK_OPENINGS = ("<｜tool▁calls▁begin｜>",)
@@ -197,7 +198,7 @@ TOOL_FORMATS = (  # the first one that a template shows signs of is the model's
         "llama3",
         (("<|python_tag|>",), ('"parameters": dictionary of argument name',)),
         {"<|python_tag|>": json_calls},
-        bare="{",
+        bare="{[",
     ),
     ToolFormat(
         "deepseek_v3",

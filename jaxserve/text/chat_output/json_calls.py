@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 
 from jaxserve.text.chat_output.calls import CallParser, Scope, begin_call
 from jaxserve.text.chat_output.json_values import json_text
@@ -15,8 +16,17 @@ from jaxserve.text.chat_output.lenient_json import (
     repaired,
 )
 from jaxserve.text.chat_output.parts import Arguments, CallBegin
-from jaxserve.text.chat_output.source import Parser, Source, next_char, next_mark, take_match
+from jaxserve.text.chat_output.source import (
+    Parser,
+    Source,
+    next_char,
+    next_mark,
+    spaces,
+    take_match,
+    take_one_of,
+)
 
+_FENCES = ("```json", "```")
 _NAMES = ("name", "tool_name", "function")
 _ARGUMENTS = ("arguments", "parameters")
 _MEMBERS = {*_NAMES, *_ARGUMENTS, "id", "type", "index", "tool_call_id"}
@@ -24,14 +34,19 @@ _MEMBERS = {*_NAMES, *_ARGUMENTS, "id", "type", "index", "tool_call_id"}
 
 def json_calls(source: Source, scope: Scope) -> Parser[None]:
     """Objects with name and arguments: one, several, or a list of them."""
-    if (yield from next_char(source)) == "[":
-        source.take(1)
+    yield from _take_any(source, _FENCES)
+    yield from _take_any(source, ("[",))
     while (yield from _json_call(source, scope)):
-        while (yield from next_char(source)) in ("}", "]"):  # also such as are too many
-            source.take(1)
+        yield from _take_any(source, ("}", "]", "```"))  # also such as are too many
         source.begin_trial()
-        while (yield from next_char(source)) in (",", ";", "["):
-            source.take(1)
+        yield from _take_any(source, (",", ";", "["))
+
+
+def _take_any(source: Source, marks: Sequence[str]) -> Parser[None]:
+    """Takes marks that come next, and white space between them."""
+    yield from spaces(source)
+    while (yield from take_one_of(source, marks)):
+        yield from spaces(source)
 
 
 def _json_call(source: Source, scope: Scope) -> Parser[bool]:
@@ -70,7 +85,7 @@ class _CallObject:
         self.is_none = False
         self._scope = scope
         self._name = ""
-        self._members: dict[str, str] = {}
+        self._members: dict[str, list[str]] = {}  # pieces of their JSON
         self._arguments: str | None = None  # the member that has them
 
     def read(self, piece: Piece) -> list[CallBegin | Arguments]:
@@ -80,23 +95,23 @@ class _CallObject:
             return []
         if self.begun:
             return [Arguments(piece.text)] * (member == self._arguments and bool(piece.text))
-        value = self._members.get(member, "") + piece.text
-        self._members[member] = value
+        value = self._members.setdefault(member, [])
+        value.append(piece.text)
         if member in _ARGUMENTS and self._arguments is None:
             self._arguments = member
         if member in _NAMES and piece.ends and not self._name:
-            self._name = _text_of(value)
+            self._name = _text_of("".join(value))
         self.is_none = not self._scope.marked and not self._may_be_known(member)
-        arguments = self._members.get(self._arguments or "", "")
-        if self._name and not self.is_none and arguments.startswith("{"):
-            return self._begin(self._name, arguments)
+        arguments = self._members.get(self._arguments or "", [""])
+        if self._name and not self.is_none and arguments[0].startswith("{"):
+            return self._begin(self._name, "".join(arguments))
         return []
 
     def end(self) -> list[CallBegin | Arguments]:
         """Ends the object; returns what is left of the call."""
         if self.begun:
             return []
-        members = self._members
+        members = {member: "".join(pieces) for member, pieces in self._members.items()}
         function = members.get("function", "")
         if function.startswith("{"):
             members = {key: json_text(value) for key, value in json.loads(function).items()}

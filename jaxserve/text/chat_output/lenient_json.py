@@ -68,6 +68,7 @@ class LenientJson:
     def __init__(self, syntax: JsonSyntax = JSON, ends: Sequence[str] = ()):
         self.closed = False
         self._ends = tuple(ends)
+        self._marks = (*ends, *syntax.quotes)
         self._quotes = syntax.quotes
         self._text = ""
         self._at = 0
@@ -111,7 +112,7 @@ class LenientJson:
         if self._state == "string":
             return self._read_string()
         self._skip_spaces()
-        if self._at == len(self._text) or self._begins_one_of((*self._ends, *self._quotes)):
+        if self._at == len(self._text) or self._begins_one_of(self._marks):
             return False
         if any(self._text.startswith(end, self._at) for end in self._ends):
             self._close_all()

@@ -88,9 +88,14 @@ def parameter_calls(syntax: ParameterSyntax) -> CallParser:
     def parse(source: Source, scope: Scope) -> Parser[None]:
         head = yield from take_match(source, syntax.head, syntax.head_begun)
         if head is not None:
-            yield from _Call(source, scope, syntax, head["name"].strip()).parts()
+            yield from _Call(source, scope, syntax, _bare_name(head["name"])).parts()
 
     return parse
+
+
+def _bare_name(name: str) -> str:
+    """A name without quotes around it."""
+    return name.strip().strip("\"'")
 
 
 class _Call:
@@ -111,7 +116,7 @@ class _Call:
 
     def parts(self) -> Parser[None]:
         while (key := (yield from self._next_key())) is not None:
-            name = key["key"].strip()
+            name = _bare_name(key["key"])
             types = self._types_of(key)
             if self._syntax.trims and (yield from self._next_is_line_break()):
                 self._source.take(1)
@@ -127,7 +132,7 @@ class _Call:
 
     def _types_of(self, key: re.Match[str]) -> frozenset[str]:
         """Types of a parameter: those that its schema names, and what the model says."""
-        types = self._types.of(key["key"].strip())
+        types = self._types.of(_bare_name(key["key"]))
         said = key.groupdict().get("string")
         if said == "true" and (not types or types >= STRING):
             return STRING
@@ -141,6 +146,8 @@ class _Call:
         while True:
             yield from spaces(source)
             mark = yield from next_mark(source, self._marks)
+            if source.ended and not mark and self._is_mark_begun(source.text):
+                source.take_to(-1)  # the text was cut off within a mark
             if mark in self._ends or source.exhausted:
                 self._closed = bool(mark)
                 source.take(len(mark) * (mark == self._syntax.call_end))
@@ -150,6 +157,8 @@ class _Call:
                 key = yield from self._take_key()
             if key is not None:
                 return key
+            if not self._written:  # a mark that is mentioned
+                return None
             source.take(1)  # what is between parameters says nothing
             source.take_to(source.text.find(mark[:1] or "<"))
 
@@ -240,7 +249,7 @@ class _Call:
             key = self._syntax.key.match(text, mark.start())
             if key is None and not self._source.ended and len(text) - mark.start() < MAX_KEY:
                 return None
-            return key is not None and self._is_missing(key["key"].strip())
+            return key is not None and self._is_missing(_bare_name(key["key"]))
         followers = self._outer_ends
         if mark[0] == self._syntax.value_end:
             followers = (self._syntax.parameter, *self._ends)
@@ -254,3 +263,6 @@ class _Call:
     def _is_missing(self, parameter: str) -> bool:
         """Returns True if a parameter of the tool was not there yet."""
         return parameter in self._types and parameter not in self._written
+
+    def _is_mark_begun(self, text: str) -> bool:
+        return any(mark.startswith(text) for mark in self._marks)

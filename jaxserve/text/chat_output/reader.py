@@ -13,6 +13,7 @@ from jaxserve.text.chat_output.source import (
     Parser,
     Source,
     next_char,
+    next_mark,
     spaces,
     take_mark,
     take_one_of,
@@ -87,6 +88,9 @@ def _reasoning(source: Source, form: ReasoningFormat, begun: bool, answer: _Answ
     missing ends where a call begins."""
     while (yield from take_mark(source, form.begin)) or begun:
         begun = False
+        space = yield from spaces(source)
+        if space and not (yield from next_mark(source, (form.end,))):
+            yield Reasoning(space)
         yield from up_to(source, (form.end, *answer.beginnings), Reasoning)
         while form.end not in source.text and not source.ended:
             yield None
