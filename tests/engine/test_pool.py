@@ -43,6 +43,7 @@ SHARE = 0.5  # of the blocks with several copies that are read on another one fr
 # segments of one block: what is anywhere at all may be on every lane
 HASHED = dict(placement="hashed", segment_tokens=16, prefix_copies=True, pages=8)
 FEW = dict(chunk=16, seqs=4, max_len=512, **HASHED)
+VISITS = dict(exchange="visit", decode_exchange="visit")
 
 
 class Case(NamedTuple):
@@ -145,6 +146,11 @@ def assert_equal_under_chaos(
     return shapes
 
 
+def has_visits(shapes: list[StepShape]) -> bool:
+    """Returns True if a step computed where the blocks are."""
+    return any(shape.exchange == "visit" for shape in shapes)
+
+
 def few_of(cases: list[dict]) -> list[Case]:
     """A prompt of many blocks that most share, and short ones of their own."""
     by_length = {len(case["prompt_ids"]): case for case in cases}
@@ -229,8 +235,7 @@ def test_chunks_and_decodes_go_round_rings(exchange, few, smollm2_first_layers):
 
 def test_chunks_and_decodes_visit_lanes(few, smollm2_first_layers):
     """By programs with room for few visitors and for all, alone and beside chunks."""
-    settings = dict(exchange="visit", decode_exchange="visit", **FEW)
-    real = engine(smollm2_first_layers, "kvp=8", **settings)
+    real = engine(smollm2_first_layers, "kvp=8", **FEW, **VISITS)
     shapes = assert_equal_under_chaos(real, few, laps=3, resting=0.5)
     visits = [shape for shape in shapes if shape.exchange == "visit"]
     for kind in (True, False):
@@ -281,14 +286,16 @@ def test_blocks_that_a_plan_moves_are_copied_too(exchange):
 
 
 @pytest.mark.matrix
-def test_lower_tiers(few, golden_first_layers, smollm2_first_layers):
+@pytest.mark.parametrize("exchanges", [{}, VISITS], ids=["default", "visit"])
+def test_lower_tiers(exchanges, few, golden_first_layers, smollm2_first_layers):
     """A prompt of most pages drives out the others' blocks, which come back from host memory."""
     long = max(golden_first_layers["cases"], key=lambda case: len(case["prompt_ids"]))
     cases = [*few, continued(long, 0, 4), *few]
-    size = {**FEW, "pages": 13, "max_len": 2048}
+    size = {**FEW, "pages": 13, "max_len": 2048, **exchanges}
     real = engine(smollm2_first_layers, "kvp=8", host_cache_gib=0.1, **size)
     try:
-        assert_equal_under_chaos(real, cases)
+        shapes = assert_equal_under_chaos(real, cases, resting=0.4)
+        assert has_visits(shapes) == bool(exchanges)
         counts = real.worker.lower_tiers.counts()
         print(counts)
         assert counts.stored > 10 and counts.host_reads > 10 and not counts.wrong
@@ -297,13 +304,17 @@ def test_lower_tiers(few, golden_first_layers, smollm2_first_layers):
 
 
 @pytest.mark.matrix
-def test_a_replica_over_two_processes(few, smollm2_first_layers, monkeypatch):
-    size = dict(chunk_tokens=16, max_seqs=4, max_model_len=512, **HASHED)
+@pytest.mark.parametrize("exchanges", [{}, VISITS], ids=["default", "visit"])
+def test_a_replica_over_two_processes(exchanges, few, smollm2_first_layers, monkeypatch):
+    size = dict(chunk_tokens=16, max_seqs=4, max_model_len=512, **HASHED, **exchanges)
     with led(monkeypatch, smollm2_first_layers, "kvp=8", 2, **size) as (real, _):
-        assert_equal_under_chaos(real, few)
+        shapes = assert_equal_under_chaos(real, few, resting=0.4)
+        assert has_visits(shapes) == bool(exchanges)
 
 
 @pytest.mark.matrix
-def test_tokens_of_the_whole_model_equal_the_reference(golden, smollm2_gguf):
-    real = engine(smollm2_gguf, "kvp=8", **FEW)
-    assert_equal_under_chaos(real, few_of(golden["cases"]), seed=1)
+@pytest.mark.parametrize("exchanges", [{}, VISITS], ids=["default", "visit"])
+def test_tokens_of_the_whole_model_equal_the_reference(exchanges, golden, smollm2_gguf):
+    real = engine(smollm2_gguf, "kvp=8", **FEW, **exchanges)
+    shapes = assert_equal_under_chaos(real, few_of(golden["cases"]), seed=1, resting=0.4)
+    assert has_visits(shapes) == bool(exchanges)
