@@ -94,7 +94,7 @@ def test_fields_of_the_request_reach_the_engine(serve):
         ({"input": ["a", [5]]}, "input", "mixes"),
         ({"input": [5, "a"]}, "input", "flat list of integers"),
         ({"input": [[5], [10**6]]}, "input.1", "is not in 0 to"),
-        ({"input": ["a", "b" * MAX_LEN]}, "input.1", f"limit is {MAX_LEN - 1}"),
+        ({"input": ["a", "b" * MAX_LEN]}, "input.1", f"> {MAX_LEN - 1}"),
         ({"input": ["a"] * 2049}, "input", "limit is 2048"),
         ({"input": "a", "dimensions": 0}, "dimensions", f"1 to {EMBEDDING}"),
         ({"input": "a", "dimensions": EMBEDDING + 1}, "dimensions", f"1 to {EMBEDDING}"),

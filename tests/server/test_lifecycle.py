@@ -144,7 +144,7 @@ def test_an_engine_that_finds_the_deadline_passed_says_so(serve):
 class Verbose(FakeTokenizer):
     """Each token is 20 kB of text, so that a reader who stops is soon behind."""
 
-    def stream(self, skip_special=True):
+    def stream(self, skip_special=True, prompt=()):
         return Shouting()
 
 
