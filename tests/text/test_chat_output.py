@@ -504,3 +504,14 @@ def test_values_between_tags_have_the_types_of_their_parameters(schema, written,
     form = OutputFormat(tools=FORMATS["minimax_m2"], schemas=schemas)
     text = f'<invoke name="f"><parameter name="a">{written}</parameter></invoke>'
     assert simplified(read(form, text)) == [CallBegin("f"), {"a": value}]
+
+
+@pytest.mark.parametrize(
+    ("form", "written"),
+    [
+        ("harmony", "<|channel|>commentary to=functions.a/b:c<|message|>{{}}<|call|>"),
+        ("kimi_k2", "<|tool_call_begin|>functions.a/b:c:0<|tool_call_argument_begin|>{{}}"),
+    ],
+)
+def test_names_may_have_slashes_and_colons(form, written):
+    assert read(tools(form), written.format()) == call("a/b:c", "{}")

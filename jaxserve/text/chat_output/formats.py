@@ -134,8 +134,8 @@ TOOL_FORMATS = (  # the first one that a template shows signs of is the model's
         (("<|tool_call_argument_begin|>",),),
         {
             "<|tool_call_begin|>": named_calls(
-                r"\s*(?:functions\.)?(?P<name>[^\s:<]+)(?::\d+)?\s*<\|tool_call_argument_begin\|>",
-                r"\s*[^\s:<]*(?::\d*)?\s*(?:<[a-z_|]*)?",
+                r"\s*(?:functions\.)?(?P<name>[^\s<]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>",
+                r"\s*[^\s<]*\s*(?:<[a-z_|]*)?",
             )
         },
         ("<|tool_call_end|>", "<|tool_calls_section_end|>"),

@@ -19,7 +19,7 @@ from jaxserve.text.chat_output.source import Parser, Source, before, next_char, 
 _BODY = "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
 _ANALYSIS = re.compile(r"<\|channel\|>\s*analysis\b")
-_RECIPIENT = re.compile(r"\bto=(?P<function>functions\.)?(?P<name>[\w.-]+)")
+_RECIPIENT = re.compile(r"\bto=(?P<function>functions\.)?(?P<name>[^\s<]+)")
 
 
 def harmony_messages(source: Source, schemas: Schemas) -> Parser[None]:
