@@ -89,6 +89,8 @@ def _load(path: Path) -> str | None:
     installed = _ffi_version()
     if built[0] != installed[0] or built > installed:
         return f"{path.name} was compiled for another jaxlib: install jaxserve again"
+    if not all(hasattr(library, target) for target in TARGETS):
+        return f"{path.name} was compiled for another jaxserve: install jaxserve again"
     for target in TARGETS:
         jax.ffi.register_ffi_target(
             target, jax.ffi.pycapsule(getattr(library, target)), platform="cpu"
