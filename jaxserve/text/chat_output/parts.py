@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 
@@ -53,11 +54,10 @@ def whole_calls(parts: Sequence[Part]) -> list[tuple[str, str]]:
 def joined(parts: Sequence[Part]) -> list[Part]:
     """Joins consecutive pieces of one kind."""
     result: list[Part] = []
-    for part in parts:
-        last = result[-1] if result else None
-        if last is None or type(part) is not type(last) or isinstance(part, CallBegin):
-            result.append(part)
+    for kind, pieces in itertools.groupby(parts, type):
+        if kind is CallBegin:
+            result.extend(pieces)
         else:
-            assert not isinstance(last, CallBegin)
-            result[-1] = dataclasses.replace(last, text=last.text + part.text)
+            texts = (piece.text for piece in pieces if not isinstance(piece, CallBegin))
+            result.append(kind("".join(texts)))
     return result
