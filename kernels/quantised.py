@@ -24,7 +24,7 @@ _TRAILING = {"codes": 3, "scales": 2, "offsets": 2, "supers": 3}
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """How codes are read; programs are compiled for it.
+    """The encoding of quantised weights; programs are compiled for it.
 
     bits: of a code: 4, 5, 6 or 8. zero: the integer code of 0. mantissa: bits of the mantissa of
     codes that are floats with a sign (e2m1 has 1, e4m3 has 3); 0: codes are integers without sign.

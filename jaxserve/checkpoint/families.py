@@ -25,7 +25,7 @@ class Family:
     its name in GGUF files, '' where these are not read. specs: fields of `ModelConfig` that all its
     models have. parts: fields of config.json beyond those of every family. allowed: fields that
     other families must leave at their default. defaults: fields of config.json where a config does
-    not state them. full_every: where `layer_types` is missing, the last of each so many layers
+    not state them. full_every: where `layer_types` is missing, the last of each that many layers
     attends to all tokens, the others have a window; 0: there are no such kinds. local_rope: field
     with the base frequency of layers with a window, whose RoPE has no scaling; '': they are as all
     others. interleaved: dimensions 2 i and 2 i + 1 are rotated together, not i and i + half.

@@ -239,8 +239,10 @@ class MlpSpec:
 
 @dataclass(frozen=True)
 class RouterSpec:
-    """How a token's experts are chosen and weighted. scores: 'softmax' over all experts, 'chosen'
-    (softmax over the chosen ones, by logits) or 'sigmoid'. normalised: weights sum to 1 before they
+    """Rules by which a token's experts are chosen and weighted.
+
+    scores: 'softmax' over all experts, 'chosen' (softmax over the chosen ones, by logits) or
+    'sigmoid'. normalised: weights sum to 1 before they
     are scaled. correction: a parameter is added to scores for the choice alone. groups,
     best_groups: experts are chosen among those of the best groups; 1: among all. group_scores: best
     experts whose scores sum to that of a group."""

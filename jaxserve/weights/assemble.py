@@ -182,7 +182,7 @@ def _v_up(sources: Sources, index: Index) -> np.ndarray:
 
 
 def _expansion(sources: Sources, kv: slice) -> np.ndarray:
-    """What makes keys and values of latents, [K, G, plain + value, kv_rank]."""
+    """Reads the weights that make keys and values of latents, [K, G, plain + value, kv_rank]."""
     G = sources.model.heads // sources.model.kv_heads
     size = sources.latent.plain + sources.latent.value
     rows = sources.read("kv_b", slice(kv.start * G * size, kv.stop * G * size), None)

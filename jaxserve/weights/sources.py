@@ -1,4 +1,4 @@
-"""Where a checkpoint holds the parts that parameters are assembled of, and reading slices of them.
+"""Finds and reads slices of the parts that parameters are assembled of, as a checkpoint holds them.
 
 A part, such as the query projection, is stored by itself or in rows of a larger tensor: the table
 of the model's family says where (`checkpoint.families`). Stored matrices are [out, in], parameters

@@ -145,14 +145,14 @@ Choice = Literal["none", "auto", "required"] | NamedTool | AllowedChoice | Other
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChosenTools:
-    """Which of a chat's tools the model may call, and whether it has to."""
+    """The tools of a chat that the model may call, and whether it has to call one."""
 
     tools: Sequence[Tool]
     choice: Choice | None
 
     @property
     def functions(self) -> Sequence[Function]:
-        """Those that it may call."""
+        """Returns the functions that the model may call."""
         functions = [] if self.choice == "none" else self._functions
         if isinstance(self.choice, AllowedChoice):
             return [function for function in functions if function.name in self._names]

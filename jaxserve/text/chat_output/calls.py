@@ -1,4 +1,4 @@
-"""What parsers of calls of tools have in common.
+"""Helpers that the parsers of tool calls share.
 
 A parser begins behind the mark that begins a call, and tries: `begin_call` is where it is sure. One
 that returns before that has read no call, and the text that it took is text again; or the text was
@@ -20,7 +20,9 @@ Schemas = Mapping[str, Mapping[str, Any]]  # JSON schema of a tool's parameters,
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Scope:
-    """What surrounds a call. schemas: of the tools. ends: marks at which a call ends at the latest.
+    """The surroundings of a call.
+
+    schemas: of the tools. ends: marks at which a call ends at the latest.
     marked: whether a mark began it; else it is a call only if the tool's name is known."""
 
     schemas: Schemas

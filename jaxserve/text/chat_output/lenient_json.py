@@ -25,7 +25,7 @@ _BEHIND_STRINGS = {False: (",", ";", "}", "]", ")"), True: (":", "=", "}")}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class JsonSyntax:
-    """How strings are written. quotes: texts that begin and end strings, and whether these have
+    """The notation of strings. quotes: texts that begin and end strings, and whether these have
     escapes; those without may hold anything."""
 
     quotes: Mapping[str, bool]

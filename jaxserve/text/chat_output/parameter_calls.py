@@ -25,7 +25,7 @@ MAX_KEY = 256  # characters of what begins a parameter
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ParameterSyntax:
-    """How a call and its parameters are written.
+    """The notation of a call and its parameters.
 
     head: pattern of what stands before the parameters, with a group `name`; head_begun: of its
     beginnings. parameter: the mark that begins a parameter. key: pattern of that mark and what
@@ -141,7 +141,7 @@ class _Call:
         return types
 
     def _next_key(self) -> Parser[re.Match[str] | None]:
-        """Takes what begins a parameter; None where there is no further one."""
+        """Takes what begins a parameter; None at the end of the parameters."""
         source = self._source
         while True:
             yield from spaces(source)

@@ -81,7 +81,7 @@ def before(source: Source, marks: Sequence[str], part: Callable[[str], Part]) ->
 
 
 def up_to(source: Source, marks: Sequence[str], part: Callable[[str], Part]) -> Parser[None]:
-    """Yields the text before the first of some marks, as parts; all of it where there is none."""
+    """Yields the text before the first of some marks, as parts; all of it without one."""
     found = re.compile("|".join(map(re.escape, marks)) or "$.")
     while True:
         match = found.search(source.text)

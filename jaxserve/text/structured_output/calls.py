@@ -32,7 +32,7 @@ ANY_OBJECT: Schema = {"type": "object"}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Call:
-    """What calls of one tool must be. strict: whether its arguments may not be less than what they
+    """The rules for calls of one tool. strict: whether its arguments may not be less than what they
     should be."""
 
     name: str
@@ -66,7 +66,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Calls:
-    """Calls of which an output has any number, each between marks, or of which it is one.
+    """Calls in an output: any number, each between marks, or one that is the whole output.
 
     begin: the mark before a call; '': the output is a call. begin_is_token: whether the model has a
     token for it.

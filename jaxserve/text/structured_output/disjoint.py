@@ -15,7 +15,7 @@ _NUMBERS = frozenset({"integer", "number"})
 
 @dataclasses.dataclass(slots=True)
 class _Traits:
-    """What tells values that match a schema from others.
+    """Traits by which values that match a schema differ from others.
 
     values: all there are, or None; tags: the values of its properties; closed: whether it has no
     other properties than these.

@@ -260,7 +260,7 @@ def _types_of(value: Any) -> frozenset[str]:
 
 
 def _values(parts: Sequence[Mapping[str, Any]]) -> list[Any] | None:
-    """The values that all lists of values have; None where there is no list."""
+    """The values that all lists of values have; None without a list."""
     lists = [part["enum"] for part in parts if "enum" in part]
     lists += [[part["const"]] for part in parts if "const" in part]
     if not lists:
@@ -270,7 +270,7 @@ def _values(parts: Sequence[Mapping[str, Any]]) -> list[Any] | None:
 
 
 def _items(parts: Sequence[Mapping[str, Any]], place: int) -> list[Schema]:
-    """What the item at a place of a list must match."""
+    """Returns the schemas that the item at a place of a list must match."""
     out = []
     for part in parts:
         prefix = part.get("prefixItems", ())
@@ -279,7 +279,8 @@ def _items(parts: Sequence[Mapping[str, Any]], place: int) -> list[Schema]:
 
 
 def _properties(parts: Sequence[Mapping[str, Any]], name: str) -> list[Schema]:
-    """What a property of an object must match, as far as no pattern says it."""
+    """Returns the schemas that a property of an object must match, as far as no pattern says
+    it."""
     out: list[Schema] = []
     for part in parts:
         if name in part.get("properties", ()):

@@ -193,7 +193,7 @@ _ARRAYS = frozenset({"array"})
 _OBJECTS = frozenset({"object"})
 _ALL = frozenset(TYPES)
 Check = Callable[[Any, Mapping[str, Any]], Any]
-# by keyword: the types of values of which it asks something, and its check
+# by keyword: the types of values it constrains, and its check
 VALUES: dict[str, tuple[frozenset[str], Check]] = {
     "type": (_ALL, type_names),
     "const": (_ALL, one_value),
@@ -221,7 +221,7 @@ VALUES: dict[str, tuple[frozenset[str], Check]] = {
     "$dynamicRef": (_ALL, dynamic),
     "$recursiveRef": (_ALL, dynamic),
 }
-# by keyword with schemas: the types of values of which it asks something
+# by keyword with schemas: the types of values it constrains
 PARTS: dict[str, frozenset[str]] = {
     "$ref": _ALL,
     "allOf": _ALL,

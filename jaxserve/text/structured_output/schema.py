@@ -310,7 +310,7 @@ class _Reader:
         return {} if schema is True else {"enum": []}
 
     def _shared(self, part: _Part) -> Schema:
-        """What additional properties of a part must be, to be referred to from many places."""
+        """Returns the schema of additional properties, to be referred to from many places."""
         schema = part.made.get("additionalProperties", True)
         if isinstance(schema, bool):
             return schema
@@ -338,8 +338,8 @@ _PARTS: dict[str, Callable[[_Reader, _Part, str, Any], None]] = {
 
 
 def _turn(name: str) -> int:
-    """When a keyword is read: the type says which others matter, and names of properties change
-    what these are."""
+    """Returns the turn in which a keyword is read: the type says which others matter, and names
+    of properties change what these are."""
     return {"type": 0, "propertyNames": 2}.get(name, 1)
 
 

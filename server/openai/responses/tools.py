@@ -78,7 +78,7 @@ class FunctionTool(AnyTool):
         return {"type": FUNCTION, FUNCTION: {**function, "name": name}}
 
     def _custom_description(self) -> str:
-        """What the model is told of a custom tool: also the grammar of its text, which is not
+        """Describes a custom tool to the model, with the grammar of its text, which is not
         enforced."""
         texts = [
             self.description or "",
@@ -103,7 +103,7 @@ class CallableTool:
         return qualified(self.namespace, self.tool.name)
 
     def called(self) -> JsonObject:
-        """What an item that calls it says of it."""
+        """Returns the fields that name the tool in an item that calls it."""
         named: JsonObject = {"name": self.tool.name}
         return {**named, "namespace": self.namespace} if self.namespace else named
 

@@ -162,7 +162,7 @@ class ResponsesWriter:
                 yield from self._item_begun(kind, part)
             if not isinstance(part, CallBegin):
                 self._written += part.text
-                if kind == _CUSTOM_CALL:  # is told when its text can be read
+                if kind == _CUSTOM_CALL:  # sent when its text can be read
                     continue
                 logprobs = self._made(kind, part.text) if self._pending_logprobs else []
                 extra = {"logprobs": logprobs} if kind == "message" else {}
