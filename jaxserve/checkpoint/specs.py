@@ -242,10 +242,10 @@ class RouterSpec:
     """Rules by which a token's experts are chosen and weighted.
 
     scores: 'softmax' over all experts, 'chosen' (softmax over the chosen ones, by logits) or
-    'sigmoid'. normalised: weights sum to 1 before they
-    are scaled. correction: a parameter is added to scores for the choice alone. groups,
-    best_groups: experts are chosen among those of the best groups; 1: among all. group_scores: best
-    experts whose scores sum to that of a group."""
+    'sigmoid'. normalised: weights sum to 1 before they are scaled. correction: a parameter is added
+    to scores for the choice alone. groups, best_groups: experts are chosen among those of the best
+    groups; 1: among all. group_scores: best experts whose scores sum to that of a group.
+    """
 
     scores: str = "softmax"
     normalised: bool = True

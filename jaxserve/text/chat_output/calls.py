@@ -22,8 +22,9 @@ Schemas = Mapping[str, Mapping[str, Any]]  # JSON schema of a tool's parameters,
 class Scope:
     """The surroundings of a call.
 
-    schemas: of the tools. ends: marks at which a call ends at the latest.
-    marked: whether a mark began it; else it is a call only if the tool's name is known."""
+    schemas: of the tools. ends: marks at which a call ends at the latest. marked: whether a mark
+    began it; else it is a call only if the tool's name is known.
+    """
 
     schemas: Schemas
     ends: Sequence[str]
