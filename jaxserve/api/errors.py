@@ -69,7 +69,7 @@ def check_number(name: str, value: Any, low: float, high: float) -> None:
         raise RequestError(name, f"must be a number from {low} to {high}, not {value!r}")
 
 
-def check_integer(name: str, value: Any, low: int, high: int) -> None:
+def check_integer(name: str, value: Any, low: float, high: float) -> None:
     """Refuses a value that is not a whole number from low to high. Errors: RequestError."""
     if (
         isinstance(value, bool)
@@ -86,8 +86,8 @@ class Range:
     whole: integers only. above: without `low` itself.
     """
 
-    low: int
-    high: int
+    low: float
+    high: float
     whole: bool = False
     above: bool = False
 

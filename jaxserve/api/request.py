@@ -24,6 +24,7 @@ KNOWN_REASONS = (TOO_LONG, UNKNOWN_MODEL)
 EPHEMERAL = -1  # retention of blocks that are not stored
 NORMAL_RETENTION = 0
 MAX_RETENTION = 24 * 3600  # seconds
+MILLISECONDS = Range(0.001, 10**12)  # of objectives and deadlines
 PRIORITY = Range(-8, 8, whole=True)
 RETENTION = Range(EPHEMERAL, MAX_RETENTION, whole=True)
 
@@ -172,6 +173,14 @@ class Request(RequestOptions):
         if sampling.max_tokens > room:
             sampling = dataclasses.replace(sampling, max_tokens=room)
         return cls(id, tokens, sampling, **rest)
+
+
+def seconds_of(name: str, milliseconds: float | None) -> float | None:
+    """Converts an objective or deadline in the field `name`. Errors: RequestError."""
+    if milliseconds is None:
+        return None
+    MILLISECONDS.check(name, milliseconds)
+    return milliseconds / 1000
 
 
 def prompt_ids(prompt: Sequence[int] | np.ndarray, vocab: int, max_len: int) -> np.ndarray:

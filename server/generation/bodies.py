@@ -16,13 +16,12 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, StrictInt
 
 from jaxserve.api.errors import RequestError
-from jaxserve.api.request import EPHEMERAL, MAX_RETENTION, NORMAL_RETENTION, Slo
+from jaxserve.api.request import EPHEMERAL, MAX_RETENTION, NORMAL_RETENTION, Slo, seconds_of
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.replica.info import ReplicaInfo
 from jaxserve.server.generate_call import GenerateCall
 from jaxserve.server.generation.fields import (
     KEPT_SECONDS,
-    MAX_OBJECTIVE_SECONDS,
     FirstFault,
     OpenModel,
     add_limits,
@@ -294,10 +293,8 @@ def _seconds(name: str, value: float | None, header: str | None) -> float | None
     if milliseconds is None:
         return None
     try:
-        seconds = float(milliseconds) / 1000
+        number = float(milliseconds)
     except ValueError:
-        seconds = -1.0
-    if not 0 < seconds < MAX_OBJECTIVE_SECONDS:
-        message = f"must be a number of milliseconds above 0, not {str(milliseconds)[:100]!r}"
-        raise RequestError(name, message)
-    return seconds
+        message = f"must be a number of milliseconds, not {str(milliseconds)[:100]!r}"
+        raise RequestError(name, message) from None
+    return seconds_of(name, number)

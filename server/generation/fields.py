@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, WithJsonSchema
 from pydantic_core import core_schema
 
 from jaxserve.api.errors import Range, RequestError
-from jaxserve.api.request import MAX_ID_CHARS, MAX_RETENTION, PRIORITY
+from jaxserve.api.request import MAX_ID_CHARS, MAX_RETENTION, MILLISECONDS, PRIORITY
 from jaxserve.api.sampling import (
     BIAS,
     MAX_INT32,
@@ -27,8 +27,6 @@ from jaxserve.api.sampling import (
 from jaxserve.server.json_body import JsonObject
 
 KEPT_SECONDS = Range(1, MAX_RETENTION, whole=True)  # of cache_retention
-MAX_OBJECTIVE_SECONDS = 10**9
-MILLISECONDS = Range(0, 1000 * MAX_OBJECTIVE_SECONDS, above=True)
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": MAX_INT32}}
 _PROMPT_IDS = {**_IDS, "minItems": 1}
 _PROMPT = {
@@ -51,7 +49,7 @@ _LIMITS: dict[str, JsonObject] = {  # by field
     "top_logprobs": RANGES["logprobs"].json_schema(),
     "priority": PRIORITY.json_schema(),
     "request_id": {"maxLength": MAX_ID_CHARS},
-    "truncate_prompt_tokens": {"minimum": -1},
+    "truncate_prompt_tokens": {"minimum": -1, "not": {"const": 0}},
     "stop": {**_STOP_TEXTS, "maxLength": MAX_STOP_CHARS},
     "stop_sequences": _STOP_TEXTS,
     "stop_token_ids": {"maxItems": MAX_STOP_IDS, "items": TOKEN_ID.json_schema()},
@@ -62,6 +60,8 @@ _LIMITS: dict[str, JsonObject] = {  # by field
     },
     "messages": {"minItems": 1},
     "documents": {"minItems": 1},
+    "text_1": {"minItems": 1},
+    "text_2": {"minItems": 1},
     "top_n": {"minimum": 1},
     "dimensions": {"minimum": 1},
     "cache_retention": KEPT_SECONDS.json_schema(),

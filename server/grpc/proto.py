@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Accepted, Finished, Logprobs, Progress, Timing, Usage
-from jaxserve.api.request import Slo
+from jaxserve.api.request import Slo, seconds_of
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.replica.info import ReplicaInfo
 from jaxserve.server import jaxserve_pb2 as pb
@@ -102,15 +102,6 @@ def prompt_of(message: pb.GenerateRequest | pb.TokenizeRequest) -> Prompt:
 def value_in(message: Any, name: str) -> Any:
     """Returns the value of a field; None if it is not set."""
     return getattr(message, name) if message.HasField(name) else None
-
-
-def seconds_of(name: str, ms: float | None) -> float | None:
-    """Returns milliseconds of the field `name` in seconds. Errors: RequestError."""
-    if ms is None:
-        return None
-    if not (math.isfinite(ms) and ms > 0):
-        raise RequestError(name, f"must be a number of milliseconds above 0, not {ms}")
-    return ms / 1000
 
 
 def event_message(id: str, prompt_tokens: int, output: Output) -> pb.GenerateEvent:

@@ -456,6 +456,7 @@ BAD = [
     ("seed", "x"),
     ("ttft_ms", -1),
     ("deadline_ms", 0),
+    ("deadline_ms", 5e-324),
     ("slo_class", "nope"),
     ("priority", 99),
     ("cache_salt", "x" * 2000),
