@@ -64,9 +64,10 @@ def _write_qwen(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _read_glm(fields: Fields, model: ModelConfig) -> ModelConfig:
-    """Reads experts after the first layers, and whether queries and keys have norms."""
-    router = RouterSpec(
+def grouped_sigmoid(fields: Fields) -> RouterSpec:
+    """Reads a router by sigmoids with a correction, whose experts are in groups (DeepSeek V3,
+    section 2.1.2)."""
+    return RouterSpec(
         "sigmoid",
         normalised=bool(fields.fields.get("norm_topk_prob", True)),
         scale=fields.number("routed_scaling_factor", 1.0),
@@ -74,18 +75,30 @@ def _read_glm(fields: Fields, model: ModelConfig) -> ModelConfig:
         groups=fields.count("n_group", 1),
         best_groups=fields.count("topk_group", 1),
     )
+
+
+def with_shared_experts(
+    fields: Fields, model: ModelConfig, router: RouterSpec, dense: int
+) -> ModelConfig:
+    """Reads experts of all layers but the first, and the MLP that computes every token. dense:
+    number of the first layers, where a config does not state it."""
     size = fields.count("moe_intermediate_size")
-    experts = read_experts(fields, size, router)
-    experts = replace(experts, shared=fields.count("n_shared_experts", 1, low=0) * size)
-    first = fields.count("first_k_dense_replace", 1, low=0)
-    qk_norm = "head" if fields.fields.get("use_qk_norm") else ""
-    model = with_mixers(model, qk_norm=qk_norm)
+    shared = fields.count("n_shared_experts", 1, low=0) * size
+    experts = replace(read_experts(fields, size, router), shared=shared)
+    first = fields.count("first_k_dense_replace", dense, low=0)
     return with_experts(model, experts, [i >= first for i in range(model.layers)])
 
 
-def _write_glm(model: ModelConfig) -> dict[str, Any]:
+def _read_glm(fields: Fields, model: ModelConfig) -> ModelConfig:
+    """Reads experts after the first layers, and whether queries and keys have norms."""
+    qk_norm = "head" if fields.fields.get("use_qk_norm") else ""
+    model = with_mixers(model, qk_norm=qk_norm)
+    return with_shared_experts(fields, model, grouped_sigmoid(fields), dense=1)
+
+
+def write_shared_experts(model: ModelConfig) -> dict[str, Any]:
+    """The inverse of `with_shared_experts`, with the router's groups."""
     experts = experts_of(model)
-    dense = sum(isinstance(model.mlp(i), MlpSpec) for i in range(model.layers))
     return {
         "n_routed_experts": experts.count,
         "num_experts_per_tok": experts.active,
@@ -95,9 +108,14 @@ def _write_glm(model: ModelConfig) -> dict[str, Any]:
         "routed_scaling_factor": experts.router.scale,
         "n_group": experts.router.groups,
         "topk_group": experts.router.best_groups,
-        "first_k_dense_replace": dense,
-        "use_qk_norm": bool(attention_of(model).qk_norm),
+        "first_k_dense_replace": sum(
+            isinstance(model.mlp(i), MlpSpec) for i in range(model.layers)
+        ),
     }
+
+
+def _write_glm(model: ModelConfig) -> dict[str, Any]:
+    return write_shared_experts(model) | {"use_qk_norm": bool(attention_of(model).qk_norm)}
 
 
 def read_experts(fields: Fields, d_ff: int, router: RouterSpec) -> ExpertsSpec:

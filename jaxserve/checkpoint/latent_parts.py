@@ -6,12 +6,17 @@ from dataclasses import replace
 from typing import Any
 
 from jaxserve.checkpoint.config_parts import ConfigPart
-from jaxserve.checkpoint.expert_parts import experts_of, read_experts, with_experts
+from jaxserve.checkpoint.expert_parts import (
+    experts_of,
+    grouped_sigmoid,
+    with_shared_experts,
+    write_shared_experts,
+)
 from jaxserve.checkpoint.fields import Fields
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.checkpoint.model_paths import CheckpointError
 from jaxserve.checkpoint.rope import Rope, yarn_magnitude
-from jaxserve.checkpoint.specs import LatentAttentionSpec, MlpSpec, RouterSpec
+from jaxserve.checkpoint.specs import LatentAttentionSpec, RouterSpec
 
 _GROUPED = "group_limited_greedy"  # `topk_method` of DeepSeek V2
 
@@ -68,52 +73,18 @@ def _read_v2(fields: Fields, model: ModelConfig) -> ModelConfig:
     if method == _GROUPED:
         groups = fields.count("n_group")
         router = replace(router, groups=groups, best_groups=fields.count("topk_group"))
-    return _with_shared(fields, model, router)
+    return with_shared_experts(fields, model, router, dense=0)
 
 
 def _read_v3(fields: Fields, model: ModelConfig) -> ModelConfig:
-    router = RouterSpec(
-        "sigmoid",
-        normalised=bool(fields.fields.get("norm_topk_prob", True)),
-        scale=fields.number("routed_scaling_factor", 1.0),
-        correction=True,
-        groups=fields.count("n_group", 1),
-        best_groups=fields.count("topk_group", 1),
-    )
-    return _with_shared(fields, model, router)
-
-
-def _with_shared(fields: Fields, model: ModelConfig, router: RouterSpec) -> ModelConfig:
-    """Reads experts of all layers but the first, and the MLP that computes every token."""
-    size = fields.count("moe_intermediate_size")
-    shared = fields.count("n_shared_experts", 1, low=0) * size
-    experts = replace(read_experts(fields, size, router), shared=shared)
-    first = fields.count("first_k_dense_replace", 0, low=0)
-    return with_experts(model, experts, [i >= first for i in range(model.layers)])
-
-
-def _write_shared(model: ModelConfig) -> dict[str, Any]:
-    experts = experts_of(model)
-    return {
-        "n_routed_experts": experts.count,
-        "num_experts_per_tok": experts.active,
-        "moe_intermediate_size": experts.d_ff,
-        "n_shared_experts": experts.shared // experts.d_ff,
-        "first_k_dense_replace": sum(
-            isinstance(model.mlp(i), MlpSpec) for i in range(model.layers)
-        ),
-        "routed_scaling_factor": experts.router.scale,
-        "n_group": experts.router.groups,
-        "topk_group": experts.router.best_groups,
-        "norm_topk_prob": experts.router.normalised,
-    }
+    return with_shared_experts(fields, model, grouped_sigmoid(fields), dense=0)
 
 
 def _write_v2(model: ModelConfig) -> dict[str, Any]:
     grouped = experts_of(model).router.groups > 1
-    return _write_shared(model) | {"topk_method": _GROUPED if grouped else "greedy"}
+    return write_shared_experts(model) | {"topk_method": _GROUPED if grouped else "greedy"}
 
 
 LATENT = ConfigPart(_read_latent, _write_latent)
 V2_EXPERTS = ConfigPart(_read_v2, _write_v2)
-V3_EXPERTS = ConfigPart(_read_v3, _write_shared)
+V3_EXPERTS = ConfigPart(_read_v3, write_shared_experts)
