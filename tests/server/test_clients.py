@@ -260,7 +260,7 @@ def test_openai_tools_are_called_and_their_results_go_back(client, model):
 def test_openai_errors_have_the_clients_own_types(client, model):
     for error, change in (
         (openai.NotFoundError, {"model": "gpt-5"}),
-        (openai.BadRequestError, {"max_tokens": 0}),
+        (openai.BadRequestError, {"max_tokens": -1}),
     ):
         with pytest.raises(error):
             client.completions.create(**{"model": model, "prompt": "x", **change})

@@ -47,7 +47,7 @@ def test_a_request_that_fails_is_told_and_ends_the_demo_with_a_fault(serve, caps
     values = {"model": "fake", "long": 5000, "max_tokens": 5}
     assert asyncio.run(talk(addresses, values, document)) == 1
     shown = capsys.readouterr()
-    assert "user 1: " in shown.err and "the limit is" in shown.err
+    assert "user 1: " in shown.err and "the prompt is too long" in shown.err
     assert len(re.findall("user . .* failed", shown.out)) == 4
 
 
