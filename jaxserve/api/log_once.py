@@ -1,22 +1,27 @@
-"""Logs what requests bring about once, however many of them do."""
+"""Logs a message that would come again and again only once."""
 
 from __future__ import annotations
 
+import functools
 import logging
 
-MAX_LOGGED = 256  # different messages
+MAX_REMEMBERED = 1024  # different messages; the one that is longest unused is forgotten first
 
 
 class LogOnce:
-    """Logs each different message once, and at most MAX_LOGGED of them."""
+    """Logs each different message once, as long as it is remembered."""
 
     def __init__(self, log: logging.Logger):
         self._log = log
-        self._logged: set[tuple[object, ...]] = set()
+        self._say = functools.lru_cache(MAX_REMEMBERED)(self._write)
 
     def warning(self, message: str, *values: object) -> None:
-        """Logs a message, with values for its places, unless it has been logged before."""
-        entry = (message, *values)
-        if entry not in self._logged and len(self._logged) < MAX_LOGGED:
-            self._logged.add(entry)
-            self._log.warning(f"{message} (not logged again)", *values)
+        """Logs a message, with values for its places, unless it was logged before."""
+        self._say(message, *values)
+
+    def forget(self) -> None:
+        """Forgets all messages: each is logged again."""
+        self._say.cache_clear()
+
+    def _write(self, message: str, *values: object) -> None:
+        self._log.warning(f"{message} (not logged again)", *values)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from jaxserve.checkpoint.model_files import say_once
+from jaxserve.checkpoint.model_files import notes
 from jaxserve.checkpoint.model_paths import CheckpointError
 
 LAYER_TYPES = {"sliding_attention", "full_attention"}
@@ -83,7 +83,7 @@ def token_ids(vocab: int, values: Mapping[str, Any]) -> tuple[int, ...]:
             if isinstance(entry, int) and not isinstance(entry, bool) and 0 <= entry < vocab:
                 ids[entry] = None
             else:
-                say_once(f"{name}: left out {str(entry)[:40]!r}, which is no id below {vocab}")
+                notes.warning(f"{name}: left out {str(entry)[:40]!r}, which is no id below {vocab}")
     return tuple(ids)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxserve.api.errors import RequestError
 from jaxserve.api.sampling import RANGES
-from jaxserve.checkpoint.model_files import read_object, say_once
+from jaxserve.checkpoint.model_files import notes, read_object
 from jaxserve.checkpoint.model_paths import CheckpointError, reason
 from jaxserve.settings.schema import ConfigError, ModelSource
 
@@ -44,7 +44,7 @@ def generation_fields(folder: Path) -> dict[str, Any]:
     try:
         return read_object(folder / FILE)
     except CheckpointError as error:
-        say_once(f"left out: {reason(error)}")
+        notes.warning(f"left out: {reason(error)}")
         return {}
 
 
@@ -77,7 +77,7 @@ def usable_sampling(place: str, fields: Mapping[str, Any]) -> Sampling:
         try:
             RANGES[name].check(key, value)
         except RequestError as error:
-            say_once(f"{place}: left out of the sampling defaults: {error}")
+            notes.warning(f"{place}: left out of the sampling defaults: {error}")
             continue
         usable.append((name, value))
     return tuple(usable)

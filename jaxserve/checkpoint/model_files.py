@@ -6,17 +6,17 @@ checkpoint has and jaxserve does not use is logged once.
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 from pathlib import Path
 from typing import Any
 
+from jaxserve.api.log_once import LogOnce
 from jaxserve.checkpoint.model_paths import CheckpointError
 
-log = logging.getLogger(__name__)
+# what of checkpoints is left out; one is opened several times at a start
+notes = LogOnce(logging.getLogger(__name__))
 MAX_JSON_BYTES = 100 * 2**20  # of a header or a JSON file
-MAX_MESSAGES = 1024  # different ones that are remembered as said
 _POINTER = b"version https://git-lfs"
 
 
@@ -66,9 +66,3 @@ def refuse_pointer(path: Path) -> None:
             f"{path}: is a git-lfs pointer and not the file itself; "
             "run `git lfs pull` in its folder, or download it again"
         )
-
-
-@functools.lru_cache(maxsize=MAX_MESSAGES)
-def say_once(message: str) -> None:
-    """Logs what of a checkpoint is left out. A checkpoint is opened several times at a start."""
-    log.warning("%s", message)

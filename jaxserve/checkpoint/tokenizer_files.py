@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxserve.checkpoint.model_files import read_object, read_text, say_once
+from jaxserve.checkpoint.model_files import notes, read_object, read_text
 
 DEFAULT = "default"
 TOOL_USE = "tool_use"
@@ -190,7 +190,9 @@ def _added_tokens(path: Path, decoder: Mapping[str, Any]) -> Iterator[tuple[int,
     for id, entry in decoder.items():
         text = entry.get("content") if isinstance(entry, dict) else None
         if not id.isdecimal() or not isinstance(text, str) or not text:
-            say_once(f"{path}: left out of added_tokens_decoder: {id[:40]!r}, which is no token")
+            notes.warning(
+                f"{path}: left out of added_tokens_decoder: {id[:40]!r}, which is no token"
+            )
             continue
         flags = {name: entry[name] for name in _FLAGS if isinstance(entry.get(name), bool)}
         yield int(id), AddedToken(text, flags)
@@ -200,7 +202,7 @@ def _older_added_tokens(path: Path, specials: set[str]) -> Iterator[tuple[int, A
     """Reads added_tokens.json: ids by text. specials: the texts of special tokens."""
     for text, id in read_object(path).items():
         if isinstance(id, bool) or not isinstance(id, int) or id < 0 or not text:
-            say_once(f"{path}: left out: {text[:40]!r}, whose id is {str(id)[:40]}")
+            notes.warning(f"{path}: left out: {text[:40]!r}, whose id is {str(id)[:40]}")
             continue
         special = text in specials
         yield id, AddedToken(text, {"special": special, "normalized": not special})

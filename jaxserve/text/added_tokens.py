@@ -6,7 +6,7 @@ import json
 
 import tokenizers
 
-from jaxserve.checkpoint.model_files import say_once
+from jaxserve.checkpoint.model_files import notes
 from jaxserve.checkpoint.tokenizer_files import AddedToken, TokenizerFacts
 
 
@@ -23,7 +23,9 @@ def completed(
         if _has_room(library, id, token, facts.vocab):
             _add(library, token, token.special or token.text in special)
         else:
-            say_once(f"{place}: left out the added token {token.text!r}, which cannot have id {id}")
+            notes.warning(
+                f"{place}: left out the added token {token.text!r}, which cannot have id {id}"
+            )
     for text in (*facts.specials.values(), *facts.extra):
         size = library.get_vocab_size()
         if library.token_to_id(text) is None and (facts.vocab is None or size < facts.vocab):
@@ -37,7 +39,7 @@ def _within(library: tokenizers.Tokenizer, vocab: int | None, place: str) -> tok
     beyond = [token.content for id, token in added.items() if vocab is not None and id >= vocab]
     if not beyond:
         return library
-    say_once(f"{place}: left out added tokens beyond the model's {vocab} ids: {beyond[:10]}")
+    notes.warning(f"{place}: left out added tokens beyond the model's {vocab} ids: {beyond[:10]}")
     state = json.loads(library.to_str())
     state["added_tokens"] = [token for token in state["added_tokens"] if token["id"] < vocab]
     return tokenizers.Tokenizer.from_str(json.dumps(state))

@@ -23,10 +23,10 @@ from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.checkpoint.model_config import from_hf
 from jaxserve.checkpoint.model_files import (
     MAX_JSON_BYTES,
+    notes,
     read_json,
     read_object,
     refuse_pointer,
-    say_once,
 )
 from jaxserve.checkpoint.model_paths import CheckpointError, reason
 from jaxserve.checkpoint.tokenizer_files import eos_id
@@ -75,7 +75,9 @@ class SafetensorsFolder:
         names = family_names(stored, config)
         self._places = {names[name]: place for name, place in stored.items() if name in names}
         if others := [name for name in stored if name not in names]:
-            say_once(f"{folder}: left out tensors of other parts than the decoder: {others[:20]}")
+            notes.warning(
+                f"{folder}: left out tensors of other parts than the decoder: {others[:20]}"
+            )
         self.config = _tied_without_head(folder, config, self._places)
         self._maps = {
             file: np.memmap(file, np.uint8, "r")
@@ -106,7 +108,7 @@ def _tied_without_head(folder: Path, config: ModelConfig, stored: Iterable[str])
     head = places(config)["head"].tensor
     if head in stored:
         return config
-    say_once(f"{folder}: there is no {head}; the embedding is taken for it")
+    notes.warning(f"{folder}: there is no {head}; the embedding is taken for it")
     return replace(config, tied=True)
 
 
@@ -163,7 +165,7 @@ def _shards(folder: Path) -> list[Path]:
             f"{folder}: these files of the model are missing: {', '.join(missing)}"
         )
     if others := [name for name in files if name not in chosen]:
-        say_once(f"{folder}: left out, as they are not of the model: {', '.join(others)}")
+        notes.warning(f"{folder}: left out, as they are not of the model: {', '.join(others)}")
     return [files[name] for name in chosen]
 
 

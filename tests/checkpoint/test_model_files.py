@@ -8,7 +8,7 @@ import pytest
 
 from jaxserve.checkpoint.generation_config import file_fields, sampling_defaults, usable_sampling
 from jaxserve.checkpoint.model_config import from_gguf, from_hf, to_hf
-from jaxserve.checkpoint.model_files import read_json, read_object, read_text, say_once
+from jaxserve.checkpoint.model_files import notes, read_json, read_object, read_text
 from jaxserve.checkpoint.model_paths import CheckpointError
 from jaxserve.checkpoint.tokenizer_files import TokenizerFacts, eos_id, turn_ends
 from jaxserve.checkpoint.zoo import MODELS
@@ -174,7 +174,7 @@ def test_a_completion_ends_where_any_of_the_files_says():
 
 @pytest.mark.parametrize("wrong", [512, -1, "</s>", 2.0, True, [None, 600]])
 def test_ends_that_the_model_does_not_have_are_left_out_and_said(wrong, caplog):
-    say_once.cache_clear()
+    notes.forget()
     config = CONFIG | {"eos_token_id": 4, "bos_token_id": 10**6}
     for _ in range(2):
         model = from_hf(config, {"eos_token_id": wrong})
