@@ -38,6 +38,7 @@ OTHER_VARIABLES = {
     "JAXSERVE_GROUP_SECRET",
     "JAXSERVE_CLUSTER_SECRET",
     "JAXSERVE_CPU_KERNELS",
+    "JAXSERVE_BUILD_NATIVE",
 }
 # what Kubernetes sets beside a service called jaxserve
 SERVICE_LINKS = re.compile(r"JAXSERVE_(\w+_)?(SERVICE_HOST|(SERVICE_)?PORT)(_\w+)?")

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import functools
 import os
-import platform
 import re
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
-from jaxserve.kernels.cpu.build import INSTRUCTION_SETS, library_name
+from jaxserve.kernels.cpu.build import INSTRUCTION_SETS, Processor, library_name, processor
 
 CHOICE = "JAXSERVE_CPU_KERNELS"  # the name of an instruction set, or "off"
 TARGETS = (
@@ -23,41 +21,16 @@ TARGETS = (
     "jaxserve_quantised",
     "jaxserve_write",
 )
-CPUINFO = Path("/proc/cpuinfo")
 FOLDER = Path(__file__).parent  # of the libraries
 FLOATS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))  # of queries, activations and weights
-
-
-@dataclasses.dataclass(frozen=True)
-class Processor:
-    machine: str  # architecture
-    vendor: str
-    features: frozenset[str]
-
-
-@functools.cache
-def processor() -> Processor:
-    """The processor of this machine. Only Linux names vendor and features; 64-bit ARM has the one
-    that is needed everywhere."""
-    machine = platform.machine()
-    fields: dict[str, str] = {}
-    if CPUINFO.exists():
-        for line in CPUINFO.read_text().split("\n\n")[0].splitlines():
-            name, _, value = line.partition(":")
-            fields[name.strip()] = value.strip()
-    features = (fields.get("flags") or fields.get("Features") or "").split()
-    if machine == "arm64":
-        features.append("asimd")
-    return Processor(machine, fields.get("vendor_id", ""), frozenset(features))
 
 
 def best_instruction_set(cpu: Processor, choice: str = "") -> str | None:
     """Returns the name of the best instruction set that a processor has, or of the chosen one if it
     has that; None if there is none."""
     for candidate in INSTRUCTION_SETS:
-        runs = cpu.machine in candidate.machines and candidate.needs <= cpu.features
         gains = not candidate.vendors or cpu.vendor in candidate.vendors
-        if runs and (candidate.name == choice if choice else gains):
+        if cpu.runs(candidate) and (candidate.name == choice if choice else gains):
             return candidate.name
     return None
 

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -20,8 +21,14 @@ from hypothesis import strategies as st
 from experiments.benchmarks.gpu.cases import truth
 from jaxserve.kernels import ops
 from jaxserve.kernels.cpu import library, linear
-from jaxserve.kernels.cpu.build import INSTRUCTION_SETS, library_name
-from jaxserve.kernels.cpu.library import Processor, best_instruction_set
+from jaxserve.kernels.cpu.build import (
+    INSTRUCTION_SETS,
+    Compiler,
+    Processor,
+    library_name,
+    processor,
+)
+from jaxserve.kernels.cpu.library import best_instruction_set
 from jaxserve.kernels.kv_pages import KVPages
 from tests.kernels.test_attend import Shape, make_case
 
@@ -29,11 +36,7 @@ ROOT = Path(__file__).parents[2]
 needs_kernels = pytest.mark.skipif(
     library.unsupported() is not None, reason=f"no kernels for CPUs: {library.unsupported()}"
 )
-RUNNABLE = [
-    known.name
-    for known in INSTRUCTION_SETS
-    if best_instruction_set(library.processor(), known.name) == known.name
-]
+RUNNABLE = [known.name for known in INSTRUCTION_SETS if processor().runs(known)]
 SHAPES = [
     Shape(1),
     Shape(1, K=1, G=1, H=64, C=256, W=3),
@@ -275,18 +278,32 @@ def test_every_instruction_set_passes_in_a_process_of_its_own(name):
     in_process_of_its_own(name, THIS_SUITE)
 
 
+@pytest.mark.skipif(not shutil.which("g++"), reason="no g++")
+def test_sources_compile_for_the_widest_instruction_set(tmp_path):
+    """It has code of its own, and installation may leave it out."""
+    widest = INSTRUCTION_SETS[0]
+    if processor().machine not in widest.machines:
+        pytest.skip("of another architecture")
+    if (library.FOLDER / library_name(widest.name)).exists():
+        pytest.skip("compiled at installation")
+    compiler = Compiler("g++", Path(jax.ffi.include_dir()), ("-fsyntax-only", "-Werror"))
+    with ThreadPoolExecutor() as pool:
+        for made in compiler.objects(widest, tmp_path, pool):
+            made.result()
+
+
 @pytest.mark.matrix
 @pytest.mark.skipif(not RUNNABLE or not shutil.which("g++"), reason="no g++")
 def test_sanitizers_find_nothing_in_a_process_of_its_own(tmp_path):
     """Addresses and undefined behaviour, over the whole suite of the kernels."""
-    from jaxserve.kernels.cpu.build import command
-
     name = RUNNABLE[0]
     found = next(known for known in INSTRUCTION_SETS if known.name == name)
     flags = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g", "-O1")
     to = tmp_path / library_name(name)
     include = Path(jax.ffi.include_dir())
-    subprocess.run(command(found, "g++", include, to, flags), check=True, timeout=600)
+    compiler = Compiler("g++", include, flags)
+    with ThreadPoolExecutor() as pool:
+        compiler.link(compiler.objects(found, tmp_path, pool), to)
     runtimes = ("libasan.so", "libubsan.so", "libstdc++.so")  # before Python's own libraries
     ask = (["g++", f"-print-file-name={name}"] for name in runtimes)
     preload = [subprocess.check_output(command, text=True).strip() for command in ask]
