@@ -6,6 +6,7 @@ import ctypes
 import gc
 import json
 import os
+import sys
 import time
 from collections.abc import Generator
 from importlib import metadata
@@ -40,6 +41,9 @@ LONGEST = (
     "server",
 )
 
+# Each process that a test starts would compile the sources of jax and of the server again, for 3 s.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # Both are read when JAX is first imported, which no host-side test does.
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "12")
 os.environ.setdefault("XLA_FLAGS", " ".join(QUICK_COMPILES))
