@@ -1,38 +1,28 @@
-"""Renders a model's chat template in jinja2's sandbox, with the helpers of transformers.
-
-The template comes with the model, never with a request; still it is not trusted: it cannot reach
-attributes of Python objects, and the iterations of its loops, the size of its products and the
-length of its output are bounded, whatever messages it is given.
-"""
+"""Renders a model's chat template, with what it needs to show all of a conversation."""
 
 from __future__ import annotations
 
+import copy
 import datetime
 import functools
 import json
 import logging
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import jinja2
-import jinja2.ext
-from jinja2 import nodes, pass_context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.visitor import NodeTransformer
+import jinja2.meta
 
 from jaxserve.api.errors import RequestError
 from jaxserve.api.log_once import LogOnce
 from jaxserve.text.chat_output.formats import describes_tools
 from jaxserve.text.conversation import Message, Remedies, plain_messages
+from jaxserve.text.template_sandbox import Budget, Sandbox
 from jaxserve.text.tool_prompt import with_tools_told
 
-MAX_ITERATIONS = 1_000_000  # of all loops, and calls, of one rendering together
 PROBE_ITERATIONS = 10_000  # of one that only tries what the template takes
 MAX_VALUE_CHARS = 256
-# a width, in what % formats, of 10,000 or of an argument
-WIDE = re.compile(r"%[^a-zA-Z%]*([0-9]{5}|\*)")
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "iterations_left")
 MAX_WRAPPING = 2**20  # characters that a template may add, besides four times those of the messages
 END = "\ue0f0\ue0f1"  # behind the text that is continued, in letters that no text has
@@ -51,7 +41,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def _template(self) -> jinja2.Template:
-        return _Sandbox().from_string(self.source)
+        return Sandbox().from_string(self.source)
 
     def render(
         self,
@@ -81,10 +71,10 @@ class ChatTemplate:
             **_values(values),
             "messages": plain,
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
-            "tools": list(tools) or None,
+            "tools": copy.deepcopy(list(tools)) or self._no_tools,
         }
         try:
-            text = self._generate(given, _Budget(limit))
+            text = self._generate(given, Budget(limit))
         except Exception as error:  # whatever Python raises on the template's behalf
             raise RequestError(
                 "messages", f"the model's chat template fails: {str(error) or type(error).__name__}"
@@ -110,16 +100,33 @@ class ChatTemplate:
         question = [{"role": "user", "content": "x"}]
         return tools if self._attempt(question, tools) is not None else None
 
+    @functools.cached_property
+    def _no_tools(self) -> list[Message] | None:
+        """The value for no tools: None, or an empty list for templates that fail on None."""
+        question = [{"role": "user", "content": "x"}]
+        fails = self._attempt(question, None) is None
+        return [] if fails and self._attempt(question, []) is not None else None
+
+    @functools.cached_property
+    def _takes_functions(self) -> bool:
+        """True for templates that take tools as Firefunction's: as JSON, in `functions`."""
+        names = jinja2.meta.find_undeclared_variables(Sandbox().parse(self.source))
+        return "functions" in names and "tools" not in names
+
     def _attempt(self, messages: Sequence[Message], tools: list[Message] | None) -> str | None:
-        given = {"messages": messages, "add_generation_prompt": True, "tools": tools}
+        given = {"messages": list(messages), "add_generation_prompt": True, "tools": tools}
         try:
-            return self._generate(given, _Budget(MAX_WRAPPING, PROBE_ITERATIONS))
+            return self._generate(given, Budget(MAX_WRAPPING, PROBE_ITERATIONS))
         except Exception:  # whatever Python raises on the template's behalf
             return None
 
-    def _generate(self, given: Mapping[str, Any], budget: _Budget) -> str:
+    def _generate(self, given: Mapping[str, Any], budget: Budget) -> str:
         """Writes the text for these variables. Errors: whatever the template raises."""
         variables = {"documents": None, **given, **self.specials}
+        if self._takes_functions:
+            functions = [tool["function"] for tool in given["tools"] or ()]
+            variables["functions"] = json.dumps(functions, indent=4)
+            variables["datetime"] = f"{datetime.datetime.now():%Y-%m-%d %H:%M:%S}"
         pieces = []
         size = 0
         for piece in self._template.generate(variables, iterations_left=budget):
@@ -159,131 +166,3 @@ def _values(values: Mapping[str, Any]) -> dict[str, Any]:
                 f"{MAX_VALUE_CHARS} characters, and none of {', '.join(RESERVED)}",
             )
     return dict(values)
-
-
-class _Budget:
-    """Budget of a rendering. limit: characters of any one text. iterations: of loops, and calls;
-    left: those that may still come."""
-
-    def __init__(self, limit: int, iterations: int = MAX_ITERATIONS) -> None:
-        self.left = self.iterations = iterations
-        self.limit = limit
-
-    def spend(self) -> None:
-        self.left -= 1
-        if self.left < 0:
-            raise jinja2.TemplateError(
-                f"its loops and calls take more than {self.iterations} iterations"
-            )
-
-    def sized(self, value: Any) -> Any:
-        if isinstance(value, str) and len(value) > self.limit:
-            raise jinja2.TemplateError(f"it makes a text of more than {self.limit} characters")
-        return value
-
-
-class _Bounding(NodeTransformer):
-    """Makes every `for` of a template count its iterations, and every `~` check the size of its
-    result."""
-
-    def visit_For(self, node: nodes.For) -> nodes.For:
-        self.generic_visit(node)
-        node.iter = nodes.Filter(node.iter, "bounded", [], [], None, None, lineno=node.lineno)
-        return node
-
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:
-        self.generic_visit(node)
-        return nodes.Filter(node, "sized", [], [], None, None, lineno=node.lineno)
-
-
-class _Generation(jinja2.ext.Extension):
-    """{% generation %} marks what an assistant wrote, for training; here its body is just
-    rendered."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    intercepted_binops = frozenset(["*", "**", "+", "%"])
-
-    def __init__(self) -> None:
-        super().__init__(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-        )
-        self.filters.update(
-            tojson=_tojson,
-            bounded=_bounded,
-            sized=pass_context(lambda context, value: _budget(context).sized(value)),
-        )
-        self.globals.update(
-            raise_exception=_raise, strftime_now=lambda form: datetime.datetime.now().strftime(form)
-        )
-
-    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        return _Bounding().visit(super()._parse(source, name, filename))
-
-    def call_binop(
-        self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any
-    ) -> Any:
-        large = operator == "*" and _product_size(left, right) > MAX_WRAPPING
-        if (
-            operator == "**"
-            or large
-            or (operator == "%" and isinstance(left, str) and WIDE.search(left))
-        ):
-            raise jinja2.TemplateError(f"it computes {operator!r} of values that are too large")
-        return _budget(context).sized(super().call_binop(context, operator, left, right))
-
-    def call(__self, __context: Any, __obj: Any, *arguments: Any, **rest: Any) -> Any:
-        budget = _budget(__context)
-        budget.spend()
-        # as of ljust
-        if any(isinstance(value, int) and abs(value) > MAX_WRAPPING for value in arguments):
-            raise jinja2.TemplateError("it calls a function with a number that is too large")
-        return budget.sized(super().call(__context, __obj, *arguments, **rest))
-
-
-def _product_size(left: Any, right: Any) -> int:
-    """Length of a text or list times a number, in either order; 0 for other products."""
-    return _extent(left) * _extent(right)
-
-
-def _extent(value: Any) -> int:
-    if isinstance(value, (str, list, tuple)):
-        return len(value)
-    return abs(value) if isinstance(value, int) else 0
-
-
-@pass_context
-def _bounded(context: jinja2.runtime.Context, items: Iterable[Any]) -> Iterator[Any]:
-    budget = _budget(context)
-    for item in items:
-        budget.spend()
-        yield item
-
-
-def _budget(context: jinja2.runtime.Context) -> _Budget:
-    budget = context.resolve("iterations_left")
-    if not isinstance(budget, _Budget):
-        raise jinja2.TemplateError("it sets iterations_left, which is not its own")
-    return budget
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: Any = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _raise(message: str) -> None:
-    raise jinja2.TemplateError(message)

@@ -245,6 +245,23 @@ def test_text_before_a_call_is_not_lost():
     )
 
 
+def test_text_before_a_call_is_not_lost_where_answers_must_alternate_with_users():
+    source = (  # as Mistral's: a message with calls shows no text and does not count
+        "{% set seen = namespace(n=0) %}{% for m in messages %}"
+        "{% if m.tool_calls %}[{{ m.tool_calls[0].function.name }}]"
+        "{% elif m.role == 'tool' %}({{ m.content }})"
+        "{% else %}{% if (m.role == 'user') != (seen.n % 2 == 0) %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}{% set seen.n = seen.n + 1 %}"
+        "<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}{# tools #}"
+    )
+    asked = [user("x"), answer("Let me see.", call("{}")), result("found", tool_call_id="c9")]
+    text = "<user>x<assistant>Let me see.<user>[look](found)"
+    assert rendered(source, *asked) == text
+    assert rendered(source, *asked, answer("so"), user("y")) == text + "<assistant>so<user>y"
+    unanswered = [*asked[:2], answer("no"), user("y")]
+    assert rendered(source, *unanswered).endswith("[look]<assistant>no<user>y")
+
+
 def test_arguments_are_a_text_where_the_template_takes_no_object():
     assert rendered(AS_TEXT, answer(None, call({"a": "é"}))) == '<assistant>[c9 look ={"a": "é"}]'
 

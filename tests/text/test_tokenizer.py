@@ -14,8 +14,8 @@ from tokenizers import decoders, models, pre_tokenizers
 from jaxserve.api.errors import RequestError
 from jaxserve.checkpoint.model_paths import CheckpointError
 from jaxserve.text import Tokenizer, vocabulary
-from jaxserve.text import chat_template as template
 from jaxserve.text.chat_template import ChatTemplate
+from jaxserve.text.template_sandbox import MAX_ITERATIONS
 from tests.examples import examples
 
 SPACE = "\u2581"
@@ -304,6 +304,39 @@ def test_templates_have_the_helpers_of_transformers():
         rendered("{{ raise_exception('roles must alternate') }}", "x")
 
 
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"required": ["at"]}}}]
+FUNCTIONS = json.dumps([TOOLS[0]["function"]], indent=4)
+
+
+def with_tools(source, tools):
+    return ChatTemplate(source, {}).render([{"role": "user", "content": "x"}], tools=tools)
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        (  # as Kimi K2's
+            "{% set ns = namespace(ids=[]) %}{% for t in tools %}"
+            "{% set _ = ns.ids.append(t.function.name) %}{% endfor %}{{ ns.ids.pop(0) }}",
+            "look",
+        ),
+        ("{{ tools | map(attribute='type') | tojson }}", '["function"]'),
+        ("{% set _ = tools[0].function.parameters.required.append('no') %}", ""),
+        # as Firefunction's
+        ("{# functools #}{{ functions }}{{ datetime | length }}", f"{FUNCTIONS}19"),
+    ],
+)
+def test_templates_take_tools_as_their_authors_wrote_them(source, text):
+    assert with_tools(source, TOOLS) == text
+    assert TOOLS[0]["function"]["parameters"]["required"] == ["at"]
+
+
+def test_templates_that_need_a_list_of_tools_have_an_empty_one():
+    source = "{% for tool in tools %}{{ tool.function.name }}{% endfor %}{{ tools | length }}"
+    assert (with_tools(source, []), with_tools(source, TOOLS)) == ("0", "look1")
+    assert with_tools("{{ tools is none }}", []) == "True"
+
+
 @pytest.mark.parametrize(
     "source",
     [
@@ -318,7 +351,8 @@ def test_templates_have_the_helpers_of_transformers():
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
         "{% for x in [1] recursive %}{{ loop([1]) }}{% endfor %}",
         "{{ ''.__class__.__mro__ }}",
-        "{{ messages.append(1) }}",
+        "{{ messages.clear() }}",
+        "{{ messages.extend(messages) }}",
         "{{ cycler.__init__.__globals__ }}",
         "{{ nothing.at.all }}",
         "{% if %}",
@@ -355,7 +389,7 @@ def test_messages_that_are_none_are_refused(messages, message):
 def test_long_chats_are_within_the_bounds():
     source = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
     assert len(rendered(source, *["word " * 50] * 5000)) > 1_000_000
-    assert template.MAX_ITERATIONS >= 100_000
+    assert MAX_ITERATIONS >= 100_000
 
 
 @pytest.mark.parametrize(

@@ -174,9 +174,8 @@ def alternating(messages: Messages) -> Iterator[Message]:
 
 
 def _may_join(first: Message, second: Message) -> bool:
-    return first["role"] in ("user", "assistant") and not (
-        "tool_calls" in first and "tool_calls" in second
-    )
+    has_calls = "tool_calls" in first or "tool_calls" in second
+    return first["role"] in ("user", "assistant") and not has_calls
 
 
 def _joined(first: Message, second: Message) -> Message:
@@ -236,10 +235,21 @@ def answered_before_user(messages: Messages) -> Iterator[Message]:
 
 def text_before_calls(messages: Messages) -> Iterator[Message]:
     """Makes a message of the text that comes with calls."""
+    return _text_before_calls(messages)
+
+
+def text_and_user_before_calls(messages: Messages) -> Iterator[Message]:
+    """Makes a message of the text that comes with calls, and an empty one of the user behind it, as
+    answers may not follow each other."""
+    return _text_before_calls(messages, user(""))
+
+
+def _text_before_calls(messages: Messages, *between: Message) -> Iterator[Message]:
     for message in messages:
         if message["content"] and "tool_calls" in message:
-            yield {key: value for key, value in message.items() if key != "tool_calls"}
-            message = {"role": message["role"], "content": "", "tool_calls": message["tool_calls"]}
+            yield {"role": message["role"], "content": message["content"]}
+            yield from between
+            message = {**message, "content": ""}
         yield message
 
 

@@ -146,6 +146,11 @@ _CHANGES = (  # in the order in which they are applied
         (_TOLD, (*_TOLD, *_TALK[1:])),
     ),
     Remedy(
+        "text before a call is a message of its own, which an empty one of a user follows",
+        changes.text_and_user_before_calls,
+        (_TOLD, (*_TOLD, *_TALK[1:])),
+    ),
+    Remedy(
         f"ids of calls have {changes.ID_CHARS} letters and digits",
         changes.short_ids,
         (
