@@ -18,6 +18,7 @@ from jaxserve.checkpoint.fields import Fields, token_ids
 from jaxserve.checkpoint.generation_config import FILE, usable_sampling
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.checkpoint.model_paths import CheckpointError
+from jaxserve.checkpoint.quantization import read_quantization
 from jaxserve.checkpoint.rope import Rope, RopeScaling, llama3_scaling, yarn_magnitude
 from jaxserve.checkpoint.rope_fields import FULL, SLIDING, WHOLE, read_ropes, write_ropes
 from jaxserve.checkpoint.specs import MlpSpec, NormSpec
@@ -34,7 +35,6 @@ _WANTED: dict[str, Any] = {
     "attention_bias": False,
     "mlp_bias": False,
     _PARTIAL: WHOLE,
-    "quantization_config": None,
     "use_bidirectional_attention": False,
     "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
@@ -64,6 +64,7 @@ def from_hf(
     """
     generation = generation or {}
     whole = config
+    read_quantization(whole)
     config = _text_part(whole)
     key = _family_of(config)
     family = FAMILIES[key]

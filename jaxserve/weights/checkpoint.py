@@ -15,7 +15,8 @@ from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.weights.gguf_weights import GgufFile
 from jaxserve.weights.names import ignored, tensors_of
 from jaxserve.weights.random_weights import RandomWeights
-from jaxserve.weights.safetensors_folder import FLOATS, SafetensorsFolder, without_weights
+from jaxserve.weights.safetensors_files import NOT_FLOATS
+from jaxserve.weights.safetensors_folder import SafetensorsFolder, without_weights
 from jaxserve.weights.store import OrbaxFolder, is_orbax
 
 _MAX_NAMES = 1000  # listed per kind of fault in an error
@@ -29,7 +30,9 @@ class Checkpoint(Protocol):
     """
 
     config: ModelConfig
-    bytes_read: int
+
+    @property
+    def bytes_read(self) -> int: ...
 
     @property
     def tokenizer(self) -> Path | None: ...
@@ -84,7 +87,6 @@ def check(checkpoint: Checkpoint | OrbaxFolder, config: ModelConfig) -> None:
     if isinstance(checkpoint, OrbaxFolder):
         return
     stored = checkpoint.tensors()
-    quantised = isinstance(checkpoint, GgufFile)
     wanted = tensors_of(replace(config, kv_heads=checkpoint.config.kv_heads))
     both = [(name, *stored[name], shape) for name, shape in wanted.items() if name in stored]
     faults = {
@@ -96,9 +98,7 @@ def check(checkpoint: Checkpoint | OrbaxFolder, config: ModelConfig) -> None:
             if shape != right
         ],
         "not floating point": [
-            f"{name} is {dtype}"
-            for name, _, dtype, _ in both
-            if not quantised and dtype not in FLOATS
+            f"{name} is {dtype}" for name, _, dtype, _ in both if dtype in NOT_FLOATS
         ],
     }
     if any(faults.values()):

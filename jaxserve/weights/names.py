@@ -13,6 +13,14 @@ from jaxserve.checkpoint.model import ModelConfig, declare
 from jaxserve.weights.assemble import TABLE, Assembly
 from jaxserve.weights.sources import Index, Read, Sources, places
 
+_UNUSED = (
+    "rotary_emb.inv_freq",
+    ".input_scale",
+    ".input_zero_point",
+    ".input_global_scale",
+    ".k_scale",
+    ".v_scale",
+)
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _NUMBER = re.compile(r"(\w+)\.(\d+)(?=\.|$)")  # in a path: of a layer
 
@@ -58,9 +66,10 @@ def family_names(stored: Iterable[str], model: ModelConfig) -> dict[str, str]:
 
 
 def ignored(name: str, model: ModelConfig) -> bool:
-    """Returns True for a tensor that a checkpoint may hold without need: RoPE frequencies, the copy
-    of the embedding as the head of a tied model, and layers that predict further tokens."""
-    if name.endswith("rotary_emb.inv_freq") or (model.tied and name == "lm_head.weight"):
+    """Returns True for a tensor that a checkpoint may hold without need: RoPE frequencies, scales
+    of activations and KV, the copy of the embedding as the head of a tied model, and layers that
+    predict further tokens."""
+    if name.endswith(_UNUSED) or (model.tied and name == "lm_head.weight"):
         return True
     layer = _LAYER.match(name)
     further = FAMILIES[model.family].further_layers

@@ -7,14 +7,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.constants import GGMLQuantizationType as Kind
 
 from jaxserve.kernels.quantised import INPUTS, OUTPUTS, Form, Quantised
+
+_FLOATS = {(4, 1): ml_dtypes.float4_e2m1fn, (8, 3): ml_dtypes.float8_e4m3fn}  # by bits, mantissa
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,17 +43,20 @@ class Blocks:
         return self._replaced((name, x[index]) for name, x in self._arrays())
 
     def columns(self, first: int, last: int) -> Blocks:
-        """Takes inputs `first` to `last`. Errors: ValueError for a limit within a group that does
-        not span all inputs."""
+        """Takes inputs `first` to `last`. Groups that a limit cuts become shorter ones, unless they
+        span all inputs. Errors: ValueError for a limit within a super-block."""
         inputs = self.codes.shape[1]
 
         def cut(name: str, x: np.ndarray) -> np.ndarray:
-            group = inputs // x.shape[1]
             if x.shape[1] == 1:
                 return x
-            if first % group or last % group:
-                raise ValueError(f"columns {first} to {last} cut groups of {group} inputs")
-            return x[:, first // group : last // group]
+            group = inputs // x.shape[1]
+            shorter = math.gcd(group, first, last)
+            if shorter < group:
+                if self.supers is not None:
+                    raise ValueError(f"columns {first} to {last} cut groups of {group} inputs")
+                x = np.repeat(x, group // shorter, 1)
+            return x[:, first // shorter : last // shorter]
 
         return self._replaced((name, cut(name, x)) for name, x in self._arrays())
 
@@ -126,6 +134,34 @@ def _placed(parts: list[np.ndarray]) -> np.ndarray:
         words[:, :, at : at + whole.shape[-1]] = whole.transpose(0, 2, 3, 1)
         at += whole.shape[-1]
     return words
+
+
+def dequantised(blocks: Blocks) -> np.ndarray:
+    """Computes the matrix [outputs, inputs] in f32."""
+    values = _numbers(blocks.form)[blocks.codes]
+    values *= _factors(blocks, blocks.scales, 0)
+    if blocks.offsets is not None:
+        values += _factors(blocks, blocks.offsets, 1)
+    return values
+
+
+@functools.cache
+def _numbers(form: Form) -> np.ndarray:
+    """The numbers of all codes of a form, f32."""
+    codes = np.arange(2**form.bits, dtype=np.uint8)
+    if form.mantissa:
+        return codes.view(_FLOATS[form.bits, form.mantissa]).astype(np.float32)
+    return codes.astype(np.float32) - form.zero
+
+
+def _factors(blocks: Blocks, factors: np.ndarray, part: int) -> np.ndarray:
+    """Scales or offsets by input, in f32. part: of them in `supers`."""
+    inputs = blocks.codes.shape[1]
+    factors = factors.astype(np.float32)
+    if blocks.supers is not None:
+        supers = blocks.supers[..., part].astype(np.float32)
+        factors = factors * np.repeat(supers, factors.shape[1] // supers.shape[1], 1)
+    return np.repeat(factors, inputs // factors.shape[1], 1)
 
 
 # --- GGUF

@@ -1,36 +1,29 @@
 """Reads folders of safetensors files as checkpoints.
 
-A file is a JSON header, then bytes. Nothing of the header is used before it has been validated
-against the size of the file. Files are memory-mapped; only .json and .safetensors files are opened.
+Only .json and .safetensors files are opened.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import re
-import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeGuard
 
-import ml_dtypes
 import numpy as np
 
 from jaxserve.checkpoint.generation_config import generation_fields
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.checkpoint.model_config import from_hf
-from jaxserve.checkpoint.model_files import (
-    MAX_JSON_BYTES,
-    notes,
-    read_json,
-    read_object,
-    refuse_pointer,
-)
+from jaxserve.checkpoint.model_files import notes, read_json, read_object
 from jaxserve.checkpoint.model_paths import CheckpointError, reason
+from jaxserve.checkpoint.quantization import read_quantization
 from jaxserve.checkpoint.tokenizer_files import eos_id
 from jaxserve.weights.names import family_names
+from jaxserve.weights.quantised import Blocks
+from jaxserve.weights.quantised_layouts import quantised_tensors
+from jaxserve.weights.quantised_tensors import QuantisedTensor
+from jaxserve.weights.safetensors_files import MappedTensors, TensorPlace, safetensors_header
 from jaxserve.weights.sources import places
 
 _WHOLE = "model.safetensors"
@@ -38,68 +31,70 @@ _NUMBERED = re.compile(r"(model)-(\d+)-of-(\d{1,6})\.safetensors")
 # beginnings of names of files that stand beside a model: the same weights under other names,
 # adapters, states of training
 _NOT_THE_MODEL = ("consolidated", "adapter", "optimizer", "training", "scheduler", "rng")
-FLOATS = {
-    "F64": np.dtype("<f8"),
-    "F32": np.dtype("<f4"),
-    "F16": np.dtype("<f2"),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-}
-# dtypes that are not loaded but may appear in a header, by item size in bytes
-_OTHERS = {1: "BOOL U8 I8 F8_E4M3 F8_E5M2 F8_E8M0", 2: "I16 U16", 4: "I32 U32", 8: "I64 U64"}
-_ITEM_SIZES = {name: d.itemsize for name, d in FLOATS.items()} | {
-    name: size for size, names in _OTHERS.items() for name in names.split()
-}
 _ALL = slice(None)
 
 
-class TensorPlace(NamedTuple):
-    """A tensor in a file: bytes `start` to `stop` of `file`."""
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-
-
 class SafetensorsFolder:
-    """A checkpoint in a folder with config.json and .safetensors files. `bytes_read` counts what
-    `read` took from them; pickles and code in the folder are never opened."""
+    """A checkpoint in a folder with config.json and .safetensors files. Pickles and code in the
+    folder are never opened."""
 
     def __init__(self, folder: Path, name: str = ""):
-        self.bytes_read = 0
-        self._counting = threading.Lock()
         self.tokenizer = tokenizer_of(folder)
         config = read_config(folder, name)
         stored = _placed_tensors(folder)
         names = family_names(stored, config)
-        self._places = {names[name]: place for name, place in stored.items() if name in names}
         if others := [name for name in stored if name not in names]:
             notes.warning(
                 f"{folder}: left out tensors of other parts than the decoder: {others[:20]}"
             )
-        self.config = _tied_without_head(folder, config, self._places)
-        self._maps = {
-            file: np.memmap(file, np.uint8, "r")
-            for file in {place.file for place in self._places.values()}
-        }
+        self._files = MappedTensors(
+            {names[name]: place for name, place in stored.items() if name in names}
+        )
+        quantization = read_quantization(read_object(folder / "config.json"))
+        self._quantised: dict[str, QuantisedTensor] = {}
+        if quantization is not None:
+            self._quantised = quantised_tensors(self._files, quantization)
+        self.config = _tied_without_head(folder, config, self.tensors())
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that were taken from the files."""
+        return self._files.bytes_read
 
     def tensors(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Name -> (shape, name of the stored dtype)."""
-        return {name: (place.shape, place.dtype) for name, place in self._places.items()}
+        """Name -> (shape, name of the stored dtype or, of a quantised matrix, of its format)."""
+        found = dict(self._files.types)
+        for name, tensor in self._quantised.items():
+            for part in tensor.names:
+                del found[part]
+            found[name] = tensor.shape, tensor.kind
+        return found
 
     def read(self, name: str, rows: slice = _ALL, columns: slice | None = None) -> np.ndarray:
-        """Reads a slice of a tensor: a view of the mapped file, in the stored dtype."""
-        place = self._places[name]
-        values = (
-            self._maps[place.file][place.start : place.stop]
-            .view(FLOATS[place.dtype])
-            .reshape(place.shape)
-        )
-        values = values[rows] if columns is None else values[rows, columns]
-        with self._counting:
-            self.bytes_read += values.nbytes
-        return values
+        """Reads a slice of a tensor: a view of the mapped file, in the stored dtype; f32 if it is
+        quantised."""
+        if name in self._quantised:
+            tensor = self._quantised[name]
+            return tensor.values(self._files, *_limits(tensor.shape, rows, columns))
+        index = (rows,) if columns is None else (rows, columns)
+        return self._files.read(name, *index)
+
+    def blocks(
+        self, name: str, rows: slice, columns: slice | None = None, expert: int | None = None
+    ) -> Blocks | None:
+        """Reads a slice of a quantised matrix as it is stored; None for a tensor that is not
+        quantised. expert: the matrix, of a tensor of those of all experts."""
+        tensor = self._quantised.get(name)
+        if tensor is None:
+            return None
+        return tensor.blocks(self._files, *_limits(tensor.matrix, rows, columns), expert)
+
+
+def _limits(shape: tuple[int, ...], rows: slice, columns: slice | None) -> tuple[slice, slice]:
+    """Slices of a matrix with start and stop."""
+    both = rows, columns or _ALL
+    top, left = (slice(*some.indices(size)[:2]) for some, size in zip(both, shape))
+    return top, left
 
 
 def _tied_without_head(folder: Path, config: ModelConfig, stored: Iterable[str]) -> ModelConfig:
@@ -193,7 +188,7 @@ def without_weights(folder: Path) -> str:
 def _indexed(index: Path) -> list[str]:
     """Returns the names of the files that an index names. Errors: CheckpointError."""
     content = read_json(index)
-    weight_map = _object(content).get("weight_map")
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
         raise CheckpointError(f"{index}: has no weight_map of file names")
     names = sorted(set(weight_map.values()))
@@ -201,99 +196,3 @@ def _indexed(index: Path) -> list[str]:
         if not re.fullmatch(r"[\w.-]+\.safetensors", name):
             raise CheckpointError(f"{index}: {name!r} is not the plain name of a .safetensors file")
     return names
-
-
-def safetensors_header(file: Path) -> dict[str, TensorPlace]:
-    """Reads and validates the header of a .safetensors file: its tensors by name. Errors:
-    CheckpointError for wrong lengths, unknown dtypes, overlaps, gaps, and bytes past the end."""
-    refuse_pointer(file)
-    try:
-        size = file.stat().st_size
-        with open(file, "rb") as f:
-            length = int.from_bytes(f.read(8), "little")
-            if size < 8 or not 2 <= length <= min(size - 8, MAX_JSON_BYTES):
-                raise CheckpointError(
-                    f"{file}: truncated, or not a safetensors file "
-                    f"(header of {length} bytes, file of {size})"
-                )
-            header = json.loads(f.read(length), object_pairs_hook=_unique)
-    except OSError as error:
-        raise CheckpointError(f"{file}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{file}: the header is not JSON ({error})") from None
-    places = {}
-    end = 8 + length
-    entries = _object(header)
-    entries.pop("__metadata__", None)
-    for name, entry in sorted(entries.items(), key=_begin):
-        place = _place(file, name, entry, 8 + length)
-        if place.start != end:
-            raise CheckpointError(
-                f"{file}: tensor {name!r} begins at byte {place.start}, "
-                f"the last one ends at {end}: an overlap or a gap"
-            )
-        places[name] = place
-        end = place.stop
-    if end != size:
-        raise CheckpointError(
-            f"{file}: the tensors end at byte {end}, the file at {size}: "
-            "truncated, or data that no tensor claims"
-        )
-    return places
-
-
-def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object as a dict. Errors: ValueError for a repeated key."""
-    entries: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in entries:
-            raise ValueError(f"{key!r} is given twice")
-        entries[key] = value
-    return entries
-
-
-def _begin(item: tuple[str, Any]) -> tuple[int, int]:
-    """Sort key of header entries: their offsets, invalid ones first."""
-    offsets: Any = _object(item[1]).get("data_offsets")
-    if _is_counts(offsets) and len(offsets) == 2:
-        return offsets[0], offsets[1]
-    return -1, -1
-
-
-def _object(value: Any) -> dict[str, Any]:
-    """Returns a JSON value if it is an object; else an empty one."""
-    return value if isinstance(value, dict) else {}
-
-
-def _is_counts(values: object) -> TypeGuard[list[int]]:
-    """Returns True if a JSON value is a list of whole numbers of at least 0."""
-    return isinstance(values, list) and all(
-        isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in values
-    )
-
-
-def _place(file: Path, name: str, entry: Any, data: int) -> TensorPlace:
-    """Validates one entry of a header; data: where the tensors' bytes begin in the file."""
-    fields = _object(entry)
-    dtype = fields.get("dtype")
-    shape = fields.get("shape")
-    offsets = fields.get("data_offsets")
-    if (
-        not isinstance(dtype, str)
-        or dtype not in _ITEM_SIZES
-        or not _is_counts(shape)
-        or not _is_counts(offsets)
-        or len(offsets) != 2
-    ):
-        raise CheckpointError(
-            f"{file}: tensor {name!r} has no valid dtype, shape and data_offsets: "
-            f"{str(entry)[:200]}"
-        )
-    size = offsets[1] - offsets[0]
-    if size != math.prod(shape) * _ITEM_SIZES[dtype]:
-        raise CheckpointError(
-            f"{file}: tensor {name!r} of {dtype} {shape} cannot have {size} bytes"
-        )
-    return TensorPlace(file, dtype, tuple(shape), data + offsets[0], data + offsets[1])

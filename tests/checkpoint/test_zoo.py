@@ -271,7 +271,7 @@ def test_families_differ_in_biases_norms_and_windows():
         ({"hidden_act": "gelu"}, "hidden_act: 'gelu'"),
         ({"attention_bias": True}, "attention_bias"),
         ({"mlp_bias": True}, "mlp_bias"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantization_config"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"num_hidden_layers": 0}, "num_hidden_layers: must be a whole number"),
         ({"num_hidden_layers": 2**30}, "num_hidden_layers"),

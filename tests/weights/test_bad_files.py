@@ -15,7 +15,7 @@ from jaxserve import weights
 from jaxserve.checkpoint.gguf_file import read_header
 from jaxserve.checkpoint.model_paths import CheckpointError
 from jaxserve.weights.gguf_weights import gguf_to_hf
-from jaxserve.weights.safetensors_folder import safetensors_header
+from jaxserve.weights.safetensors_files import safetensors_header
 from tests.examples import examples
 from tests.weights.models import TINY, tensors, write_folder, write_gguf
 

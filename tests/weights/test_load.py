@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from jaxserve import weights
+from jaxserve.checkpoint.model_config import from_hf, to_hf
 from jaxserve.checkpoint.zoo import MODELS
-from jaxserve.weights.names import build
+from jaxserve.weights.names import build, tensors_of
 from jaxserve.weights.random_weights import RandomWeights
+from tests.models.oracle.cases import CASES
 from tests.weights.models import (
     GGUF_KINDS,
     KINDS,
@@ -22,6 +24,7 @@ from tests.weights.models import (
     write_folder,
     write_gguf,
 )
+from tests.weights.quantised.folders import FORMATS, write_both
 
 
 def loaded(source, kvp=1, tp=1, dtype="float32", layers=None):
@@ -236,3 +239,18 @@ def test_the_real_model_is_the_same_from_gguf_and_from_safetensors(smollm2_gguf,
         loaded(source, 1, 3, layers=range(29, 30)) for source in (smollm2_gguf, smollm2_folder)
     )
     same(a, {path: np.asarray(value) for path, value in b.items()})
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("form", FORMATS)
+def test_quantised_folders_load_like_the_floats_that_they_mean(form, tp, tmp_path):
+    config, values = to_hf(TINY), tensors(TINY)
+    if form == "mxfp4":
+        case = CASES["gpt_oss"]
+        config, values = case.config, case.weights(tensors_of(from_hf(case.config)))
+    quantised, floats = write_both(tmp_path, config, values, form)
+    _, expected = loaded(floats, 2, tp)
+    _, params = loaded(quantised, 2, tp)
+    assert params.keys() == expected.keys()
+    for path, param in params.items():
+        np.testing.assert_allclose(param, expected[path], rtol=1e-6, err_msg=path)
