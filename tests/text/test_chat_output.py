@@ -2,6 +2,7 @@
 cut into pieces."""
 
 import json
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -191,6 +192,71 @@ EXAMPLES = [  # format, text, parts
         [Text("Sure."), *F1, *G],
     ),
     (
+        "kimi_k3",
+        'Sure.<|open|>tools<|sep|><|open|>call tool="f" index="1"<|sep|>'
+        '<|open|>argument key="text" type="string"<|sep|>a "b" <c>\n<|close|>argument<|sep|>'
+        '<|open|>argument key="other" type="number"<|sep|>5<|close|>argument<|sep|>'
+        '<|close|>call<|sep|><|open|>call tool="g" index="2"<|sep|><|close|>call<|sep|>'
+        "<|close|>tools<|sep|><|close|>message<|sep|>",
+        [Text("Sure."), CallBegin("f"), {"text": 'a "b" <c>\n', "other": 5}, *G],
+    ),
+    (
+        "minimax_m3",
+        "Sure.#<tool_call>\n#<invoke name=\"f\">#<text>a <b>\n#</text>#<list>#<item>1#</item>"
+        "#<item>#<k>v#</k>#</item>#</list>#</invoke>\n#<invoke name=\"g\">#</invoke>\n"
+        "#</tool_call>".replace("#", "]<]minimax[>["),
+        [Text("Sure."), CallBegin("f"), {"text": "a <b>\n", "list": [1, {"k": "v"}]}, *G],
+    ),
+    (
+        "hy_v3",
+        "Sure.<tool_calls>\n<tool_call>f<tool_sep>\n<arg_key>text</arg_key>\n"
+        "<arg_value>5</arg_value>\n</tool_call>\n<tool_call>g<tool_sep>\n</tool_call>\n"
+        "</tool_calls>",
+        [Text("Sure."), CallBegin("f"), {"text": "5"}, *G],
+    ),
+    (
+        "minicpm5",
+        '<function name="f"><param name="text"><![CDATA[a </param> "b"]]></param>'
+        '<param name="n">1</param><param name="flag">True</param></function>\n'
+        '<function name="g"></function>',
+        [CallBegin("f"), {"text": 'a </param> "b"', "n": 1, "flag": True}, *G],
+    ),
+    (
+        "dots",
+        '<dots_function_call>\n<invoke name="f">\n<parameter name="n">1</parameter>\n</invoke>\n'
+        '</dots_function_call><dots_function_call>{"name": "g", "arguments": {}}'
+        "</dots_function_call>",
+        [*F1, *G],
+    ),
+    (
+        "solar",
+        "Sure.<|begin|>assistant<|tool_calls|><|tool_call:begin|>a1<|tool_call:name|>f"
+        '<|tool_call:args|>{"n": 1}<|tool_call:end|><|tool_call:begin|>a2<|tool_call:name|>g'
+        "<|tool_call:args|>{}<|tool_call:end|><|calls|>",
+        [Text("Sure."), *F1, *G],
+    ),
+    (
+        "gigachat3",
+        'Sure.<|message_sep|>\n\nfunction call<|role_sep|>\n{"name": "f", "arguments": {"n": 1}}'
+        "<|message_sep|>",
+        [Text("Sure."), *F1],
+    ),
+    ("gigachat3", 'Sure.<|function_call|>{"name": "g", "arguments": {}}', [Text("Sure."), *G]),
+    ("apertus", '<|tools_prefix|>[{"f": {"n": 1}}, {"g": {}}]<|tools_suffix|>', [*F1, *G]),
+    ("apertus", "<|tools_prefix|>[1]", [Text("<|tools_prefix|>[1]")]),
+    (
+        "longcat",
+        '<longcat_tool_call>\n{"name": "f", "arguments": {"n": 1}}\n</longcat_tool_call>',
+        F1,
+    ),
+    (
+        "internlm",
+        'Sure.<|action_start|><|plugin|>\n{"name": "f", "parameters": {"n": 1}}<|action_end|>',
+        [Text("Sure."), *F1],
+    ),
+    ("llama3", '<function=f>{"n": 1}</function><function=g>{}</function>', [*F1, *G]),
+    ("llama3", "See <function=NAME> tags", [Text("See <function=NAME> tags")]),
+    (
         "gemma4",
         '<|tool_call>call:f{list:[1,<|"|>x<|"|>,{a:null}],n:1,text:<|"|>"a" \\d\n}<|"|>}'
         "<tool_call|>"
@@ -314,7 +380,17 @@ def test_reasoning_is_split_from_the_answer(form):
     assert read(inside, f"Let me see.\n{form.end}Hi") == expected
     assert read(inside, "cut o") == [Reasoning("cut o")]
     assert read(OutputFormat(form), "Hi") == [Text("Hi")]
+    assert read(OutputFormat(form), f"{form.end}Hi") == [Text("Hi")]
     assert read(OutputFormat(), text) == [Text(text)]
+
+
+def test_marks_around_an_answer_are_not_part_of_it():
+    form = OutputFormat(reasoning_format("", "kimi_k3"), FORMATS["kimi_k3"], in_reasoning=True)
+    text = (
+        "hm<|close|>think<|sep|><|open|>response<|sep|>Hi<|close|>response<|sep|>"
+        "<|close|>message<|sep|>"
+    )
+    assert read(form, text) == read(form, [text]) == [Reasoning("hm"), Text("Hi")]
 
 
 def test_calls_follow_reasoning():
@@ -334,6 +410,18 @@ TEMPLATES = [  # what tells a family's template, its tool format, its reasoning 
     ("<tool_call><function=x><parameter=y><think>", "qwen3_coder", "think"),
     ("<seed:tool_call><function=x><parameter=y><seed:think>", "seed_oss", "seed"),
     ("<tool_call><arg_key>", "glm", None),
+    ("<tool_call><tool_sep><arg_key>", "hy_v3", "hy_v3"),
+    ("<|open|>{{ 'tools' }}{{ 'think' }}", "kimi_k3", "kimi_k3"),
+    ("]<]minimax[>[<invoke name=<mm:think>", "minimax_m3", "minimax_m3"),
+    ("<function name=<param name=<think>", "minicpm5", "think"),
+    ("<dots_function_call>", "dots", None),
+    ("<|tool_call:begin|><|think|>", "solar", "solar"),
+    ("{{ 'function call' }}<|role_sep|>", "gigachat3", None),
+    ("<|function_call|>", "gigachat3", None),
+    ("<|tools_prefix|><|inner_prefix|>", "apertus", "apertus"),
+    ("<tool_calls>Here are my reasoning steps:", "hunyuan_a13b", "apriel"),
+    ("<longcat_tool_call>", "longcat", None),
+    ("<|action_start|>", "internlm", None),
     ("<minimax:tool_call><invoke name=", "minimax_m2", None),
     ("{% set token = '｜DSML｜' %}<think></think>", "deepseek_v32", "think"),
     ("<steptml:invoke name=", "step3", None),
@@ -366,6 +454,18 @@ def test_formats_follow_from_the_template(shown, name, reasoning):
     template = "{{ tools }}" + shown
     found = reasoning_format(template)
     assert (tool_format(template).name, found and found.name) == (name, reasoning)
+
+
+def test_tags_of_hunyuan_have_the_suffix_of_the_checkpoint():
+    for template in (
+        "{% set HYTK = ':ab1' %}<tool_sep{}><arg_key{}>",
+        "<tool_call:ab1><tool_sep><arg_key",
+    ):
+        template = "{{ tools }}" + template
+        form = OutputFormat(reasoning_format(template), tool_format(template), SCHEMAS)
+        text = "<think>hm</think>a<tool_calls><tool_call>g<tool_sep></tool_call></tool_calls>"
+        written = re.sub(r"<(/?\w+)>", r"<\1:ab1>", text)
+        assert read(form, [written]) == [Reasoning("hm"), Text("a"), *call("g", "{}")]
 
 
 def test_formats_can_be_chosen():
@@ -504,6 +604,33 @@ def test_values_between_tags_have_the_types_of_their_parameters(schema, written,
     form = OutputFormat(tools=FORMATS["minimax_m2"], schemas=schemas)
     text = f'<invoke name="f"><parameter name="a">{written}</parameter></invoke>'
     assert simplified(read(form, text)) == [CallBegin("f"), {"a": value}]
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("{<at>{<x>1{</x>{<x>2{</x>{<y>007{</y>{</at>", {"at": {"x": 1, "y": "007"}}),
+        ("{<at>{<y>[5]{</at>", {"at": {"y": "[5]"}}),
+        ("{<list>{<item>1{</item>{</list>", {"list": ["1"]}),
+        ("{<list>[1, 2]{</list>{<n>two", {"list": [1, 2], "n": "two"}),
+        ("{<text>1 {</b> < 2{</text>", {"text": "1 {</b> < 2"}),
+        ("", {}),
+    ],
+)
+def test_elements_have_the_types_that_the_schema_gives_them(written, value):
+    schema = {
+        "properties": {
+            "at": {"$ref": "#/$defs/place"},
+            "list": {"type": "array", "items": {"type": "string"}},
+            "n": {"type": "integer"},
+            "text": {"type": "string"},
+        },
+        "$defs": {"place": {"properties": {"x": {"type": "integer"}, "y": {"type": "string"}}}},
+    }
+    text = f'{{<invoke name="f">{written}{{</invoke>'.replace("{<", "]<]minimax[>[<")
+    form = OutputFormat(tools=FORMATS["minimax_m3"], schemas={"f": schema})
+    expected = json.loads(json.dumps(value).replace("{</b>", "]<]minimax[>[</b>"))
+    assert simplified(read(form, text)) == [CallBegin("f"), expected]
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,16 @@ from jaxserve.settings.fields import Settings, option
 
 # as in text.chat_output.formats, which the settings do not import
 TOOL_PARSERS = (
-    "auto", "harmony", "deepseek_v32", "minimax_m2", "step3", "seed_oss", "qwen3_coder", "glm",
-    "kimi_k2", "gemma4", "functiongemma", "phi4_mini_json", "granite", "cohere_command3",
-    "nemotron_json", "hunyuan_a13b", "lfm2", "olmo3", "hermes", "mistral", "llama3", "deepseek_v3",
-    "deepseek_v31", "pythonic",
+    "auto", "harmony", "deepseek_v32", "minimax_m2", "minimax_m3", "kimi_k3", "hy_v3",
+    "minicpm5", "dots", "step3", "seed_oss", "qwen3_coder", "glm", "kimi_k2", "gemma4",
+    "functiongemma", "phi4_mini_json", "granite", "cohere_command3", "nemotron_json",
+    "hunyuan_a13b", "lfm2", "olmo3", "solar", "gigachat3", "apertus", "longcat", "internlm",
+    "hermes", "mistral", "llama3", "deepseek_v3", "deepseek_v31", "pythonic",
 )  # fmt: skip
 REASONING_PARSERS = (
     "auto", "none", "hunyuan_a13b", "ernie45", "think", "mistral", "seed", "harmony", "gemma4",
-    "cohere_command3", "granite",
+    "cohere_command3", "kimi_k3", "minimax_m3", "hy_v3", "solar", "apertus", "apriel",
+    "granite",
 )  # fmt: skip
 
 

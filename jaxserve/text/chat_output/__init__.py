@@ -1,7 +1,8 @@
 """Reads what a chat's completion holds: reasoning, answer, and calls of tools, as they come.
 
-Families of models write these in formats of their own. `formats` lists them, and finds a model's by
-its chat template; `calls` and `harmony` parse them; `reader` puts it together.
+Families of models write these in formats of their own. `tool_formats` and `reasoning_formats` list
+them, and `formats` finds a model's by its chat template. `json_calls`, `parameter_calls`,
+`element_calls`, `pythonic_calls` and `harmony` parse them; `reader` puts it together.
 """
 
 from jaxserve.text.chat_output.formats import ChatFormats, reasoning_format, tool_format

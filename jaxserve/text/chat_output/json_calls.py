@@ -28,15 +28,24 @@ from jaxserve.text.chat_output.source import (
 
 _FENCES = ("```json", "```")
 _NAMES = ("name", "tool_name", "function")
-_ARGUMENTS = ("arguments", "parameters")
+_ARGUMENTS = ("arguments", "parameters", "args")
 _MEMBERS = {*_NAMES, *_ARGUMENTS, "id", "type", "index", "tool_call_id"}
 
 
 def json_calls(source: Source, scope: Scope) -> Parser[None]:
     """Objects with name and arguments: one, several, or a list of them."""
+    yield from _object_calls(source, scope, _CallObject)
+
+
+def keyed_calls(source: Source, scope: Scope) -> Parser[None]:
+    """Objects whose keys are names, and their values arguments: one, several, or a list of them."""
+    yield from _object_calls(source, scope, _KeyedObject)
+
+
+def _object_calls(source: Source, scope: Scope, kind: type[_CallObject]) -> Parser[None]:
     yield from _take_any(source, _FENCES)
     yield from _take_any(source, ("[",))
-    while (yield from _json_call(source, scope)):
+    while (yield from _json_call(source, scope, kind)):
         yield from _take_any(source, ("}", "]", "```"))  # also such as are too many
         source.begin_trial()
         yield from _take_any(source, (",", ";", "["))
@@ -49,11 +58,11 @@ def _take_any(source: Source, marks: Sequence[str]) -> Parser[None]:
         yield from spaces(source)
 
 
-def _json_call(source: Source, scope: Scope) -> Parser[bool]:
+def _json_call(source: Source, scope: Scope, kind: type[_CallObject]) -> Parser[bool]:
     """Returns whether there was a call."""
     if (yield from next_char(source)) != "{":
         return False
-    call = _CallObject(scope)
+    call = kind(scope)
     reader = LenientJson(JSON, scope.ends)
     while True:
         pieces = reader.push(source.take_to(-1))
@@ -133,6 +142,26 @@ class _CallObject:
         """Returns False if a call that no mark began is none: what may call must be known."""
         known = self._scope.marked or not self._name or self._name in self._scope.schemas
         return member in _MEMBERS and known
+
+
+class _KeyedObject(_CallObject):
+    """Reads an object whose members are calls: {"f": {"a": 1}}."""
+
+    def read(self, piece: Piece) -> list[CallBegin | Arguments]:
+        member = piece.member
+        if member is None:
+            return []
+        if member == self._arguments:
+            return [Arguments(piece.text)] * bool(piece.text)
+        self.is_none = not self.begun and not piece.text.startswith("{")
+        if self.is_none or not piece.text.startswith("{"):
+            return []
+        self._arguments = member
+        return self._begin(member, piece.text)
+
+    def end(self) -> list[CallBegin | Arguments]:
+        self.is_none = not self.begun
+        return []
 
 
 def _text_of(value: str) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 
 from jaxserve.text.chat_output.calls import CallParser, Scope, begin_call
 from jaxserve.text.chat_output.json_values import json_text
+from jaxserve.text.chat_output.parameter_syntax import TEXT_TYPES, ParameterSyntax
 from jaxserve.text.chat_output.parameter_types import ParameterTypes, value_of
 from jaxserve.text.chat_output.parts import Arguments
 from jaxserve.text.chat_output.source import (
@@ -21,65 +21,6 @@ from jaxserve.text.chat_output.source import (
 
 STRING = frozenset(["string"])
 MAX_KEY = 256  # characters of what begins a parameter
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ParameterSyntax:
-    """The notation of a call and its parameters.
-
-    head: pattern of what stands before the parameters, with a group `name`; head_begun: of its
-    beginnings. parameter: the mark that begins a parameter. key: pattern of that mark and what
-    stands before a value, with a group `key` and maybe one `string`, which is "true" or "false".
-    value_end: the mark behind a value. call_end: the mark behind a call ('': only those of the
-    format). trims: whether one line break before and one behind a value are not part of it.
-    """
-
-    head: re.Pattern[str]
-    head_begun: re.Pattern[str]
-    parameter: str
-    key: re.Pattern[str]
-    value_end: str
-    call_end: str = ""
-    trims: bool = False
-
-
-def _in_tag(group: str) -> str:
-    """Pattern of a name in a tag, in quotes or not, up to the tag's end or an attribute."""
-    return rf"""\s*=\s*["']?(?P<{group}>[^"'>\n]+?)["']?\s*"""
-
-
-def tagged(prefix: str) -> ParameterSyntax:
-    """Syntax of <invoke name="f"><parameter name="a">1</parameter></invoke>, behind the mark
-    <invoke name. prefix: what the names of these tags begin with."""
-    parameter = f"<{prefix}parameter name"
-    says_type = r"""(?:string\s*=\s*["'](?P<string>\w+)["']\s*)?"""
-    return ParameterSyntax(
-        re.compile(rf"{_in_tag('name')}>"),
-        re.compile(r"[^>]*"),
-        parameter,
-        re.compile(rf"{re.escape(parameter)}{_in_tag('key')}{says_type}>"),
-        f"</{prefix}parameter>",
-        f"</{prefix}invoke>",
-    )
-
-
-# behind the mark <function=
-QWEN_CODER = ParameterSyntax(
-    re.compile(r"(?P<name>[^>\n]+)>"),
-    re.compile(r"[^>\n]*"),
-    "<parameter=",
-    re.compile(r"<parameter=(?P<key>[^>\n]+)>"),
-    "</parameter>",
-    "</function>",
-    trims=True,
-)
-GLM = ParameterSyntax(
-    re.compile(r"\s*(?P<name>[^\s<{}\[\]]+)\s*(?=<arg_key>|</tool_call>)"),
-    re.compile(r"\s*(?:[^\s<{}\[\]]+\s*(?:<[a-z/_]*)?)?"),
-    "<arg_key>",
-    re.compile(r"<arg_key>(?P<key>[^<]*)</arg_key>\s*<arg_value>"),
-    "</arg_value>",
-)
 
 
 def parameter_calls(syntax: ParameterSyntax) -> CallParser:
@@ -108,7 +49,7 @@ class _Call:
         self._types = ParameterTypes(scope.schemas.get(name, {}))
         self._outer_ends = tuple(scope.ends)
         self._ends = tuple(filter(None, (syntax.call_end, *scope.ends)))
-        self._marks = (syntax.value_end, syntax.parameter, *self._ends)
+        self._marks = (*syntax.value_ends, syntax.parameter, *self._ends)
         self._any_mark = re.compile("|".join(map(re.escape, self._marks)))
         self._closed = False  # the end of the call was there
         self._value_closed = False  # that of the newest value
@@ -133,10 +74,10 @@ class _Call:
     def _types_of(self, key: re.Match[str]) -> frozenset[str]:
         """Types of a parameter: those that its schema names, and what the model says."""
         types = self._types.of(_bare_name(key["key"]))
-        said = key.groupdict().get("string")
-        if said == "true" and (not types or types >= STRING):
+        said = key.groupdict().get("type")
+        if said in TEXT_TYPES and (not types or types >= STRING):
             return STRING
-        if said == "false":
+        if said and said not in TEXT_TYPES:
             return types - STRING
         return types
 
@@ -225,7 +166,7 @@ class _Call:
                 return source.take(begin)
             if is_end:
                 assert mark is not None
-                source.take(mark.end() if mark[0] == self._syntax.value_end else mark.start())
+                source.take(mark.end() if mark[0] in self._syntax.value_ends else mark.start())
                 self._value_closed = True
                 return None
             yield None
@@ -251,7 +192,7 @@ class _Call:
                 return None
             return key is not None and self._is_missing(_bare_name(key["key"]))
         followers = self._outer_ends
-        if mark[0] == self._syntax.value_end:
+        if mark[0] in self._syntax.value_ends:
             followers = (self._syntax.parameter, *self._ends)
         rest = text[mark.end() : mark.end() + MAX_KEY].lstrip()
         if rest.startswith(followers):

@@ -16,13 +16,15 @@ _TYPES = {
     dict: "object", type(None): "null",
 }  # fmt: skip
 _NONE = object()
+ENTRIES = "item"  # name of the entries of a list
 
 
 class ParameterTypes:
-    """The types of one tool's parameters, by the JSON schema of all of them."""
+    """The types of one tool's parameters, by the JSON schema of all of them. root: the document
+    that the schema is part of, if it is not all of it."""
 
-    def __init__(self, schema: Mapping[str, Any]) -> None:
-        self._root = schema
+    def __init__(self, schema: Any, root: Mapping[str, Any] | None = None) -> None:
+        self._root = schema if root is None else root
         self._properties = self._properties_of(schema, MAX_REFERENCES)
 
     def __contains__(self, parameter: str) -> bool:
@@ -32,6 +34,10 @@ class ParameterTypes:
         """Types that a parameter may have; none where the schema says nothing."""
         return self._types(self._properties.get(parameter), MAX_REFERENCES)
 
+    def within(self, parameter: str) -> ParameterTypes:
+        """Types of what is in a parameter: of its members, and of its entries, under ENTRIES."""
+        return ParameterTypes(self._properties.get(parameter), self._root)
+
     def _properties_of(self, schema: Any, depth: int) -> dict[str, Any]:
         """The properties that a schema names, itself or by other schemas."""
         if not isinstance(schema, Mapping) or depth == 0:
@@ -39,6 +45,8 @@ class ParameterTypes:
         properties: dict[str, Any] = {}
         for other in (self._referred(schema), *self._branches(schema)):
             properties |= self._properties_of(other, depth - 1)
+        if "items" in schema:
+            properties[ENTRIES] = schema["items"]
         own = schema.get("properties")
         if isinstance(own, Mapping):
             properties |= own

@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Generator
 
 from jaxserve.text.chat_output.calls import CallParser, Schemas, Scope
-from jaxserve.text.chat_output.formats import HARMONY, NO_TOOLS, ReasoningFormat, ToolFormat
 from jaxserve.text.chat_output.harmony import harmony_messages
 from jaxserve.text.chat_output.parts import Part, Reasoning, Text, joined
+from jaxserve.text.chat_output.reasoning_formats import ReasoningFormat
 from jaxserve.text.chat_output.source import (
     Parser,
     Source,
@@ -19,6 +19,7 @@ from jaxserve.text.chat_output.source import (
     take_one_of,
     up_to,
 )
+from jaxserve.text.chat_output.tool_formats import HARMONY, NO_TOOLS, ToolFormat
 
 MAX_CALLS = 64  # of one completion; what looks like a further one is text
 
@@ -85,7 +86,7 @@ def _parts(source: Source, form: OutputFormat) -> Parser[None]:
 
 def _reasoning(source: Source, form: ReasoningFormat, begun: bool, answer: _Answer) -> Parser[None]:
     """Yields the reasoning before an answer, which may come in several blocks. One whose end is
-    missing ends where a call begins."""
+    missing ends where a call begins; one whose beginning is missing is empty."""
     while (yield from take_mark(source, form.begin)) or begun:
         begun = False
         space = yield from spaces(source)
@@ -102,8 +103,11 @@ def _reasoning(source: Source, form: ReasoningFormat, begun: bool, answer: _Answ
             yield Reasoning(source.take(mark))
         source.take(len(form.end))
         yield from next_char(source)
-    if form.answer_begin:
-        yield from take_mark(source, form.answer_begin)
+    if form.end:
+        yield from take_mark(source, form.end)
+    for begin in form.answer_begins:
+        if (yield from take_mark(source, begin)):
+            return
 
 
 class _Answer:
@@ -118,8 +122,8 @@ class _Answer:
         self.beginnings = (*tools.calls, *tools.openings)
         self._source = source
         self._tools = tools
-        self._answer_end = form.reasoning.answer_end if form.reasoning else ""
-        self._marks = tuple(filter(None, (*self.beginnings, *tools.closings, self._answer_end)))
+        self._answer_ends = form.reasoning.answer_ends if form.reasoning else ()
+        self._marks = (*self.beginnings, *tools.closings, *self._answer_ends)
         self._scope = Scope(form.schemas, self._marks)
         self._bare_scope = dataclasses.replace(self._scope, marked=form.forced)
         self._held = ""  # text unless a call follows
@@ -169,7 +173,7 @@ class _Answer:
     def _hold(self, mark: str) -> None:
         """Holds a mark back that began no call; drops one that ends a call."""
         ends = mark not in self.beginnings
-        if (ends and self._in_call) or mark == self._answer_end:
+        if (ends and self._in_call) or mark in self._answer_ends:
             self._held = ""
         else:
             self._held += mark
