@@ -147,15 +147,15 @@ def smollm2_folder(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory)
     """The real model as a Hugging Face folder: f32 safetensors, config.json, tokenizer.json."""
     from safetensors.numpy import save_file
 
+    from experiments.benchmarks.model_files import hugging_face_tensors
     from jaxserve import weights
     from jaxserve.checkpoint.model_config import to_hf
     from jaxserve.text import Tokenizer
 
     checkpoint = weights.open_checkpoint(smollm2_gguf)
     folder = tmp_path_factory.mktemp("smollm2")
-    save_file(
-        {name: checkpoint.read(name) for name in checkpoint.tensors()}, folder / "model.safetensors"
-    )
+    tensors = hugging_face_tensors(checkpoint, checkpoint.config)
+    save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(to_hf(checkpoint.config)))
     Tokenizer.load(smollm2_gguf).save(folder)
     return folder
@@ -183,17 +183,15 @@ def smollm2_first_layers(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFa
 
     from safetensors.numpy import save_file
 
+    from experiments.benchmarks.model_files import hugging_face_tensors
     from jaxserve import weights
     from jaxserve.checkpoint.model_config import to_hf
     from jaxserve.text import Tokenizer
-    from jaxserve.weights.names import tensors_of
 
     checkpoint = weights.open_checkpoint(smollm2_gguf)
     config = replace(checkpoint.config, layers=5)
     folder = tmp_path_factory.mktemp("first-layers")
-    save_file(
-        {name: checkpoint.read(name) for name in tensors_of(config)}, folder / "model.safetensors"
-    )
+    save_file(hugging_face_tensors(checkpoint, config), folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(to_hf(config)))
     Tokenizer.load(smollm2_gguf).save(folder)
     return folder

@@ -5,18 +5,26 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
 import numpy as np
 from gguf.quants import dequantize
 
+from jaxserve.checkpoint.families import layout
+from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.checkpoint.model_config import to_hf
 from jaxserve.checkpoint.model_paths import model_file, resolve
 from jaxserve.text import Tokenizer
 from jaxserve.weights import open_checkpoint
+from jaxserve.weights.checkpoint import Checkpoint
+from jaxserve.weights.names import tensors_of
+from jaxserve.weights.sources import Sources
+from jaxserve.weights.store import OrbaxFolder
 
 
 def folder_of(source: str, under: Path) -> Path:
@@ -57,10 +65,8 @@ def _write_folder(source: str, folder: Path) -> None:
     from safetensors.numpy import save_file
 
     checkpoint = open_checkpoint(source)
-    tensors = {
-        name: np.ascontiguousarray(checkpoint.read(name), np.float32)
-        for name in checkpoint.tensors()
-    }
+    assert not isinstance(checkpoint, OrbaxFolder)
+    tensors = hugging_face_tensors(checkpoint, checkpoint.config)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = to_hf(checkpoint.config) | {"torch_dtype": "float32"}
     (folder / "config.json").write_text(json.dumps(config, indent=1))
@@ -69,6 +75,28 @@ def _write_folder(source: str, folder: Path) -> None:
     )
     if checkpoint.tokenizer is not None:
         Tokenizer.load(checkpoint.tokenizer).save(folder)
+
+
+def hugging_face_tensors(checkpoint: Checkpoint, model: ModelConfig) -> dict[str, np.ndarray]:
+    """Reads the tensors of a dense model from a checkpoint of any format, f32, by the names of a
+    Hugging Face folder. model: the checkpoint's config, perhaps with fewer layers."""
+    folder = replace(model, gguf=False)
+    in_pairs = layout(model).interleaved and not layout(folder).interleaved
+    found = {}
+    for name in tensors_of(folder):
+        layer = re.search(r"(?<=\.layers\.)\d+", name)
+        numbers = {"layers": layer[0]} if layer else {}
+        template = re.sub(r"(?<=\.layers\.)\d+", "{layers}", name)
+        sources = Sources(checkpoint.read, numbers, (), model, model, np.dtype(np.float32))
+        parts = []
+        for part in layout(folder).tensors[template]:
+            rows = sources.read(part, slice(0, model.parts()[part][0]), None)
+            if in_pairs and part in ("q", "k", "q_bias", "k_bias"):
+                pairs = rows.reshape(-1, model.head_dim // 2, 2, *rows.shape[1:])
+                rows = pairs.swapaxes(1, 2).reshape(rows.shape)
+            parts.append(rows)
+        found[name] = np.concatenate(parts).astype(np.float32)
+    return found
 
 
 def _write_gguf(original: Path, file: Path) -> None:

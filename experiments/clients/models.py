@@ -9,10 +9,10 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+from experiments.benchmarks.model_files import hugging_face_tensors
 from jaxserve import weights
 from jaxserve.checkpoint.model_config import to_hf
 from jaxserve.text import Tokenizer
-from jaxserve.weights.names import tensors_of
 
 
 def first_layer(source: str, folder: Path) -> Path:
@@ -28,8 +28,7 @@ def first_layer(source: str, folder: Path) -> Path:
         fresh.mkdir()
         checkpoint = weights.open_checkpoint(source)
         config = replace(checkpoint.config, layers=1)
-        tensors = {name: checkpoint.read(name) for name in tensors_of(config)}
-        save_file(tensors, fresh / "model.safetensors")
+        save_file(hugging_face_tensors(checkpoint, config), fresh / "model.safetensors")
         (fresh / "config.json").write_text(json.dumps(to_hf(config)))
         Tokenizer.load(source).save(fresh)
         os.rename(fresh, folder)  # whole or not at all

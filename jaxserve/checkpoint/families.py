@@ -14,6 +14,7 @@ from jaxserve.checkpoint import config_parts as parts
 from jaxserve.checkpoint import expert_parts as experts
 from jaxserve.checkpoint import latent_parts as latent
 from jaxserve.checkpoint import tensor_tables as tables
+from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.checkpoint.specs import AttentionSpec, MlpSpec, NormSpec
 
 
@@ -21,21 +22,22 @@ from jaxserve.checkpoint.specs import AttentionSpec, MlpSpec, NormSpec
 class Family:
     """Models of one architecture.
 
-    architecture: its name in config.json. multimodal: names of those whose text part it is. gguf:
-    its name in GGUF files, '' where these are not read. specs: fields of `ModelConfig` that all its
-    models have. parts: fields of config.json beyond those of every family. allowed: fields that
-    other families must leave at their default. defaults: fields of config.json where a config does
-    not state them. full_every: where `layer_types` is missing, the last of each that many layers
-    attends to all tokens, the others have a window; 0: there are no such kinds. local_rope: field
-    with the base frequency of layers with a window, whose RoPE has no scaling; '': they are as all
-    others. interleaved: dimensions 2 i and 2 i + 1 are rotated together, not i and i + half.
-    further_layers: checkpoints may hold layers after the last one, which predict further tokens and
-    are not needed.
+    architecture: its name in config.json. multimodal: names of those whose text part it is. gguf,
+    gguf_layout: its name and its weights in GGUF files, '' where these are not read. specs: fields
+    of `ModelConfig` that all its models have. parts: fields of config.json beyond those of every
+    family. allowed: fields that other families must leave at their default. defaults: fields of
+    config.json where a config does not state them. full_every: where `layer_types` is missing, the
+    last of each that many layers attends to all tokens, the others have a window; 0: there are no
+    such kinds. local_rope: field with the base frequency of layers with a window, whose RoPE has no
+    scaling; '': they are as all others. interleaved: dimensions 2 i and 2 i + 1 are rotated
+    together, not i and i + half. further_layers: checkpoints may hold layers after the last one,
+    which predict further tokens and are not needed.
     """
 
     architecture: str
     multimodal: tuple[str, ...] = ()
     gguf: str = ""
+    gguf_layout: tables.Layout = tables.GGUF
     specs: dict[str, Any] = field(default_factory=dict)
     parts: tuple[parts.ConfigPart, ...] = ()
     tensors: tables.Tensors = field(default_factory=lambda: tables.LLAMA)
@@ -94,9 +96,16 @@ _GLM: dict[str, Any] = dict(
 )
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family("LlamaForCausalLM", gguf="llama", defaults=dict(max_position_embeddings=2048)),
+    "llama": Family(
+        "LlamaForCausalLM",
+        gguf="llama",
+        gguf_layout=tables.GGUF_LLAMA,
+        defaults=dict(max_position_embeddings=2048),
+    ),
     "mistral": Family(
         "MistralForCausalLM",
+        gguf="llama",
+        gguf_layout=tables.GGUF_LLAMA,
         parts=(parts.MISTRAL_WINDOWS,),
         defaults=dict(max_position_embeddings=131072, num_key_value_heads=8),
     ),
@@ -116,6 +125,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "phi3": Family(
         "Phi3ForCausalLM",
+        gguf="phi3",
+        gguf_layout=tables.GGUF_PHI,
         parts=(parts.PHI_WINDOW,),
         tensors=tables.PHI,
         allowed=frozenset({"partial_rotary_factor"}),
@@ -123,6 +134,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "olmo2": Family(
         "Olmo2ForCausalLM",
+        gguf="olmo2",
+        gguf_layout=tables.GGUF_OLMO,
         specs=dict(
             mixers=(AttentionSpec(qk_norm="all"),), norms=NormSpec(before=False, after=True)
         ),
@@ -131,6 +144,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "olmo3": Family(
         "Olmo3ForCausalLM",
+        gguf="olmo2",
+        gguf_layout=tables.GGUF_OLMO,
         specs=dict(
             mixers=(AttentionSpec(qk_norm="all"),), norms=NormSpec(before=False, after=True)
         ),
@@ -144,18 +159,24 @@ FAMILIES: dict[str, Family] = {
     ),
     "granite": Family(
         "GraniteForCausalLM",
+        gguf="granite",
+        gguf_layout=tables.GGUF_LLAMA,
         specs=dict(mixers=(AttentionSpec(scale=1.0),)),
         parts=(parts.MULTIPLIERS,),
         defaults=dict(max_position_embeddings=2048),
     ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
+        gguf="smollm3",
+        gguf_layout=tables.GGUF_LLAMA,
         parts=(parts.POSITIONS, parts.SMOLLM_WINDOWS),
         allowed=frozenset({"no_rope_layers"}),
         defaults=dict(num_key_value_heads=4, rope_theta=2e6, tie_word_embeddings=True),
     ),
     "gemma2": Family(
         "Gemma2ForCausalLM",
+        gguf="gemma2",
+        gguf_layout=tables.GGUF_GEMMA,
         specs=_GEMMA_SPECS,
         parts=(parts.GEMMA, parts.TYPED_WINDOWS),
         tensors=tables.GEMMA,
@@ -171,6 +192,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma3": Family(
         "Gemma3ForCausalLM",
+        gguf="gemma3",
+        gguf_layout=tables.GGUF_GEMMA,
         multimodal=("Gemma3ForConditionalGeneration",),
         specs=_GEMMA_SPECS | dict(mixers=(AttentionSpec(qk_norm="head"),)),
         parts=(parts.GEMMA, parts.TYPED_WINDOWS),
@@ -194,12 +217,16 @@ FAMILIES: dict[str, Family] = {
     ),
     "glm4": Family(
         "Glm4ForCausalLM",
+        gguf="glm4",
+        gguf_layout=tables.GGUF_GLM4,
         specs=dict(norms=NormSpec(before=True, after=True)),
         tensors=tables.GLM4,
         **_GLM,
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
+        gguf="llama",
+        gguf_layout=tables.GGUF_LLAMA,
         parts=(experts.MIXTRAL, parts.TYPED_WINDOWS),
         tensors=tables.MIXTRAL,
         defaults=dict(
@@ -213,6 +240,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
+        gguf="qwen3moe",
         specs=dict(mixers=(AttentionSpec(qk_norm="head"),), norms=NormSpec(eps=1e-6)),
         parts=(experts.QWEN, parts.QWEN_WINDOWS),
         tensors=tables.QWEN_MOE,
@@ -220,6 +248,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "gpt_oss": Family(
         "GptOssForCausalLM",
+        gguf="gpt-oss",
+        gguf_layout=tables.GGUF_SINKS,
         specs=dict(mixers=(AttentionSpec(qkv_bias=True, o_bias=True, sinks=True),)),
         parts=(experts.GPT_OSS, parts.TYPED_WINDOWS),
         tensors=tables.GPT_OSS,
@@ -237,6 +267,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "glm4_moe": Family(
         "Glm4MoeForCausalLM",
+        gguf="glm4moe",
+        gguf_layout=tables.GGUF_EXPERTS,
         parts=(parts.BIAS, experts.GLM),
         tensors=tables.GLM_MOE,
         allowed=frozenset({"attention_bias", "partial_rotary_factor", "use_qk_norm"}),
@@ -253,6 +285,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "minimax_m2": Family(
         "MiniMaxM2ForCausalLM",
+        gguf="minimax-m2",
         specs=dict(mixers=(AttentionSpec(qk_norm="all"),)),
         parts=(experts.MINIMAX,),
         tensors=tables.MIXTRAL,
@@ -268,6 +301,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "deepseek_v2": Family(
         "DeepseekV2ForCausalLM",
+        gguf="deepseek2",
+        gguf_layout=tables.GGUF_DEEPSEEK,
         parts=(latent.LATENT, latent.V2_EXPERTS),
         tensors=tables.DEEPSEEK,
         allowed=frozenset({"topk_method", "scoring_func"}),
@@ -276,9 +311,19 @@ FAMILIES: dict[str, Family] = {
     ),
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",
+        gguf="deepseek2",
+        gguf_layout=tables.GGUF_DEEPSEEK,
         parts=(latent.LATENT, latent.V3_EXPERTS),
         tensors=tables.DEEPSEEK,
         defaults=_DEEPSEEK | dict(n_group=8, topk_group=4, first_k_dense_replace=3),
         further_layers=True,
     ),
 }
+
+
+def layout(model: ModelConfig) -> tables.Layout:
+    """Returns how the checkpoint of a model holds its weights."""
+    family = FAMILIES[model.family]
+    if model.gguf:
+        return family.gguf_layout
+    return tables.Layout(family.tensors, family.interleaved)

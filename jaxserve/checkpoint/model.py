@@ -32,7 +32,8 @@ class ModelConfig(Dimensions):
     layers. None among the ropes: no positions. Window w: a token attends to itself and the w - 1
     tokens before it (None: to all). tied: the LM head is the embedding. eos_ids: tokens that end a
     completion. sampling: recommended values, by the names of `SamplingParams`. stored: the type in
-    which a checkpoint holds the weights; bfloat16 where it does not say.
+    which a checkpoint holds the weights; bfloat16 where it does not say. gguf: tensors have the
+    names and the order of rows of GGUF files, see `families.layout`.
     """
 
     family: str = "llama"
@@ -47,6 +48,7 @@ class ModelConfig(Dimensions):
     bos_id: int | None = None
     sampling: Sampling = ()
     stored: str = "bfloat16"
+    gguf: bool = False
 
     def mixer(self, layer: int) -> MixerSpec:
         """Spec of what mixes the tokens of a sequence in a layer."""

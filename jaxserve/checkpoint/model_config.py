@@ -1,5 +1,5 @@
-"""Converts a Hugging Face config.json or the metadata of a GGUF file to a `ModelConfig`, and a
-`ModelConfig` to a config.json, by the rows of `families.FAMILIES`.
+"""Converts a Hugging Face config.json to a `ModelConfig` and back, by the rows of
+`families.FAMILIES`.
 
 A config that asks for anything that the decoder does not support is refused here, before a weight
 is read. Nothing in it is executed; `auto_map`, which names code, is ignored.
@@ -8,10 +8,7 @@ is read. Nothing in it is executed; `auto_map`, which names code, is ignored.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
-
-import numpy as np
 
 from jaxserve.checkpoint.families import FAMILIES, REFUSED, Family
 from jaxserve.checkpoint.fields import Fields, token_ids
@@ -19,14 +16,11 @@ from jaxserve.checkpoint.generation_config import FILE, usable_sampling
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.checkpoint.model_paths import CheckpointError
 from jaxserve.checkpoint.quantization import read_quantization
-from jaxserve.checkpoint.rope import Rope, RopeScaling, llama3_scaling, yarn_magnitude
+from jaxserve.checkpoint.rope import Rope, RopeScaling
 from jaxserve.checkpoint.rope_fields import FULL, SLIDING, WHOLE, read_ropes, write_ropes
 from jaxserve.checkpoint.specs import MlpSpec, NormSpec
-from jaxserve.checkpoint.tokenizer_files import GGUF_TEMPLATE, turn_ends
 
-_MAX_LAYERS = 10_000  # so that listing every tensor of a made-up config ends soon
-_GGUF_ENDS = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
-_GGUF_BEGIN = "tokenizer.ggml.bos_token_id"
+MAX_LAYERS = 10_000  # so that listing every tensor of a made-up config ends soon
 _PARTIAL = "partial_rotary_factor"
 # fields of config.json where neither a config nor its family states them
 _DEFAULTS = {"max_position_embeddings": 32768, "rope_theta": 10000.0, "rms_norm_eps": 1e-6}
@@ -70,7 +64,7 @@ def from_hf(
     family = FAMILIES[key]
     config = _completed(config, family)
     fields = Fields(config)
-    layers = fields.count("num_hidden_layers", high=_MAX_LAYERS)
+    layers = fields.count("num_hidden_layers", high=MAX_LAYERS)
     heads = fields.count("num_attention_heads")
     max_len = fields.count("max_position_embeddings")
     ropes = read_ropes(config, layers, max_len, family.local_rope)
@@ -137,54 +131,6 @@ def to_hf(model: ModelConfig) -> dict:
     for part in family.parts:
         common |= part.write(model)
     return common
-
-
-def from_gguf(
-    fields: dict, name: str = "", tied: bool = False, rope_factors: Sequence[float] | None = None
-) -> ModelConfig:
-    """Converts the metadata of a GGUF file to a ModelConfig.
-
-    tied: the file has no `output.weight`. rope_factors: its `rope_freqs.weight`, which is how the
-    format stores Llama 3 scaling. Errors: CheckpointError that names the unsupported field.
-    """
-    arch = fields.get("general.architecture")
-    families = {family.gguf: key for key, family in FAMILIES.items() if family.gguf}
-    if arch not in families:
-        raise CheckpointError(f"GGUF architecture {arch!r} is not one of {', '.join(families)}")
-    read = Fields(fields, f"{arch}.")
-    if read.count("expert_count", 0, low=0):
-        raise CheckpointError(f"{arch}.expert_count: mixtures of experts are not supported")
-    heads = read.count("attention.head_count")
-    d_model = read.count("embedding_length")
-    head_dim = _gguf_head_dim(read, d_model // heads)
-    max_len = read.count("context_length")
-    vocab = read.count("vocab_size", len(fields.get("tokenizer.ggml.tokens", ())))
-    ends = {key: fields.get(key) for key in _GGUF_ENDS} | {GGUF_TEMPLATE: turn_ends(fields)}
-    window = read.count("attention.sliding_window", 0, low=0) or None
-    family = families[arch]
-    if window and family == "llama":
-        family = "mistral"
-    return _checked(
-        ModelConfig(
-            name=name or str(fields.get("general.name") or arch),
-            family=family,
-            layers=read.count("block_count", high=_MAX_LAYERS),
-            d_model=d_model,
-            heads=heads,
-            kv_heads=read.count("attention.head_count_kv", heads),
-            head_dim=head_dim,
-            d_ff=read.count("feed_forward_length"),
-            vocab=vocab,
-            max_len=max_len,
-            ropes=(_gguf_rope(read, max_len, rope_factors, head_dim),),
-            windows=(window,),
-            tied=tied,
-            eos_ids=token_ids(vocab, ends),
-            bos_id=_first(vocab, _GGUF_BEGIN, fields.get(_GGUF_BEGIN)),
-            sampling=usable_sampling("general.sampling", fields),
-            **_specs(FAMILIES[family], read.number("attention.layer_norm_rms_epsilon", 1e-5)),
-        )
-    )
 
 
 def _family_of(config: dict) -> str:
@@ -255,7 +201,7 @@ def _completed(config: dict, family: Family) -> dict:
     every = family.full_every
     if every and config.get("layer_types") is None:
         fields = Fields(config)
-        layers = fields.count("num_hidden_layers", high=_MAX_LAYERS)
+        layers = fields.count("num_hidden_layers", high=MAX_LAYERS)
         every = fields.count("sliding_window_pattern", every)
         types = [FULL if (i + 1) % every == 0 else SLIDING for i in range(layers)]
         config = config | {"layer_types": types}
@@ -281,67 +227,6 @@ def _served_len(max_len: int, scaling: RopeScaling | None) -> int:
     if scaling is None or scaling.kind != "yarn":
         return max_len
     return max(max_len, int(scaling.factor * scaling.original_max_len))
-
-
-def _gguf_head_dim(read: Fields, default: int) -> int:
-    """Reads the head size. Errors: CheckpointError if values or rotated dimensions have another."""
-    head_dim = read.count("attention.key_length", default)
-    for key in ("attention.value_length", "rope.dimension_count"):
-        if (other := read.count(key, head_dim)) != head_dim:
-            raise CheckpointError(
-                f"{read.prefix}{key}: {other} differs from the head size {head_dim}, "
-                "which is not supported"
-            )
-    return head_dim
-
-
-def _gguf_rope(
-    read: Fields, max_len: int, rope_factors: Sequence[float] | None, head_dim: int
-) -> Rope:
-    """Reads RoPE from the metadata, or Llama 3 scaling from the frequency factors."""
-    theta = read.number("rope.freq_base", 10000.0)
-    if rope_factors is not None:
-        return _llama3_from_factors(rope_factors, theta, head_dim)
-    return Rope(theta, _gguf_scaling(read, max_len))
-
-
-def _gguf_scaling(read: Fields, max_len: int) -> RopeScaling | None:
-    kind = read.fields.get(f"{read.prefix}rope.scaling.type", "none")
-    if kind == "none":
-        return None
-    if kind == "linear":
-        return RopeScaling(kind, read.number("rope.scaling.factor"))
-    if kind == "yarn":
-        factor = read.number("rope.scaling.factor")
-        original = read.count("rope.scaling.original_context_length", max_len)
-        extra = read.optional("rope.scaling.attn_factor")
-        if extra is not None:
-            extra *= yarn_magnitude(factor)
-        return RopeScaling(
-            kind,
-            factor,
-            original,
-            beta_fast=read.number("rope.scaling.yarn_beta_fast", 32.0),
-            beta_slow=read.number("rope.scaling.yarn_beta_slow", 1.0),
-            attention_factor=extra,
-        )
-    raise CheckpointError(
-        f"{read.prefix}rope.scaling.type: {kind!r} is not one of none, linear, yarn"
-    )
-
-
-def _llama3_from_factors(factors: Sequence[float], theta: float, head_dim: int) -> Rope:
-    """RoPE with Llama 3 scaling from the divisor of each frequency: the lowest frequency has the
-    whole factor. Errors: CheckpointError if the others do not follow from it."""
-    rope = Rope(theta, llama3_scaling(float(max(factors, default=0.0))))
-    if len(factors) == head_dim // 2 and min(factors) > 0:
-        plain, _ = Rope(theta).frequencies(head_dim, 0)
-        scaled, _ = rope.frequencies(head_dim, 0)
-        if np.allclose(factors, plain / scaled, rtol=1e-3, atol=0):
-            return rope
-    raise CheckpointError(
-        "rope_freqs.weight: these frequency factors are not those of Llama 3 scaling"
-    )
 
 
 def _first(vocab: int, name: str, value: Any) -> int | None:

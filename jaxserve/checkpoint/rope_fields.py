@@ -55,7 +55,7 @@ def write_ropes(model: ModelConfig) -> dict[str, Any]:
     if len(ropes) > 1:
         return {"rope_parameters": {kind: _parameters(rope) for kind, rope in by_type.items()}}
     rope = next(iter(ropes), Rope())
-    written = {"rope_theta": rope.theta, "rope_scaling": _write_scaling(rope.scaling)}
+    written = {"rope_theta": rope.theta, "rope_scaling": _written(rope.scaling)}
     if rope.share != WHOLE:
         written["partial_rotary_factor"] = rope.share
     if rope.scaling is not None and rope.scaling.kind == "longrope":
@@ -64,7 +64,7 @@ def write_ropes(model: ModelConfig) -> dict[str, Any]:
 
 
 def _parameters(rope: Rope) -> dict[str, Any]:
-    scaling = _write_scaling(rope.scaling) or {"rope_type": "default"}
+    scaling = _written(rope.scaling) or {"rope_type": "default"}
     return scaling | {"rope_theta": rope.theta, "partial_rotary_factor": rope.share}
 
 
@@ -118,9 +118,12 @@ def _read_scaling(kind: str, fields: Fields, max_len: int) -> RopeScaling | None
     raise CheckpointError(f"rope scaling {kind!r} is not one of default, {', '.join(SCALINGS)}")
 
 
-def _write_scaling(scaling: RopeScaling | None) -> dict | None:
-    if scaling is None:
-        return None
+def _written(scaling: RopeScaling | None) -> dict | None:
+    return None if scaling is None else write_scaling(scaling)
+
+
+def write_scaling(scaling: RopeScaling) -> dict[str, Any]:
+    """Returns the `rope_scaling` from which a scaling is read."""
     fields = dataclasses.asdict(scaling)
     written = {
         "rope_type": fields.pop("kind"),

@@ -169,6 +169,8 @@ class LatentAttentionSpec:
             "kv_a": (self.kv_rank + sizes.head_dim, D),
             "kv_a_norm": (self.kv_rank,),
             "kv_b": (sizes.heads * (self.plain + self.value), self.kv_rank),
+            "k_b": (sizes.heads * self.kv_rank, self.plain),
+            "v_b": (sizes.heads * self.value, self.kv_rank),
             "o": (D, sizes.heads * self.value),
         }
         if self.q_rank is None:

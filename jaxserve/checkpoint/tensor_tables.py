@@ -1,9 +1,11 @@
 """Names of stored tensors by family: stored tensor -> the parts (see `checkpoint.specs`) that are
-stacked in its rows. {layers}, {experts}: number of the layer, of the expert."""
+stacked in its rows. {layers}, {experts}: number of the layer, of the expert. First those of Hugging
+Face, then those of llama.cpp."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 
 class Alternating(tuple[str, ...]):
@@ -11,7 +13,21 @@ class Alternating(tuple[str, ...]):
     of each part by turns (gpt-oss)."""
 
 
+class Stacked(tuple[str, ...]):
+    """A part of all experts, rows of one after those of the other (GGUF)."""
+
+
 Tensors = Mapping[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Places of a family's weights in a format. interleaved: dimensions 2 i and 2 i + 1 of a head
+    are rotated together, not i and i + half."""
+
+    tensors: Tensors
+    interleaved: bool = False
+
 
 LAYER = "model.layers.{layers}."
 ATTENTION = LAYER + "self_attn."
@@ -108,3 +124,65 @@ DEEPSEEK: Tensors = {
     ATTENTION + "kv_a_layernorm.weight": ("kv_a_norm",),
     ATTENTION + "kv_b_proj.weight": ("kv_b",),
 }
+
+_BLOCK = "blk.{layers}."
+_GGUF: Tensors = {
+    "token_embd.weight": ("embed",),
+    "output_norm.weight": ("norm",),
+    "output.weight": ("head",),
+    _BLOCK + "attn_norm.weight": ("attn_norm",),
+    _BLOCK + "attn_q.weight": ("q",),
+    _BLOCK + "attn_k.weight": ("k",),
+    _BLOCK + "attn_v.weight": ("v",),
+    _BLOCK + "attn_q.bias": ("q_bias",),
+    _BLOCK + "attn_k.bias": ("k_bias",),
+    _BLOCK + "attn_v.bias": ("v_bias",),
+    _BLOCK + "attn_q_norm.weight": ("q_norm",),
+    _BLOCK + "attn_k_norm.weight": ("k_norm",),
+    _BLOCK + "attn_output.weight": ("o",),
+    _BLOCK + "attn_output.bias": ("o_bias",),
+    _BLOCK + "ffn_gate.weight": ("gate",),
+    _BLOCK + "ffn_up.weight": ("up",),
+    _BLOCK + "ffn_down.weight": ("down",),
+    _BLOCK + "ffn_gate_inp.weight": ("router",),
+    _BLOCK + "ffn_gate_inp.bias": ("router_bias",),
+    _BLOCK + "exp_probs_b.bias": ("correction",),
+    _BLOCK + "ffn_gate_exps.weight": Stacked(("expert_gate",)),
+    _BLOCK + "ffn_up_exps.weight": Stacked(("expert_up",)),
+    _BLOCK + "ffn_down_exps.weight": Stacked(("expert_down",)),
+    _BLOCK + "ffn_gate_exps.bias": Stacked(("expert_gate_bias",)),
+    _BLOCK + "ffn_up_exps.bias": Stacked(("expert_up_bias",)),
+    _BLOCK + "ffn_down_exps.bias": Stacked(("expert_down_bias",)),
+    _BLOCK + "ffn_gate_shexp.weight": ("shared_gate_proj",),
+    _BLOCK + "ffn_up_shexp.weight": ("shared_up_proj",),
+    _BLOCK + "ffn_down_shexp.weight": ("shared_down_proj",),
+}
+_FFN_NORM: Tensors = {_BLOCK + "ffn_norm.weight": ("mlp_norm",)}
+_POST_NORMS: Tensors = {
+    _BLOCK + "post_attention_norm.weight": ("attn_post_norm",),
+    _BLOCK + "post_ffw_norm.weight": ("mlp_post_norm",),
+}
+_GGUF_FUSED_MLP: Tensors = {_BLOCK + "ffn_up.weight": ("gate", "up")}
+_NORMS_AROUND: Tensors = {**_GGUF, **_FFN_NORM, **_POST_NORMS}
+
+GGUF = Layout({**_GGUF, **_FFN_NORM})
+GGUF_LLAMA = Layout(GGUF.tensors, interleaved=True)
+GGUF_PHI = Layout({**GGUF.tensors, _BLOCK + "attn_qkv.weight": ("q", "k", "v"), **_GGUF_FUSED_MLP})
+GGUF_OLMO = Layout({**_GGUF, **_POST_NORMS})
+GGUF_GEMMA = Layout(_NORMS_AROUND)
+GGUF_GLM4 = Layout({**_NORMS_AROUND, **_GGUF_FUSED_MLP}, interleaved=True)
+# here the norm that follows attention is that before the MLP
+GGUF_EXPERTS = Layout({**_GGUF, _BLOCK + "post_attention_norm.weight": ("mlp_norm",)})
+GGUF_SINKS = Layout({**GGUF_EXPERTS.tensors, _BLOCK + "attn_sinks.weight": ("sinks",)})
+GGUF_DEEPSEEK = Layout(
+    {
+        **GGUF.tensors,
+        _BLOCK + "attn_q_a.weight": ("q_a",),
+        _BLOCK + "attn_q_a_norm.weight": ("q_a_norm",),
+        _BLOCK + "attn_q_b.weight": ("q_b",),
+        _BLOCK + "attn_kv_a_mqa.weight": ("kv_a",),
+        _BLOCK + "attn_kv_a_norm.weight": ("kv_a_norm",),
+        _BLOCK + "attn_k_b.weight": ("k_b",),
+        _BLOCK + "attn_v_b.weight": ("v_b",),
+    }
+)

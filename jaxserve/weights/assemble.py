@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.checkpoint.families import FAMILIES
-from jaxserve.weights.sources import Index, Sources, empty, inputs_first, transpose
+from jaxserve.checkpoint.families import layout
+from jaxserve.weights.sources import Index, Sources, empty, inputs_first, places, transpose
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,10 @@ def _heads(sources: Sources, kv: slice, columns: slice | None) -> np.ndarray:
     q = _query_heads(sources, query, kv, columns)
     k = _kv_heads(sources, key, kv, columns)
     v = _kv_heads(sources, value, kv, columns)
-    if FAMILIES[sources.stored.family].interleaved:
-        q = _in_halves(q, sources.rotated)
-        k = _in_halves(k, sources.rotated)
+    if layout(sources.stored).interleaved:
+        dims = sources.rotated or sources.model.head_dim  # the order is that of all layers
+        q = _in_halves(q, dims)
+        k = _in_halves(k, dims)
     return np.concatenate([q, k, v], 1)
 
 
@@ -170,22 +171,32 @@ def _latent(sources: Sources, index: Index) -> np.ndarray:
 
 
 def _k_up(sources: Sources, index: Index) -> np.ndarray:
-    """[K, G, plain, kv_rank]."""
-    keys = _expansion(sources, index[0])[:, :, : sources.latent.plain]
+    """[K, G, plain, kv_rank], of `kv_b`, or of `k_b`, which is stored transposed."""
+    if "k_b" in places(sources.stored):
+        keys = _of_heads(sources, "k_b", sources.latent.kv_rank, index[0]).swapaxes(2, 3)
+    else:
+        keys = _expansion(sources, index[0])[:, :, : sources.latent.plain]
     return keys[:, index[1], index[2], index[3]].astype(sources.dtype)
 
 
 def _v_up(sources: Sources, index: Index) -> np.ndarray:
-    """[K, G, kv_rank, value]."""
-    values = _expansion(sources, index[0])[:, :, sources.latent.plain :].swapaxes(2, 3)
-    return values[:, index[1], index[2], index[3]].astype(sources.dtype)
+    """[K, G, kv_rank, value], of `kv_b`, or of `v_b`."""
+    if "v_b" in places(sources.stored):
+        values = _of_heads(sources, "v_b", sources.latent.value, index[0])
+    else:
+        values = _expansion(sources, index[0])[:, :, sources.latent.plain :]
+    return values.swapaxes(2, 3)[:, index[1], index[2], index[3]].astype(sources.dtype)
 
 
 def _expansion(sources: Sources, kv: slice) -> np.ndarray:
     """Reads the weights that make keys and values of latents, [K, G, plain + value, kv_rank]."""
+    return _of_heads(sources, "kv_b", sources.latent.plain + sources.latent.value, kv)
+
+
+def _of_heads(sources: Sources, part: str, size: int, kv: slice) -> np.ndarray:
+    """Reads a part with `size` rows for each query head, [K, G, size, ...]."""
     G = sources.model.heads // sources.model.kv_heads
-    size = sources.latent.plain + sources.latent.value
-    rows = sources.read("kv_b", slice(kv.start * G * size, kv.stop * G * size), None)
+    rows = sources.read(part, slice(kv.start * G * size, kv.stop * G * size), None)
     return rows.reshape(-1, G, size, rows.shape[-1])
 
 
@@ -256,8 +267,8 @@ TABLE: dict[str, Assembly] = {
     "layers.{layers}.attention.q_b": Assembly(("q_b", "q"), _latent_queries),
     "layers.{layers}.attention.kv_a": Assembly(("kv_a",), _latent),
     "layers.{layers}.attention.kv_a_norm": Assembly(("kv_a_norm",), _vector),
-    "layers.{layers}.attention.k_up": Assembly(("kv_b",), _k_up),
-    "layers.{layers}.attention.v_up": Assembly(("kv_b",), _v_up),
+    "layers.{layers}.attention.k_up": Assembly(("kv_b", "k_b"), _k_up),
+    "layers.{layers}.attention.v_up": Assembly(("kv_b", "v_b"), _v_up),
     "layers.{layers}.mlp_norm": Assembly(("mlp_norm",), _norm),
     "layers.{layers}.mlp_post_norm": Assembly(("mlp_post_norm",), _norm),
     "layers.{layers}.mlp.gate_up": Assembly(("gate", "up"), _gate_up),

@@ -23,7 +23,7 @@ _MAX_NAMES = 1000  # listed per kind of fault in an error
 
 
 class Checkpoint(Protocol):
-    """Tensors under their Hugging Face names.
+    """Tensors by name, of Hugging Face or, in a GGUF file, of llama.cpp.
 
     config: the model as stored, before `with_tp`. tokenizer: the file or folder that
     `Tokenizer.load` takes, or None. bytes_read: bytes that `read` took from files.

@@ -1,5 +1,5 @@
-"""Maps parameters of the decoder to Hugging Face tensors: which tensors a model has, and slices of
-its parameters built from them."""
+"""Maps parameters of the decoder to stored tensors: which tensors a model has, and slices of its
+parameters built from them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _UNUSED = (
     ".k_scale",
     ".v_scale",
 )
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_LAYER = re.compile(r"(?:model\.layers|blk)\.(\d+)\.")
 _NUMBER = re.compile(r"(\w+)\.(\d+)(?=\.|$)")  # in a path: of a layer
 
 

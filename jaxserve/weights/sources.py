@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.checkpoint.families import FAMILIES
+from jaxserve.checkpoint.families import layout
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.checkpoint.specs import LatentAttentionSpec, MixerSpec
-from jaxserve.checkpoint.tensor_tables import Alternating
+from jaxserve.checkpoint.tensor_tables import Alternating, Stacked
 
 Index = tuple[slice, ...]  # of a parameter; slices with start and stop
 Read = Callable[[str, slice, slice | None], np.ndarray]  # tensor name, rows, columns (None: all)
@@ -29,12 +29,14 @@ _ALIGNMENT = 64  # bytes: JAX's CPU devices take over arrays at such addresses, 
 class Place:
     """The place of a part in a checkpoint: rows from `row` on of a tensor. tensor, shape: its name,
     with fields for numbers, and its whole shape. turns: 0, or of how many parts the tensor has
-    outputs by turns, see `tensor_tables.Alternating`; the part's are `row`, `row` + turns, ..."""
+    outputs by turns, see `tensor_tables.Alternating`; the part's are `row`, `row` + turns, ...
+    stride: rows from an expert's to those of the next in a tensor of all experts; else 0."""
 
     tensor: str
     row: int
     shape: tuple[int, ...]
     turns: int = 0
+    stride: int = 0
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,8 @@ class Sources:
         place = places(self.stored)[part]
         name = place.tensor.format(**self.numbers, experts=expert)
         if not place.turns:
-            return self.reader(name, slice(place.row + rows.start, place.row + rows.stop), columns)
+            first = place.row + place.stride * (expert or 0)
+            return self.reader(name, slice(first + rows.start, first + rows.stop), columns)
         assert expert is not None
         one = slice(expert, expert + 1)
         outputs = slice(rows.start * place.turns, rows.stop * place.turns)
@@ -89,9 +92,12 @@ def places(model: ModelConfig) -> dict[str, Place]:
     """Returns the places of a model's parts by name. model: before `with_tp`."""
     shapes = model.parts()
     places: dict[str, Place] = {}
-    for tensor, parts in FAMILIES[model.family].tensors.items():
+    for tensor, parts in layout(model).tensors.items():
         if not shapes.keys() >= set(parts):
             continue  # of layers that this model does not have
+        if isinstance(parts, Stacked):
+            places[parts[0]] = _stacked(tensor, shapes[parts[0]], model.experts)
+            continue
         if isinstance(parts, Alternating):
             places |= _by_turns(tensor, parts, shapes, model.experts)
             continue
@@ -103,6 +109,11 @@ def places(model: ModelConfig) -> dict[str, Place]:
     if model.tied:
         places["head"] = places["embed"]
     return places
+
+
+def _stacked(tensor: str, shape: tuple[int, ...], experts: int) -> Place:
+    """Place of a part of all experts."""
+    return Place(tensor, 0, (experts * shape[0], *shape[1:]), stride=shape[0])
 
 
 def _by_turns(

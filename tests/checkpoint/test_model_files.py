@@ -7,7 +7,8 @@ import logging
 import pytest
 
 from jaxserve.checkpoint.generation_config import file_fields, sampling_defaults, usable_sampling
-from jaxserve.checkpoint.model_config import from_gguf, from_hf, to_hf
+from jaxserve.checkpoint.gguf_config import from_gguf
+from jaxserve.checkpoint.model_config import from_hf, to_hf
 from jaxserve.checkpoint.model_files import notes, read_json, read_object, read_text
 from jaxserve.checkpoint.model_paths import CheckpointError
 from jaxserve.checkpoint.tokenizer_files import TokenizerFacts, eos_id, turn_ends
@@ -204,7 +205,7 @@ def test_ends_of_a_gguf_beyond_its_vocabulary_are_left_out():
         "general.sampling.temp": 0.7,
         "general.sampling.penalty_repeat": 1.1,
     }
-    model = from_gguf(fields)
+    model = from_gguf(fields, ())
     assert model.eos_ids == (2, 7)
     assert dict(model.sampling) == {"temperature": 0.7, "repetition_penalty": 1.1}
 

@@ -3,10 +3,12 @@
 import dataclasses
 import math
 
+import numpy as np
 import pytest
 
+from jaxserve.checkpoint.gguf_config import ROPE_FREQS, from_gguf
 from jaxserve.checkpoint.model import ModelConfig, layers_of
-from jaxserve.checkpoint.model_config import from_gguf, from_hf, to_hf
+from jaxserve.checkpoint.model_config import from_hf, to_hf
 from jaxserve.checkpoint.model_paths import CheckpointError
 from jaxserve.checkpoint.rope import Rope, RopeScaling
 from jaxserve.checkpoint.specs import AttentionSpec, NormSpec
@@ -322,19 +324,22 @@ def test_a_family_is_known_by_its_body_among_others_and_by_its_type(named):
 
 def test_gguf_fields_are_read():
     model = from_gguf(
-        GGUF | {"llama.rope.freq_base": 1e5, "tokenizer.ggml.eot_token_id": 5},
-        name="mine",
-        tied=True,
+        GGUF | {"llama.rope.freq_base": 1e5, "tokenizer.ggml.eot_token_id": 5}, (), name="mine"
     )
-    assert model == dataclasses.replace(SMALL, ropes=(Rope(1e5),), tied=True, eos_ids=(2, 5))
+    wanted = dataclasses.replace(SMALL, ropes=(Rope(1e5),), tied=True, eos_ids=(2, 5))
+    assert dataclasses.replace(model, gguf=False) == wanted
+    assert not from_gguf(GGUF, ("output.weight",)).tied
     scaling = {"type": "yarn", "factor": 4.0, "original_context_length": 1024}
-    yarn = from_gguf(GGUF | {f"llama.rope.scaling.{key}": value for key, value in scaling.items()})
-    assert yarn.ropes[0].scaling == RopeScaling("yarn", 4.0, 1024)
+    scaled = {f"llama.rope.scaling.{key}": value for key, value in scaling.items()}
+    found = from_gguf(GGUF | scaled, ()).ropes[0].frequencies(16, 4096)
+    wanted = Rope(scaling=RopeScaling("yarn", 4.0, 1024)).frequencies(16, 4096)
+    np.testing.assert_array_equal(found[0], wanted[0])
+    assert found[1] == pytest.approx(wanted[1])
     qwen = {
         key.replace("llama", "qwen2"): "qwen2" if value == "llama" else value
         for key, value in GGUF.items()
     }
-    assert from_gguf(qwen).mixer(0).qkv_bias
+    assert from_gguf(qwen, ()).mixer(0).qkv_bias
 
 
 def test_llama3_scaling_is_found_in_the_frequency_factors_of_a_gguf():
@@ -359,21 +364,26 @@ def test_llama3_scaling_is_found_in_the_frequency_factors_of_a_gguf():
             "llama.attention.key_length": model.head_dim,
             "llama.attention.value_length": model.head_dim,
         }
-        assert from_gguf(fields, rope_factors=list(factors(model))).ropes == model.ropes
+        found = from_gguf(fields, (), factors={ROPE_FREQS: list(factors(model))})
+        assert found.ropes == model.ropes
         with pytest.raises(CheckpointError, match="rope_freqs"):
-            from_gguf(fields, rope_factors=[2.0] * (model.head_dim // 2))
+            from_gguf(fields, (), factors={ROPE_FREQS: [2.0] * (model.head_dim // 2)})
 
 
 @pytest.mark.parametrize(
     "change, message",
     [
         ({"general.architecture": "mamba"}, "'mamba' is not one of llama, qwen2, qwen3"),
-        ({"llama.expert_count": 8}, "mixtures of experts"),
-        ({"llama.rope.dimension_count": 8}, "rope.dimension_count"),
+        ({"llama.expert_count": 8, "llama.expert_used_count": 9}, "llama.expert_used_count: must"),
+        ({"llama.rope.dimension_count": 8}, "llama.rope.dimension_count: 0.5 is not supported"),
+        ({"llama.attention.value_length": 8}, "value_length: 8 differs from the head size 16"),
+        ({"llama.rope.dimension_sections": np.array([8, 4, 4, 0])}, "rope.dimension_sections: .*8"),
+        ({"llama.attention.head_count_kv": np.array([2, 1])}, "head_count_kv: must be a whole"),
+        ({"llama.nextn_predict_layers": 2}, "nextn_predict_layers: must be .* from 0 to 1"),
         ({"llama.block_count": None}, "block_count: is missing"),
         ({"llama.rope.scaling.type": "longrope"}, "'longrope' is not one of"),
     ],
 )
 def test_gguf_models_that_the_decoder_lacks_are_refused(change, message):
     with pytest.raises(CheckpointError, match=message):
-        from_gguf(GGUF | change)
+        from_gguf(GGUF | change, ())

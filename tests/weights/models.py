@@ -5,7 +5,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import gguf
 import jax
 import numpy as np
 from jax.sharding import Mesh
@@ -18,6 +17,7 @@ from jaxserve.checkpoint.rope import Rope
 from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.sharding import rules
 from jaxserve.weights.names import tensors_of
+from tests.weights import gguf_files
 
 TINY = replace(MODELS["tiny"], max_len=4096)
 
@@ -65,67 +65,14 @@ def write_folder(
 
 
 def write_gguf(
-    path: Path, config: ModelConfig, values: dict[str, np.ndarray], kind: str = "F32"
+    path: Path,
+    config: ModelConfig,
+    values: dict[str, np.ndarray],
+    kind: str = "F32",
+    extra: dict[str, np.ndarray] | None = None,
 ) -> Path:
-    """Writes a file as llama.cpp's converter does: q and k of the llama architecture with the rows
-    of each head in pairs."""
-    arch = FAMILIES[config.family].gguf
-    writer = gguf.GGUFWriter(path, arch)
-    for key, value in {
-        "block_count": config.layers,
-        "embedding_length": config.d_model,
-        "attention.head_count": config.heads,
-        "attention.head_count_kv": config.kv_heads,
-        "attention.key_length": config.head_dim,
-        "attention.value_length": config.head_dim,
-        "feed_forward_length": config.d_ff,
-        "vocab_size": config.vocab,
-        "context_length": config.max_len,
-    }.items():
-        writer.add_uint32(f"{arch}.{key}", value)
-    writer.add_float32(f"{arch}.attention.layer_norm_rms_epsilon", config.norms.eps)
-    writer.add_float32(f"{arch}.rope.freq_base", config.ropes[0].theta)
-    writer.add_uint32("tokenizer.ggml.eos_token_id", 2)
-    writer.add_uint32("tokenizer.ggml.bos_token_id", 1)
-    for name, value in values.items():
-        if arch == "llama" and ("q_proj" in name or "k_proj" in name):
-            value = (
-                value.reshape(-1, 2, config.head_dim // 2, *value.shape[1:])
-                .swapaxes(1, 2)
-                .reshape(value.shape)
-            )
-        quantised = gguf.GGMLQuantizationType[kind if value.ndim > 1 else "F32"]
-        writer.add_tensor(
-            gguf_name(name), gguf.quants.quantize(value, quantised), raw_dtype=quantised
-        )
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def gguf_name(name: str) -> str:
-    names = {
-        "model.embed_tokens": "token_embd",
-        "model.norm": "output_norm",
-        "lm_head": "output",
-        "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "ffn_norm",
-        "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output",
-        "self_attn.q_norm": "attn_q_norm",
-        "self_attn.k_norm": "attn_k_norm",
-        "mlp.gate_proj": "ffn_gate",
-        "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down",
-    }
-    stem, _, ending = name.rpartition(".")
-    layer, prefix = (stem.split(".")[2], 3) if stem.startswith("model.layers.") else (None, 0)
-    stem = ".".join(stem.split(".")[prefix:])
-    return f"blk.{layer}.{names[stem]}.{ending}" if layer else f"{names[stem]}.{ending}"
+    """Writes a file as llama.cpp's converter does. extra: more tensors, by its names."""
+    return gguf_files.write_gguf(path, to_hf(config), values, kind, extra)
 
 
 def placed(

@@ -7,6 +7,7 @@ import os
 import struct
 import tracemalloc
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +15,6 @@ from hypothesis import strategies as st
 from jaxserve import weights
 from jaxserve.checkpoint.gguf_file import read_header
 from jaxserve.checkpoint.model_paths import CheckpointError
-from jaxserve.weights.gguf_weights import gguf_to_hf
 from jaxserve.weights.safetensors_files import safetensors_header
 from tests.examples import examples
 from tests.weights.models import TINY, tensors, write_folder, write_gguf
@@ -293,6 +293,10 @@ def test_values_that_the_library_cannot_dequantise_are_refused(tmp_path):
 @pytest.mark.parametrize(
     "name", ["blk.0.token_embd.weight", "blk.3.output.weight", "attn_q.weight", "blk.0.other.bias"]
 )
-def test_gguf_names_in_the_wrong_place_stay_unknown(name):
+def test_gguf_tensors_of_unknown_names_are_listed(name, tmp_path):
     """A tensor of a layer cannot stand for one of the whole model, nor the reverse."""
-    assert gguf_to_hf(name, "llama") == name
+    values = tensors(TINY)
+    path = write_gguf(tmp_path / "m.gguf", TINY, values, extra={name: np.zeros(3)})
+    checkpoint = weights.open_checkpoint(path)
+    with pytest.raises(CheckpointError, match=f"1 unexpected: {name}"):
+        weights.check(checkpoint, checkpoint.config)
