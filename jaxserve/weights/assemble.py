@@ -1,27 +1,128 @@
 """`TABLE`: of which parts each parameter of the decoder is assembled, and how.
 
-A function of the table builds any slice of its parameter and reads of each part only the rows and
-columns that the slice needs. Parameters are [in, out], with heads and gate/up as dimensions of
-their own (see `checkpoint.specs`).
+An assembly builds any slice of its parameter and reads of each part only the rows and columns that
+the slice needs. Parameters are [in, out], with heads and gate/up as dimensions of their own (see
+`checkpoint.specs`); in a slice, dimensions that no mesh splits are whole. Of matrices, the table
+says which rows of the parts are their outputs, also for those that stay quantised (`weights.kept`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 
 from jaxserve.checkpoint.families import layout
-from jaxserve.weights.sources import Index, Sources, empty, inputs_first, places, transpose
+from jaxserve.weights.sources import Index, Rows, Sources, empty, places, transpose
+
+
+class Assembly(Protocol):
+    """The way a parameter is assembled of parts."""
+
+    @property
+    def parts(self) -> tuple[str, ...]: ...
+
+    def build(self, sources: Sources, index: Index) -> np.ndarray:
+        """Builds a slice of the parameter."""
 
 
 @dataclass(frozen=True)
-class Assembly:
-    """The parts of a parameter. build: builds a slice of it from them."""
+class Built:
+    """A parameter that a function builds."""
 
     parts: tuple[str, ...]
-    build: Callable[[Sources, Index], np.ndarray]
+    function: Callable[[Sources, Index], np.ndarray]
+
+    def build(self, sources: Sources, index: Index) -> np.ndarray:
+        """Builds a slice of the parameter."""
+        return self.function(sources, index)
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix [*inputs, *outputs]. layout: gives the rows of each part that are outputs of a
+    slice. axis: that of the outputs along which the parts lie side by side."""
+
+    parts: tuple[str, ...]
+    layout: Callable[[Sources, Index], list[Rows]]
+    axis: int = 0
+
+    def by_role(self, dimensions: Sequence, outputs: int) -> tuple[Sequence, Sequence, Sequence]:
+        """Splits something that each dimension has into that of experts, outputs, and inputs.
+        outputs: their number."""
+        return (), dimensions[-outputs:], dimensions[:-outputs]
+
+    def index(self, experts: Index, outputs: Index, inputs: Index) -> Index:
+        """Puts together what `by_role` splits."""
+        return (*experts, *inputs, *outputs)
+
+    def rows(self, sources: Sources, index: Index) -> list[list[Rows]]:
+        """Returns the rows of each part; of each expert by itself where there are some."""
+        return [self.layout(sources, index)]
+
+    def build(self, sources: Sources, index: Index) -> np.ndarray:
+        """Builds a slice of the parameter."""
+        return build_matrices(sources, self.rows(sources, index), self.axis, sizes(index))
+
+
+class ExpertMatrices(Matrix):
+    """Matrices [experts, inputs, *outputs]; `layout` has the index of one."""
+
+    def by_role(self, dimensions: Sequence, outputs: int) -> tuple[Sequence, Sequence, Sequence]:
+        """Splits as `Matrix.by_role`; the first dimension is that of experts."""
+        return dimensions[:1], dimensions[-outputs:], dimensions[1:-outputs]
+
+    def rows(self, sources: Sources, index: Index) -> list[list[Rows]]:
+        """Returns the rows of each part of each expert."""
+        one = self.layout(sources, index[1:])
+        experts = range(index[0].start, index[0].stop)
+        return [[replace(rows, expert=expert) for rows in one] for expert in experts]
+
+
+class Table(Matrix):
+    """A table [outputs, inputs], of which rows are looked up."""
+
+    def by_role(self, dimensions: Sequence, outputs: int) -> tuple[Sequence, Sequence, Sequence]:
+        """Splits as `Matrix.by_role`; outputs come first."""
+        return (), dimensions[:outputs], dimensions[outputs:]
+
+    def index(self, experts: Index, outputs: Index, inputs: Index) -> Index:
+        """Puts together what `by_role` splits."""
+        return (*outputs, *inputs)
+
+    def build(self, sources: Sources, index: Index) -> np.ndarray:
+        """Builds a slice of the parameter."""
+        table = empty(sizes(index), sources.dtype)
+        [[rows]] = self.rows(sources, index)
+        table[:] = sources.take(rows)
+        return table
+
+
+def sizes(index: Index) -> tuple[int, ...]:
+    """Shape of a slice."""
+    return tuple(some.stop - some.start for some in index)
+
+
+def build_matrices(
+    sources: Sources, rows: list[list[Rows]], axis: int, shape: tuple[int, ...]
+) -> np.ndarray:
+    """Builds matrices of rows of their parts, one after another, in an array of this shape. axis:
+    as of `Matrix`."""
+    outputs = list(rows[0][0].numbers.shape)
+    outputs[axis] = sum(part.numbers.shape[axis] for part in rows[0])
+    built = empty((len(rows), rows[0][0].width, *outputs), sources.dtype)
+    for matrix, parts in zip(built, rows):
+        first = 0
+        for part in parts:
+            values = sources.take(part)  # [*outputs, inputs]
+            last = first + part.numbers.shape[axis]
+            for before in np.ndindex(part.numbers.shape[:axis]):
+                target = matrix[(slice(None), *before, slice(first, last))]
+                transpose(values[before].reshape(-1, len(matrix)), target.reshape(len(matrix), -1))
+            first = last
+    return built.reshape(shape)
 
 
 def _norm(sources: Sources, index: Index) -> np.ndarray:
@@ -30,78 +131,69 @@ def _norm(sources: Sources, index: Index) -> np.ndarray:
     return (weights + np.float32(sources.stored.norms.less_one)).astype(sources.dtype)
 
 
-def _embed(sources: Sources, index: Index) -> np.ndarray:
-    """[padded vocabulary, D]: rows past the vocabulary are zero."""
-    rows, columns = index
-    vectors = _vocabulary(sources, rows, columns)
-    padded = empty((rows.stop - rows.start, vectors.shape[1]), sources.dtype)
-    padded[: len(vectors)] = vectors
-    padded[len(vectors) :] = 0
-    return padded
+def _vocabulary(sources: Sources, tokens: slice, columns: slice) -> list[Rows]:
+    """Rows of tokens; those past the vocabulary are zero."""
+    return [Rows(sources.parts[0], _numbers(tokens), columns)]
 
 
-def _head(sources: Sources, index: Index) -> np.ndarray:
-    """[D, padded vocabulary]: columns past the vocabulary are zero."""
-    rows, columns = index
-    vectors = _vocabulary(sources, columns, rows)
-    padded = empty((vectors.shape[1], columns.stop - columns.start), sources.dtype)
-    transpose(vectors, padded[:, : len(vectors)])
-    padded[:, len(vectors) :] = 0
-    return padded
+def _embed(sources: Sources, index: Index) -> list[Rows]:
+    """[padded vocabulary, D]."""
+    return _vocabulary(sources, index[0], index[1])
 
 
-def _vocabulary(sources: Sources, tokens: slice, columns: slice) -> np.ndarray:
-    """Reads the rows of tokens, without those past the vocabulary."""
-    vocab = sources.stored.vocab
-    real = slice(min(tokens.start, vocab), min(tokens.stop, vocab))
-    return sources.read(sources.parts[0], real, columns)
+def _head(sources: Sources, index: Index) -> list[Rows]:
+    """[D, padded vocabulary]."""
+    return _vocabulary(sources, index[1], index[0])
 
 
-def _qkv(sources: Sources, index: Index) -> np.ndarray:
+def _numbers(rows: slice) -> np.ndarray:
+    return np.arange(rows.start, rows.stop)
+
+
+def _qkv(sources: Sources, index: Index) -> list[Rows]:
     """[D, K, G + 2, H]: for each kv head its G query heads, its key, its value."""
-    heads = _heads(sources, index[1], index[0])  # [K, G + 2, H, D]
-    return inputs_first(heads, sources.dtype)[:, :, index[2], index[3]]
+    return _heads(sources, index[1], index[0])
 
 
 def _qkv_bias(sources: Sources, index: Index) -> np.ndarray:
-    return _heads(sources, index[0], None)[:, index[1], index[2]].astype(sources.dtype)
+    """[K, G + 2, H]."""
+    heads = [sources.take(rows) for rows in _heads(sources, index[0], None)]
+    return np.concatenate(heads, 1).astype(sources.dtype)
 
 
-def _heads(sources: Sources, kv: slice, columns: slice | None) -> np.ndarray:
-    """Rows of queries, keys and values, [K, G + 2, H, ...] for the kv heads `kv`."""
+def _heads(sources: Sources, kv: slice, columns: slice | None) -> list[Rows]:
+    """Rows of queries [K, G, H], keys and values [K, 1, H] for the kv heads `kv`."""
     query, key, value = sources.parts
-    q = _query_heads(sources, query, kv, columns)
-    k = _kv_heads(sources, key, kv, columns)
-    v = _kv_heads(sources, value, kv, columns)
+    queries = _query_heads(sources, kv)
+    keys = values = _kv_heads(sources, kv)
     if layout(sources.stored).interleaved:
         dims = sources.rotated or sources.model.head_dim  # the order is that of all layers
-        q = _in_halves(q, dims)
-        k = _in_halves(k, dims)
-    return np.concatenate([q, k, v], 1)
+        queries = _in_halves(queries, dims)
+        keys = _in_halves(keys, dims)
+    return [Rows(query, queries, columns), Rows(key, keys, columns), Rows(value, values, columns)]
 
 
 def _in_halves(heads: np.ndarray, dims: int) -> np.ndarray:
-    """Rows [K, n, H, ...] of which the first `dims` of each head are rotated in pairs 2 i and 2 i +
-    1, in the order in which the pairs are i and i + dims / 2."""
+    """Rows [K, n, H] of which the first `dims` of each head are rotated in pairs 2 i and 2 i + 1,
+    in the order in which the pairs are i and i + dims / 2."""
     order = np.arange(heads.shape[2])
     order[:dims] = [*range(0, dims, 2), *range(1, dims, 2)]
     return heads[:, :, order]
 
 
-def _query_heads(sources: Sources, part: str, kv: slice, columns: slice | None) -> np.ndarray:
-    """[K, G, H, ...]."""
+def _query_heads(sources: Sources, kv: slice) -> np.ndarray:
+    """Numbers of rows [K, G, H]."""
     G = sources.model.heads // sources.model.kv_heads
     H = sources.model.head_dim
-    rows = sources.read(part, slice(kv.start * G * H, kv.stop * G * H), columns)
-    return rows.reshape(-1, G, H, *rows.shape[1:])
+    return np.arange(kv.start * G * H, kv.stop * G * H).reshape(-1, G, H)
 
 
-def _kv_heads(sources: Sources, part: str, kv: slice, columns: slice | None) -> np.ndarray:
-    """[K, 1, H, ...]. With more ranks than kv heads, several are copies of a stored one."""
+def _kv_heads(sources: Sources, kv: slice) -> np.ndarray:
+    """Numbers of rows [K, 1, H]. With more ranks than kv heads, several are copies of a stored
+    one."""
     H = sources.model.head_dim
     stored = np.arange(kv.start, kv.stop) * sources.stored.kv_heads // sources.model.kv_heads
-    rows = sources.read(part, slice(stored[0] * H, (stored[-1] + 1) * H), columns)
-    return rows.reshape(-1, 1, H, *rows.shape[1:])[stored - stored[0]]
+    return (stored[:, None] * H + np.arange(H))[:, None]
 
 
 def _vector(sources: Sources, index: Index) -> np.ndarray:
@@ -112,35 +204,32 @@ def _sinks(sources: Sources, index: Index) -> np.ndarray:
     """[K, G]."""
     G = sources.model.heads // sources.model.kv_heads
     rows = slice(index[0].start * G, index[0].stop * G)
-    stored = sources.read(sources.parts[0], rows, None)
-    return stored.astype(sources.dtype).reshape(-1, G)[:, index[1]]
+    return sources.read(sources.parts[0], rows, None).astype(sources.dtype).reshape(-1, G)
 
 
 def _q_norm(sources: Sources, index: Index) -> np.ndarray:
     """[H], or [K, G, H] where heads have weights of their own."""
     if len(index) == 1:
         return _norm(sources, index)
-    return _query_heads(sources, "q_norm", index[0], None).astype(sources.dtype)
+    return sources.take(Rows("q_norm", _query_heads(sources, index[0]), None)).astype(sources.dtype)
 
 
 def _k_norm(sources: Sources, index: Index) -> np.ndarray:
     """[H], or [K, 1, H] where heads have weights of their own."""
     if len(index) == 1:
         return _norm(sources, index)
-    return _kv_heads(sources, "k_norm", index[0], None).astype(sources.dtype)
+    return sources.take(Rows("k_norm", _kv_heads(sources, index[0]), None)).astype(sources.dtype)
 
 
-def _o_proj(sources: Sources, index: Index) -> np.ndarray:
+def _o_proj(sources: Sources, index: Index) -> list[Rows]:
     """[K, G, H, D]."""
-    kv = index[0]
     G = sources.model.heads // sources.model.kv_heads
     H = sources.mixer.value_dim(sources.model)
-    outputs = sources.read(sources.parts[0], index[3], slice(kv.start * G * H, kv.stop * G * H))
-    rows = inputs_first(outputs, sources.dtype)
-    return rows.reshape(-1, G, H, len(outputs))[:, index[1], index[2]]
+    columns = slice(index[0].start * G * H, index[0].stop * G * H)
+    return [Rows(sources.parts[0], _numbers(index[3]), columns)]
 
 
-def _latent_queries(sources: Sources, index: Index) -> np.ndarray:
+def _latent_queries(sources: Sources, index: Index) -> list[Rows]:
     """[inputs, K, G, plain + rotated], of `q_b`, or of `q` where queries have no latent."""
     part = "q"
     if sources.latent.q_rank is not None:
@@ -149,25 +238,22 @@ def _latent_queries(sources: Sources, index: Index) -> np.ndarray:
     G = sources.model.heads // K
     plain = sources.latent.plain
     size = plain + sources.rotated
-    some = slice(index[1].start * G * size, index[1].stop * G * size)
-    rows = sources.read(part, some, index[0])
-    heads = _halves_after(rows.reshape(-1, G, size, rows.shape[-1]), plain)
-    return inputs_first(heads, sources.dtype)[:, :, index[2], index[3]]
+    heads = np.arange(index[1].start * G * size, index[1].stop * G * size).reshape(-1, G, size)
+    return [Rows(part, _halves_after(heads, plain), index[0])]
 
 
 def _halves_after(heads: np.ndarray, plain: int) -> np.ndarray:
-    """Puts the rotated rows of heads [K, n, plain + rotated, ...], stored in pairs 2 i and 2 i + 1,
-    in the order of pairs i and i + half."""
+    """Puts the rotated rows of heads [K, n, plain + rotated], stored in pairs 2 i and 2 i + 1, in
+    the order of pairs i and i + half."""
     rotated = _in_halves(heads[:, :, plain:], heads.shape[2] - plain)
     return np.concatenate([heads[:, :, :plain], rotated], 2)
 
 
-def _latent(sources: Sources, index: Index) -> np.ndarray:
+def _latent(sources: Sources, index: Index) -> list[Rows]:
     """[D, kv_rank + rotated]."""
-    size = sources.latent.kv_rank + sources.rotated
-    rows = sources.read("kv_a", slice(0, size), index[0])
+    rows = np.arange(sources.latent.kv_rank + sources.rotated)
     rows = _halves_after(rows[None, None], sources.latent.kv_rank)[0, 0]
-    return inputs_first(rows, sources.dtype)[:, index[1]]
+    return [Rows("kv_a", rows, index[0])]
 
 
 def _k_up(sources: Sources, index: Index) -> np.ndarray:
@@ -176,7 +262,7 @@ def _k_up(sources: Sources, index: Index) -> np.ndarray:
         keys = _of_heads(sources, "k_b", sources.latent.kv_rank, index[0]).swapaxes(2, 3)
     else:
         keys = _expansion(sources, index[0])[:, :, : sources.latent.plain]
-    return keys[:, index[1], index[2], index[3]].astype(sources.dtype)
+    return keys.astype(sources.dtype)
 
 
 def _v_up(sources: Sources, index: Index) -> np.ndarray:
@@ -185,7 +271,7 @@ def _v_up(sources: Sources, index: Index) -> np.ndarray:
         values = _of_heads(sources, "v_b", sources.latent.value, index[0])
     else:
         values = _expansion(sources, index[0])[:, :, sources.latent.plain :]
-    return values.swapaxes(2, 3)[:, index[1], index[2], index[3]].astype(sources.dtype)
+    return values.swapaxes(2, 3).astype(sources.dtype)
 
 
 def _expansion(sources: Sources, kv: slice) -> np.ndarray:
@@ -200,43 +286,22 @@ def _of_heads(sources: Sources, part: str, size: int, kv: slice) -> np.ndarray:
     return rows.reshape(-1, G, size, rows.shape[-1])
 
 
-def _gate_up(sources: Sources, index: Index) -> np.ndarray:
+def _gate_up(sources: Sources, index: Index) -> list[Rows]:
     """[D, 2, F]."""
-    parts = [sources.read(part, index[2], index[0]) for part in sources.parts[index[1]]]
-    both = empty((parts[0].shape[1], len(parts), len(parts[0])), sources.dtype)
-    for number, part in enumerate(parts):
-        transpose(part, both[:, number])
-    return both
+    return [Rows(part, _numbers(index[2])[None], index[0]) for part in sources.parts]
 
 
-def _expert_gate_up(sources: Sources, index: Index) -> np.ndarray:
-    """[E, D, 2, F]."""
-    return _experts(sources, sources.parts[index[2]], index[0], index[1], index[3])
-
-
-def _expert_down(sources: Sources, index: Index) -> np.ndarray:
-    """[E, F, D]."""
-    return _experts(sources, sources.parts, *index)[:, :, 0]
-
-
-def _experts(
-    sources: Sources, parts: tuple[str, ...], experts: slice, inputs: slice, outputs: slice
-) -> np.ndarray:
-    """Parts of some experts, [experts, inputs, parts, outputs]."""
-    some = range(experts.start, experts.stop)
-    shape = (len(some), inputs.stop - inputs.start, len(parts), outputs.stop - outputs.start)
-    found = empty(shape, sources.dtype)
-    for number, expert in enumerate(some):
-        for i, part in enumerate(parts):
-            transpose(sources.read(part, outputs, inputs, expert), found[number, :, i])
-    return found
+def _plain(sources: Sources, index: Index) -> list[Rows]:
+    """[in, out]."""
+    return [Rows(sources.parts[0], _numbers(index[1]), index[0])]
 
 
 def _expert_gate_up_bias(sources: Sources, index: Index) -> np.ndarray:
     """[E, 2, F]."""
-    parts = sources.parts[index[1]]
     some = range(index[0].start, index[0].stop)
-    biases = [[sources.read(part, index[2], None, expert) for part in parts] for expert in some]
+    biases = [
+        [sources.read(part, index[2], None, expert) for part in sources.parts] for expert in some
+    ]
     return np.array(biases, sources.dtype)
 
 
@@ -247,46 +312,40 @@ def _expert_down_bias(sources: Sources, index: Index) -> np.ndarray:
     return np.array(biases, sources.dtype)
 
 
-def _down(sources: Sources, index: Index) -> np.ndarray:
-    return inputs_first(sources.read(sources.parts[0], index[1], index[0]), sources.dtype)
-
-
 TABLE: dict[str, Assembly] = {
-    "embed": Assembly(("embed",), _embed),
-    "layers.{layers}.attn_norm": Assembly(("attn_norm",), _norm),
-    "layers.{layers}.attn_post_norm": Assembly(("attn_post_norm",), _norm),
-    "layers.{layers}.attention.qkv": Assembly(("q", "k", "v"), _qkv),
-    "layers.{layers}.attention.qkv_bias": Assembly(("q_bias", "k_bias", "v_bias"), _qkv_bias),
-    "layers.{layers}.attention.q_norm": Assembly(("q_norm",), _q_norm),
-    "layers.{layers}.attention.k_norm": Assembly(("k_norm",), _k_norm),
-    "layers.{layers}.attention.sinks": Assembly(("sinks",), _sinks),
-    "layers.{layers}.attention.o_proj": Assembly(("o",), _o_proj),
-    "layers.{layers}.attention.o_bias": Assembly(("o_bias",), _vector),
-    "layers.{layers}.attention.q_a": Assembly(("q_a",), _down),
-    "layers.{layers}.attention.q_a_norm": Assembly(("q_a_norm",), _vector),
-    "layers.{layers}.attention.q_b": Assembly(("q_b", "q"), _latent_queries),
-    "layers.{layers}.attention.kv_a": Assembly(("kv_a",), _latent),
-    "layers.{layers}.attention.kv_a_norm": Assembly(("kv_a_norm",), _vector),
-    "layers.{layers}.attention.k_up": Assembly(("kv_b", "k_b"), _k_up),
-    "layers.{layers}.attention.v_up": Assembly(("kv_b", "v_b"), _v_up),
-    "layers.{layers}.mlp_norm": Assembly(("mlp_norm",), _norm),
-    "layers.{layers}.mlp_post_norm": Assembly(("mlp_post_norm",), _norm),
-    "layers.{layers}.mlp.gate_up": Assembly(("gate", "up"), _gate_up),
-    "layers.{layers}.mlp.down": Assembly(("down",), _down),
-    "layers.{layers}.mlp.router": Assembly(("router",), _down),
-    "layers.{layers}.mlp.router_bias": Assembly(("router_bias",), _vector),
-    "layers.{layers}.mlp.correction": Assembly(("correction",), _vector),
-    "layers.{layers}.mlp.expert_gate_up": Assembly(("expert_gate", "expert_up"), _expert_gate_up),
-    "layers.{layers}.mlp.expert_down": Assembly(("expert_down",), _expert_down),
-    "layers.{layers}.mlp.expert_gate_up_bias": Assembly(
+    "embed": Table(("embed",), _embed),
+    "layers.{layers}.attn_norm": Built(("attn_norm",), _norm),
+    "layers.{layers}.attn_post_norm": Built(("attn_post_norm",), _norm),
+    "layers.{layers}.attention.qkv": Matrix(("q", "k", "v"), _qkv, axis=1),
+    "layers.{layers}.attention.qkv_bias": Built(("q_bias", "k_bias", "v_bias"), _qkv_bias),
+    "layers.{layers}.attention.q_norm": Built(("q_norm",), _q_norm),
+    "layers.{layers}.attention.k_norm": Built(("k_norm",), _k_norm),
+    "layers.{layers}.attention.sinks": Built(("sinks",), _sinks),
+    "layers.{layers}.attention.o_proj": Matrix(("o",), _o_proj),
+    "layers.{layers}.attention.o_bias": Built(("o_bias",), _vector),
+    "layers.{layers}.attention.q_a": Matrix(("q_a",), _plain),
+    "layers.{layers}.attention.q_a_norm": Built(("q_a_norm",), _vector),
+    "layers.{layers}.attention.q_b": Matrix(("q_b", "q"), _latent_queries),
+    "layers.{layers}.attention.kv_a": Matrix(("kv_a",), _latent),
+    "layers.{layers}.attention.kv_a_norm": Built(("kv_a_norm",), _vector),
+    "layers.{layers}.attention.k_up": Built(("kv_b", "k_b"), _k_up),
+    "layers.{layers}.attention.v_up": Built(("kv_b", "v_b"), _v_up),
+    "layers.{layers}.mlp_norm": Built(("mlp_norm",), _norm),
+    "layers.{layers}.mlp_post_norm": Built(("mlp_post_norm",), _norm),
+    "layers.{layers}.mlp.gate_up": Matrix(("gate", "up"), _gate_up),
+    "layers.{layers}.mlp.down": Matrix(("down",), _plain),
+    "layers.{layers}.mlp.router": Matrix(("router",), _plain),
+    "layers.{layers}.mlp.router_bias": Built(("router_bias",), _vector),
+    "layers.{layers}.mlp.correction": Built(("correction",), _vector),
+    "layers.{layers}.mlp.expert_gate_up": ExpertMatrices(("expert_gate", "expert_up"), _gate_up),
+    "layers.{layers}.mlp.expert_down": ExpertMatrices(("expert_down",), _plain),
+    "layers.{layers}.mlp.expert_gate_up_bias": Built(
         ("expert_gate_bias", "expert_up_bias"), _expert_gate_up_bias
     ),
-    "layers.{layers}.mlp.expert_down_bias": Assembly(("expert_down_bias",), _expert_down_bias),
-    "layers.{layers}.mlp.shared_gate_up": Assembly(
-        ("shared_gate_proj", "shared_up_proj"), _gate_up
-    ),
-    "layers.{layers}.mlp.shared_down": Assembly(("shared_down_proj",), _down),
-    "layers.{layers}.mlp.shared_gate": Assembly(("shared_gate",), _down),
-    "norm": Assembly(("norm",), _norm),
-    "head": Assembly(("head",), _head),
+    "layers.{layers}.mlp.expert_down_bias": Built(("expert_down_bias",), _expert_down_bias),
+    "layers.{layers}.mlp.shared_gate_up": Matrix(("shared_gate_proj", "shared_up_proj"), _gate_up),
+    "layers.{layers}.mlp.shared_down": Matrix(("shared_down_proj",), _plain),
+    "layers.{layers}.mlp.shared_gate": Matrix(("shared_gate",), _plain),
+    "norm": Built(("norm",), _norm),
+    "head": Matrix(("head",), _head),
 }

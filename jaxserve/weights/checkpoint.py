@@ -14,6 +14,7 @@ from jaxserve.checkpoint.model_paths import CheckpointError, check_revision
 from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.weights.gguf_weights import GgufFile
 from jaxserve.weights.names import ignored, tensors_of
+from jaxserve.weights.quantised import Blocks
 from jaxserve.weights.random_weights import RandomWeights
 from jaxserve.weights.safetensors_files import NOT_FLOATS
 from jaxserve.weights.safetensors_folder import SafetensorsFolder, without_weights
@@ -45,6 +46,13 @@ class Checkpoint(Protocol):
     ) -> np.ndarray:
         """Reads a slice of a tensor, f32 or in the stored float type; only its rows and columns (in
         whole quantisation blocks) are read from disk. columns: None for vectors and whole rows."""
+
+    def blocks(
+        self, name: str, rows: slice, columns: slice | None = None, expert: int | None = None
+    ) -> Blocks | None:
+        """Reads a slice of a matrix as it is stored, if it is quantised in a way that devices can
+        keep; None otherwise. Without rows nothing is read, and the encoding is told. columns: in
+        whole groups; None: all. expert: whose matrix, if the tensor has those of all experts."""
 
 
 def open_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoint | OrbaxFolder:

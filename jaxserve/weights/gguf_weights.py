@@ -1,4 +1,5 @@
-"""Reads GGUF files as checkpoints: tensors dequantised by the `gguf` library."""
+"""Reads GGUF files as checkpoints: tensors as they are stored, or dequantised by the `gguf`
+library."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from gguf.quants import dequantize
 from jaxserve.checkpoint.gguf_config import ROPE_TENSORS, from_gguf
 from jaxserve.checkpoint.gguf_file import GgufTensor, read_header
 from jaxserve.checkpoint.model_paths import CheckpointError, reason
+from jaxserve.weights import quantised
 
 _ALL = slice(None)
 # biases of all experts, which are read as one vector
@@ -23,8 +25,8 @@ _EXPERT_BIAS = "_exps.bias"
 
 class GgufFile:
     """A checkpoint in a GGUF file, whose tensors of more than two dimensions are read as matrices
-    (see `_flat`). Reads and dequantises (to f32) only the blocks that cover the
-    rows and columns asked for; `bytes_read` counts them."""
+    (see `_flat`). Reads only the blocks that cover the rows and columns asked for; `bytes_read`
+    counts them."""
 
     def __init__(self, path: Path, name: str = ""):
         header = read_header(path)
@@ -35,7 +37,7 @@ class GgufFile:
         self._data = np.memmap(path, np.uint8, "r")
         self._check_kinds(header.tensors)
         factors = {
-            tensor: self._blocks(place, 0, 1, 0, place.shape[-1]).ravel().tolist()
+            tensor: self._floats(place, slice(0, 1), _ALL).ravel().tolist()
             for tensor, place in header.tensors.items()
             if tensor in ROPE_TENSORS
         }
@@ -55,30 +57,41 @@ class GgufFile:
 
     def read(self, name: str, rows: slice = _ALL, columns: slice | None = None) -> np.ndarray:
         """Reads a slice of a tensor, dequantised to f32."""
-        return self._slice(self._places[name], rows, columns)
-
-    def _slice(self, place: GgufTensor, rows: slice, columns: slice | None) -> np.ndarray:
+        place = self._places[name]
+        some = slice(*rows.indices(place.shape[0])[:2])
         if len(place.shape) == 1:  # stored as one row; the rows asked for are its columns
-            first, last, _ = rows.indices(place.shape[0])
-            return self._blocks(place, 0, 1, first, last)[0]
-        top, bottom, _ = rows.indices(place.shape[0])
-        first, last, _ = (columns or _ALL).indices(place.shape[1])
-        return self._blocks(place, top, bottom, first, last)
+            return self._floats(place, slice(0, 1), some)[0]
+        return self._floats(place, some, columns or _ALL)
 
-    def _blocks(
-        self, place: GgufTensor, top: int, bottom: int, left: int, right: int
-    ) -> np.ndarray:
-        """Rows top to bottom and columns left to right of a matrix, dequantised to f32."""
+    def blocks(
+        self, name: str, rows: slice, columns: slice | None = None, expert: int | None = None
+    ) -> quantised.Blocks | None:
+        """Reads a slice of a matrix in whole blocks, as it is stored; None for types that are not
+        kept."""
+        place = self._places[name]
+        if place.kind not in quantised.GGUF_KINDS or len(place.shape) == 1:
+            return None
+        return quantised.from_gguf(self._raw(place, rows, columns or _ALL), place.kind)
+
+    def _floats(self, place: GgufTensor, rows: slice, columns: slice) -> np.ndarray:
+        """A slice of a matrix, dequantised to f32."""
+        block = GGML_QUANT_SIZES[place.kind][0]
+        left, right, _ = columns.indices(place.shape[-1])
+        begin = left // block * block
+        raw = self._raw(place, rows, columns)
+        if raw.size == 0:
+            return np.zeros((rows.stop - rows.start, right - left), np.float32)
+        return dequantize(raw, place.kind)[:, left - begin : right - begin]
+
+    def _raw(self, place: GgufTensor, rows: slice, columns: slice) -> np.ndarray:
+        """The blocks that cover a slice of a matrix, as bytes [rows, bytes]."""
         block, size = GGML_QUANT_SIZES[place.kind]
+        left, right, _ = columns.indices(place.shape[-1])
         table = self._data[place.start : place.stop].reshape(-1, place.shape[-1] // block * size)
-        begin = left // block
-        end = -(-right // block)
-        raw = np.ascontiguousarray(table[top:bottom, begin * size : end * size])
+        raw = table[rows, left // block * size : -(-right // block) * size]
         with self._counting:
             self.bytes_read += raw.nbytes
-        if raw.size == 0:
-            return np.zeros((bottom - top, right - left), np.float32)
-        return dequantize(raw, place.kind)[:, left - begin * block : right - begin * block]
+        return np.ascontiguousarray(raw)
 
     def _check_kinds(self, tensors: Mapping[str, GgufTensor]) -> None:
         """Raises CheckpointError for types that the gguf library cannot dequantise."""

@@ -15,7 +15,8 @@ from tqdm import tqdm
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.checkpoint.specs import Declared
 from jaxserve.weights.checkpoint import Checkpoint, check
-from jaxserve.weights.names import Index, build
+from jaxserve.weights.names import build
+from jaxserve.weights.sources import Index
 from jaxserve.weights.store import OrbaxFolder, restore
 
 READERS = 8  # most parameters under way at once: each needs host memory until it is on devices
@@ -74,7 +75,7 @@ def _place(
         key = tuple(s.indices(size)[:2] for s, size in zip(index or (), shape))
         if key not in slices:
             part = tuple(slice(*k) for k in key)
-            values = build(path, part, checkpoint.read, checkpoint.config, config, dtype)
+            values = build(path, part, checkpoint, checkpoint.config, config, dtype)
             slices[key] = np.ascontiguousarray(values)
         return slices[key]
 

@@ -11,7 +11,7 @@ import numpy as np
 from jaxserve.checkpoint.families import FAMILIES
 from jaxserve.checkpoint.model import ModelConfig, declare
 from jaxserve.weights.assemble import TABLE, Assembly
-from jaxserve.weights.sources import Index, Read, Sources, places
+from jaxserve.weights.sources import Index, Reader, Sources, places
 
 _UNUSED = (
     "rotary_emb.inv_freq",
@@ -77,16 +77,28 @@ def ignored(name: str, model: ModelConfig) -> bool:
 
 
 def build(
-    path: str, index: Index, read: Read, stored: ModelConfig, model: ModelConfig, dtype: np.dtype
+    path: str,
+    index: Index,
+    reader: Reader,
+    stored: ModelConfig,
+    model: ModelConfig,
+    dtype: np.dtype,
 ) -> np.ndarray:
     """Builds slice `index` of parameter `path` in a dtype.
 
     stored: the checkpoint's config. model: the config after `with_tp`. Errors: KeyError for a path
     that the decoder does not have.
     """
-    assembly, numbers = _assembly(path)
-    sources = Sources(read, numbers, assembly.parts, stored, model, dtype)
+    assembly, sources = sources_of(path, reader, stored, model, dtype)
     return assembly.build(sources, index)
+
+
+def sources_of(
+    path: str, reader: Reader, stored: ModelConfig, model: ModelConfig, dtype: np.dtype
+) -> tuple[Assembly, Sources]:
+    """Returns the assembly of a parameter, and what it reads; arguments as of `build`."""
+    assembly, numbers = _assembly(path)
+    return assembly, Sources(reader, numbers, assembly.parts, stored, model, dtype)
 
 
 def _assembly(path: str) -> tuple[Assembly, dict[str, str]]:

@@ -17,7 +17,29 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.constants import GGMLQuantizationType as Kind
 
-from jaxserve.kernels.quantised import INPUTS, OUTPUTS, Form, Quantised
+from jaxserve.kernels.quantised import INPUTS, OUTPUTS, SUPER, Form, Quantised
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoding:
+    """How a checkpoint holds a matrix that can stay quantised; types and sizes of the arrays of
+    `Blocks` follow from it.
+
+    group: inputs that share a scale; None: all. scales: type of the scales, and of offsets if there
+    are any. supers: factors of 256 inputs, 0, 1, or 2 with offsets.
+    """
+
+    form: Form
+    group: int | None
+    scales: np.dtype
+    offsets: bool = False
+    supers: int = 0
+
+    @property
+    def unit(self) -> int:
+        """Number of inputs at whose multiples the matrix can be split."""
+        return max(INPUTS, self.group or 1, SUPER if self.supers else 1)
+
 
 _FLOATS = {(4, 1): ml_dtypes.float4_e2m1fn, (8, 3): ml_dtypes.float8_e4m3fn}  # by bits, mantissa
 
@@ -38,9 +60,30 @@ class Blocks:
     offsets: np.ndarray | None = None
     supers: np.ndarray | None = None
 
+    @property
+    def encoding(self) -> Encoding:
+        """How the matrix is stored."""
+        groups = self.scales.shape[1]
+        return Encoding(
+            self.form,
+            None if groups == 1 else self.codes.shape[1] // groups,
+            self.scales.dtype,
+            self.offsets is not None,
+            0 if self.supers is None else self.supers.shape[2],
+        )
+
     def rows(self, index: slice | np.ndarray) -> Blocks:
         """Takes some of the outputs."""
         return self._replaced((name, x[index]) for name, x in self._arrays())
+
+    def padded(self, outputs: int) -> Blocks:
+        """Adds outputs of zeros, up to `outputs`."""
+        more = outputs - len(self.codes)
+        if not more:
+            return self
+        return self._replaced(
+            (name, np.pad(x, [(0, more)] + [(0, 0)] * (x.ndim - 1))) for name, x in self._arrays()
+        )
 
     def columns(self, first: int, last: int) -> Blocks:
         """Takes inputs `first` to `last`. Groups that a limit cuts become shorter ones, unless they
@@ -173,7 +216,7 @@ def from_gguf(raw: np.ndarray, kind: Kind) -> Blocks:
     if kind not in GGUF_KINDS:
         raise ValueError(f"{kind.name} is not kept")
     size = GGML_QUANT_SIZES[kind][1]
-    return GGUF_KINDS[kind](raw.reshape(len(raw), -1, size))
+    return GGUF_KINDS[kind](raw.reshape(len(raw), raw.shape[1] // size, size))
 
 
 def _q8_0(blocks: np.ndarray) -> Blocks:
@@ -245,7 +288,7 @@ def _half(blocks: np.ndarray, at: int) -> np.ndarray:
 
 
 def _flat(x: np.ndarray) -> np.ndarray:
-    return x.reshape(len(x), -1)
+    return x.reshape(len(x), math.prod(x.shape[1:]))
 
 
 GGUF_KINDS: dict[Kind, Callable[[np.ndarray], Blocks]] = {

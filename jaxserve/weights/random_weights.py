@@ -40,6 +40,11 @@ class RandomWeights:
             return np.stack([self._matrix(f"{name}.{i}", shape[1:], columns or _ALL) for i in some])
         return self._matrix(name, shape, rows, columns)
 
+    def blocks(
+        self, name: str, rows: slice, columns: slice | None = None, expert: int | None = None
+    ) -> None:
+        """Returns None: nothing is quantised."""
+
     def _matrix(
         self, name: str, shape: tuple[int, ...], rows: slice, columns: slice | None = None
     ) -> np.ndarray:

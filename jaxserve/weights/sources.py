@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -18,11 +18,44 @@ from jaxserve.checkpoint.families import layout
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.checkpoint.specs import LatentAttentionSpec, MixerSpec
 from jaxserve.checkpoint.tensor_tables import Alternating, Stacked
+from jaxserve.weights.quantised import Blocks, Encoding
 
 Index = tuple[slice, ...]  # of a parameter; slices with start and stop
-Read = Callable[[str, slice, slice | None], np.ndarray]  # tensor name, rows, columns (None: all)
 _ROWS_AT_ONCE = 64  # converted and transposed together: faster than all rows, and less memory
 _ALIGNMENT = 64  # bytes: JAX's CPU devices take over arrays at such addresses, and copy others
+
+
+class Reader(Protocol):
+    """Reads slices of tensors by name; see `weights.checkpoint.Checkpoint`."""
+
+    def read(
+        self, name: str, rows: slice = slice(None), columns: slice | None = None
+    ) -> np.ndarray: ...
+
+    def blocks(
+        self, name: str, rows: slice, columns: slice | None = None, expert: int | None = None
+    ) -> Blocks | None: ...
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a part in the order in which they are outputs of a parameter, and those of its
+    columns that are inputs (None: of a vector).
+
+    numbers: of the rows, in any shape; those past the part stand for zeros. expert: number of the
+    expert whose part it is, for parts that each has.
+    """
+
+    part: str
+    numbers: np.ndarray
+    columns: slice | None
+    expert: int | None = None
+
+    @property
+    def width(self) -> int:
+        """Number of the columns."""
+        assert self.columns is not None
+        return self.columns.stop - self.columns.start
 
 
 @dataclass(frozen=True)
@@ -45,7 +78,7 @@ class Sources:
     path, by what they number. parts: see `Assembly`. stored, model: the config of the checkpoint,
     and the one after `with_tp`. dtype: to convert to."""
 
-    reader: Read
+    reader: Reader
     numbers: dict[str, str]
     parts: tuple[str, ...]
     stored: ModelConfig
@@ -69,22 +102,76 @@ class Sources:
         rope = self.model.rope(int(self.numbers["layers"]))
         return 0 if rope is None else rope.dims(self.model.head_dim)
 
+    def tensor(self, part: str, expert: int | None = None) -> str:
+        """Name of the tensor that has a part; expert: its number, for parts that each expert
+        has."""
+        return places(self.stored)[part].tensor.format(**self.numbers, experts=expert)
+
     def read(
         self, part: str, rows: slice, columns: slice | None, expert: int | None = None
     ) -> np.ndarray:
-        """Reads a slice of a part; expert: its number, for parts that each expert has."""
+        """Reads a slice of a part; expert: as of `tensor`."""
         place = places(self.stored)[part]
-        name = place.tensor.format(**self.numbers, experts=expert)
+        name = self.tensor(part, expert)
         if not place.turns:
             first = place.row + place.stride * (expert or 0)
-            return self.reader(name, slice(first + rows.start, first + rows.stop), columns)
+            return self.reader.read(name, slice(first + rows.start, first + rows.stop), columns)
         assert expert is not None
         one = slice(expert, expert + 1)
         outputs = slice(rows.start * place.turns, rows.stop * place.turns)
         if columns is None:
-            return self.reader(name, one, outputs)[0, place.row :: place.turns]
-        inputs_first = self.reader(name, one, columns)[0, :, outputs]
+            return self.reader.read(name, one, outputs)[0, place.row :: place.turns]
+        inputs_first = self.reader.read(name, one, columns)[0, :, outputs]
         return inputs_first[:, place.row :: place.turns].T
+
+    def take(self, rows: Rows) -> np.ndarray:
+        """Reads rows in their order: [*shape of the numbers, columns]."""
+        found, order = self._found(rows)
+        values = self.read(rows.part, found, rows.columns, rows.expert)
+        if order is not None:
+            real = order < len(values)
+            ordered = np.zeros((len(order), *values.shape[1:]), values.dtype)
+            ordered[real] = values[order[real]]
+            values = ordered
+        return values.reshape(*rows.numbers.shape, *values.shape[1:])
+
+    def blocks(self, rows: Rows) -> Blocks:
+        """Reads rows of a part that is quantised, in their order: [numbers, columns]."""
+        place = places(self.stored)[rows.part]
+        found, order = self._found(rows)
+        first = place.row + place.stride * (rows.expert or 0)
+        some = slice(first + found.start, first + found.stop)
+        if place.turns:
+            some = slice(found.start * place.turns, found.stop * place.turns)
+        name = self.tensor(rows.part, rows.expert)
+        blocks = self.reader.blocks(name, some, rows.columns, rows.expert)
+        assert blocks is not None, f"{name} is not quantised"
+        if place.turns:
+            blocks = blocks.rows(slice(place.row, None, place.turns))
+        if order is not None:
+            count = found.stop - found.start
+            blocks = blocks.padded(count + 1).rows(np.minimum(order, count))
+        return blocks
+
+    def encoding(self, rows: Rows) -> Encoding | None:
+        """Returns how a part is stored; None where it is not quantised."""
+        blocks = self.reader.blocks(
+            self.tensor(rows.part, rows.expert), slice(0, 0), None, rows.expert
+        )
+        return None if blocks is None else blocks.encoding
+
+    def _found(self, rows: Rows) -> tuple[slice, np.ndarray | None]:
+        """The range of stored rows that has all these, and their places in it where they do not
+        follow each other; places past it: zeros."""
+        numbers = rows.numbers.ravel()
+        count = self.stored.parts()[rows.part][0]
+        real = numbers[numbers < count]
+        if not real.size:
+            return slice(0, 0), numbers
+        found = slice(int(real.min()), int(real.max()) + 1)
+        if len(numbers) == found.stop - found.start and (np.diff(numbers) == 1).all():
+            return found, None
+        return found, np.where(numbers < count, numbers - found.start, found.stop - found.start)
 
 
 @functools.lru_cache(maxsize=16)
@@ -123,14 +210,6 @@ def _by_turns(
     outputs, *inputs = shapes[parts[0]]
     shape = (experts, *inputs, outputs * len(parts))
     return {part: Place(tensor, row, shape, len(parts)) for row, part in enumerate(parts)}
-
-
-def inputs_first(rows: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Transposes [..., in] -> [in, ...] into a contiguous array of a dtype."""
-    flat = rows.reshape(-1, rows.shape[-1])
-    transposed = empty(flat.shape[::-1], dtype)
-    transpose(flat, transposed)
-    return transposed.reshape(-1, *rows.shape[:-1])
 
 
 def transpose(rows: np.ndarray, out: np.ndarray) -> None:

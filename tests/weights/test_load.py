@@ -120,7 +120,7 @@ def test_a_rank_reads_its_part_of_each_split_tensor(write, tmp_path):
     def bytes_of(path, index):
         before = checkpoint.bytes_read
         full = tuple(slice(*s.indices(size)[:2]) for s, size in zip(index, declared[path].shape))
-        build(path, full, checkpoint.read, checkpoint.config, config, np.dtype(np.float32))
+        build(path, full, checkpoint, checkpoint.config, config, np.dtype(np.float32))
         return checkpoint.bytes_read - before
 
     for path, d in declared.items():
@@ -138,7 +138,7 @@ def test_building_a_parameter_holds_little_more_than_the_parameter(tmp_path):
     for path, d in declared.items():
         whole = tuple(slice(0, size) for size in d.shape)
         tracemalloc.start()
-        build(path, whole, checkpoint.read, config, split, np.dtype(np.float32))
+        build(path, whole, checkpoint, config, split, np.dtype(np.float32))
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert peak < 1.6 * np.prod(d.shape) * 4 + 2**20, path
