@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from jaxserve.kernels import quantised, reference, xla
 from jaxserve.kernels.cpu import attention as cpu_attention
+from jaxserve.kernels.cpu import library
 from jaxserve.kernels.cpu import linear as cpu_linear
 from jaxserve.kernels.cpu import quantised as cpu_quantised
 from jaxserve.kernels.cpu import write as cpu_write
@@ -102,12 +103,20 @@ def linear(x: jax.Array, w: jax.Array | Quantised, positions: jax.Array | None =
     return x @ w if cpu_linear.unsupported(x, w) else cpu_linear.linear(x, w, positions)
 
 
-def rows(w: jax.Array | Quantised, ids: jax.Array, dtype: Any) -> jax.Array:
+def quantised_unavailable(platform: str) -> str | None:
+    """Returns why a platform has no product with quantised weights that is worth its while; None if
+    it has. The one of XLA makes floats of the weights in each step."""
+    if platform != "cpu":
+        return f"there is no product with quantised weights on {platform}"
+    return library.unavailable()
+
+
+def rows(w: jax.Array | Quantised, ids: jax.Array) -> jax.Array:
     """Looks up embeddings ids [T] in a table w [V, D]; of a quantised w, the V are outputs. Returns
-    [T, D] in this dtype."""
+    [T, D], in f32 if w is quantised."""
     if isinstance(w, Quantised):
-        return quantised.rows(w, ids, dtype)
-    return w[ids].astype(dtype)
+        return quantised.rows(w, ids)
+    return w[ids]
 
 
 def grouped(x: jax.Array, w: jax.Array | Quantised, counts: jax.Array) -> jax.Array:

@@ -18,6 +18,7 @@ import numpy as np
 INPUTS = 32  # of a tile
 OUTPUTS = 16
 SUPER = 256  # inputs that share the factors of a super-block
+LEAST_GROUP = 16  # inputs that share a scale; other groups are multiples of a tile's
 # dimensions after that of outputs / 16
 _TRAILING = {"codes": 3, "scales": 2, "offsets": 2, "supers": 3}
 
@@ -67,6 +68,11 @@ class Quantised:
         return self.codes.shape[-4] * OUTPUTS
 
     @property
+    def leading(self) -> tuple[int, ...]:
+        """Dimensions before the last of outputs."""
+        return self.codes.shape[:-4]
+
+    @property
     def group(self) -> int:
         """Inputs that share a scale."""
         return self.inputs // self.scales.shape[-2]
@@ -90,6 +96,19 @@ class Quantised:
         return self.with_outputs(
             lambda x, axis: x.reshape(*x.shape[:kept], -1, *x.shape[axis + 1 :])
         )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Joined:
+    """Matrices of the same inputs whose outputs lie side by side, each `Quantised` or an array
+    [inputs, outputs]; both with leading dimensions, and more of outputs, as `Quantised` has them.
+
+    axis: that of outputs along which they lie, from the end.
+    """
+
+    parts: tuple[Any, ...]
+    axis: int = dataclasses.field(metadata=dict(static=True))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.sharding.mesh import KVP, TP
@@ -15,6 +18,14 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
     "embed": None,
     "lanes": KVP,
 }
+
+
+def devices(axis: str | None, degrees: Mapping[str, int]) -> int:
+    """Number of devices over which a dimension with this logical axis is split. degrees: of the
+    mesh, by its axes."""
+    rule = None if axis is None else RULES[axis]
+    over = rule if isinstance(rule, tuple) else (rule,)
+    return math.prod(degrees.get(name or "", 1) for name in over)
 
 
 def spec(*axes: str | None) -> PartitionSpec:

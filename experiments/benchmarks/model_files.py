@@ -87,7 +87,7 @@ def hugging_face_tensors(checkpoint: Checkpoint, model: ModelConfig) -> dict[str
         layer = re.search(r"(?<=\.layers\.)\d+", name)
         numbers = {"layers": layer[0]} if layer else {}
         template = re.sub(r"(?<=\.layers\.)\d+", "{layers}", name)
-        sources = Sources(checkpoint.read, numbers, (), model, model, np.dtype(np.float32))
+        sources = Sources(checkpoint, numbers, (), model, model, np.dtype(np.float32))
         parts = []
         for part in layout(folder).tensors[template]:
             rows = sources.read(part, slice(0, model.parts()[part][0]), None)

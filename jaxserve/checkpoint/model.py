@@ -23,6 +23,8 @@ from jaxserve.checkpoint.specs import (
 )
 from jaxserve.settings.schema import ConfigError
 
+COLUMNS = 16  # outputs of a tile of quantised weights, see `kernels.quantised`
+
 
 @dataclass(frozen=True)
 class ModelConfig(Dimensions):
@@ -78,9 +80,13 @@ class ModelConfig(Dimensions):
 
     @property
     def parameters(self) -> int:
-        """Number of weights; a tied head is not counted again."""
+        """Number of weights, without padding; a tied head is not counted again."""
         declared = declare(self, range(self.layers))
-        return sum(p.size for path, p in declared.items() if not (self.tied and path == "head"))
+        if self.tied:
+            del declared["head"]
+        tables = declared.keys() & {"embed", "head"}
+        padding = len(tables) * (padded_vocab(self, 1) - self.vocab) * self.d_model
+        return sum(parameter.size for parameter in declared.values()) - padding
 
     def block(self, layer: int) -> dict[str, Declared]:
         """Declares the parameters of a layer by path."""
@@ -233,8 +239,8 @@ def kv_elements(layers: int, kv_heads: int, head_dim: int) -> int:
 
 
 def padded_vocab(model: ModelConfig, tp: int) -> int:
-    """Vocabulary size, rounded up to a multiple of `tp`."""
-    return -(-model.vocab // tp) * tp
+    """Vocabulary size, rounded up so that each of `tp` ranks has whole tiles of columns."""
+    return -(-model.vocab // (tp * COLUMNS)) * tp * COLUMNS
 
 
 def layers_of(model: ModelConfig, spp: int) -> list[range]:

@@ -18,12 +18,14 @@ import numpy as np
 class Declared:
     """A parameter without values: its global shape and the logical axis name of each dimension
     (None: replicated). inputs: leading dimensions that a matrix product sums over; 0: it is no
-    matrix of a product. wide: it stays f32, whatever the type of the weights."""
+    matrix of a product. wide: it stays f32, whatever the type of the weights. exact: its type, if
+    it is an array of a quantised parameter."""
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     inputs: int = 0
     wide: bool = False
+    exact: np.dtype | None = None
 
     @property
     def size(self) -> int:
@@ -32,6 +34,8 @@ class Declared:
 
     def dtype(self, weights: np.dtype) -> np.dtype:
         """Returns the type of the parameter among weights of a type."""
+        if self.exact is not None:
+            return self.exact
         return np.dtype(np.float32) if self.wide else weights
 
 

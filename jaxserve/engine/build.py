@@ -10,7 +10,13 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.executor import CommandExecutor
 from jaxserve.engine.loading import cache_identity, hello_of, load_worker
 from jaxserve.engine.profiling.profile_file import profile_for, replica_sizes
-from jaxserve.engine.sizing import for_this_machine, make_plan, max_length, split_model
+from jaxserve.engine.sizing import (
+    for_this_machine,
+    kept_weights,
+    make_plan,
+    max_length,
+    split_model,
+)
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.step_shapes import first_shapes
 from jaxserve.engine.worker import Worker
@@ -80,7 +86,8 @@ def open_group(
     for line in described(config.mesh, member.workers):
         print(line, file=sys.stderr)
     checkpoint = open_checkpoint(config.source.model, config.source.revision)
-    plan = make_plan(config, split_model(config, checkpoint.config))
+    kept = kept_weights(config, checkpoint)
+    plan = make_plan(config, split_model(config, checkpoint.config), kept=kept)
     with progress_bar("compiling programs", None, progress and warm_up) as step:
         group = WorkerGroup(
             plan,

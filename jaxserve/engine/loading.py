@@ -14,7 +14,13 @@ from jaxserve.checkpoint.fingerprint import fingerprint
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.clock import WallClock
 from jaxserve.engine.programs import keep_compiled
-from jaxserve.engine.sizing import make_plan, max_length, split_model, weights_dtype
+from jaxserve.engine.sizing import (
+    kept_weights,
+    make_plan,
+    max_length,
+    split_model,
+    weights_dtype,
+)
 from jaxserve.engine.worker import Worker
 from jaxserve.group.channel import free_port
 from jaxserve.group.messages import Hello, shared_settings
@@ -41,7 +47,7 @@ def load_worker(
     if config.cache.kv_store_master is not None:
         load_client()  # refused before weights are read
     model = split_model(config, checkpoint.config)
-    plan = make_plan(config, model)
+    plan = make_plan(config, model, kept=kept_weights(config, checkpoint))
     keep_compiled(config.compile_cache)
     return Worker(
         plan,
@@ -93,7 +99,9 @@ def cache_identity(config: EngineConfig, model: ModelConfig) -> CacheIdentity:
     model: the checkpoint's, whose longrope depends on the longest sequence that is served."""
     longest = max_length(config, model)
     model = replace(model, ropes=tuple(rope and rope.served(longest) for rope in model.ropes))
-    types = f"{weights_dtype(config, model)} {config.cache.kv_cache_dtype}"
+    types = (
+        f"{weights_dtype(config, model)} {config.source.quantization} {config.cache.kv_cache_dtype}"
+    )
     return CacheIdentity(f"{model} {weights_id(config)}", types)
 
 

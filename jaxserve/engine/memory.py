@@ -12,14 +12,15 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxserve.checkpoint.model import declare, layers_of, padded_vocab
+from jaxserve.checkpoint.model import layers_of, padded_vocab
 from jaxserve.engine import sampling
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.stage_programs import POOL_AXES
 from jaxserve.group.member import this_member
 from jaxserve.settings.schema import ConfigError
 from jaxserve.sharding.mesh import KVP, TP
-from jaxserve.sharding.rules import RULES
+from jaxserve.sharding.rules import devices
+from jaxserve.weights.kept import arrays
 
 F32 = 4
 CPU_KV_GIB = 1.0  # for a device whose memory is not known
@@ -94,7 +95,7 @@ def sizes(plan: StagePlan) -> Sizes:
     weights = [
         sum(
             _part(d.shape, d.axes, plan) * d.dtype(np.dtype(plan.dtype)).itemsize
-            for d in declare(plan.model, part, plan.mesh.tp).values()
+            for d in arrays(plan.parameters(part).values())
         )
         for part in stages
     ]
@@ -112,11 +113,7 @@ def sizes(plan: StagePlan) -> Sizes:
 def _part(shape: tuple[int, ...], axes: Iterable[str | None], plan: StagePlan) -> int:
     """Elements of an array with these logical axes that one device holds."""
     degrees = {TP: plan.mesh.tp, KVP: plan.mesh.kvp}
-    rules = [RULES[axis] for axis in axes if axis is not None]
-    over = [rule if isinstance(rule, tuple) else (rule,) for rule in rules]
-    return math.prod(shape) // math.prod(
-        degrees.get(axis or "", 1) for some in over for axis in some
-    )
+    return math.prod(shape) // math.prod(devices(axis, degrees) for axis in axes)
 
 
 def _tables(plan: StagePlan) -> int:

@@ -17,10 +17,14 @@ from jaxserve.engine.memory import DeviceRoom, kv_bytes
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.step_shapes import sample_sizes, shapes
 from jaxserve.group.member import this_member
+from jaxserve.kernels import ops
 from jaxserve.kernels.kv_pages import FP8, pool_shapes
 from jaxserve.settings.schema import ConfigError, EngineConfig
 from jaxserve.sharding.mesh import ensure_devices
 from jaxserve.weights import open_checkpoint
+from jaxserve.weights.checkpoint import Checkpoint
+from jaxserve.weights.kept import Kept
+from jaxserve.weights.store import OrbaxFolder
 
 log = logging.getLogger(__name__)
 LEAST_PAGES = 2
@@ -65,11 +69,28 @@ def split_model(config: EngineConfig, model: ModelConfig) -> ModelConfig:
     return model.with_tp(config.mesh.tp)
 
 
+def kept_weights(
+    config: EngineConfig, checkpoint: Checkpoint | OrbaxFolder, room: DeviceRoom | None = None
+) -> Kept | None:
+    """Returns the weights that stay quantised on devices, if any may. room: as of `make_plan`."""
+    if config.source.quantization == "none" or isinstance(checkpoint, OrbaxFolder):
+        return None
+    reason = ops.quantised_unavailable((room or DeviceRoom.here()).platform)
+    if reason is not None:
+        log.info("quantised weights are dequantised at load: %s", reason)
+        return None
+    return Kept(checkpoint, checkpoint.config)
+
+
 def make_plan(
-    config: EngineConfig, model: ModelConfig, room: DeviceRoom | None = None
+    config: EngineConfig,
+    model: ModelConfig,
+    room: DeviceRoom | None = None,
+    kept: Kept | None = None,
 ) -> StagePlan:
     """Plans the stages, from the settings and the model (after `with_tp`). room: that of each
-    device; None: as this process has them. Errors: ConfigError."""
+    device; None: as this process has them. kept: weights that may stay quantised. Errors:
+    ConfigError."""
     room = room or DeviceRoom.here()
     model = dataclasses.replace(model, max_len=max_length(config, model))
     dtype = DTYPES[weights_dtype(config, model, room.platform)]
@@ -87,6 +108,7 @@ def make_plan(
         blocks,
         shapes(config.scheduler, lanes, size, config.cache.pool(lanes), config.cache.copies),
         sample_sizes(config.scheduler),
+        kept,
     )
     if config.cache.pages is None:
         plan = dataclasses.replace(plan, pages=_pages(config, plan, blocks, room))

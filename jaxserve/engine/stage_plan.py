@@ -8,13 +8,16 @@ from collections.abc import Set
 from typing import Any
 
 from jaxserve.api.batch import DEFAULT_EXCHANGE, Batch
-from jaxserve.checkpoint.model import ModelConfig, padded_vocab
+from jaxserve.checkpoint.model import ModelConfig, declare, padded_vocab
+from jaxserve.checkpoint.specs import Declared
 from jaxserve.engine.command import CommandCodec
 from jaxserve.engine.sampling_rows import mask_words
 from jaxserve.engine.step_demand import StepDemand
 from jaxserve.engine.step_shapes import StepShape
 from jaxserve.kernels.kv_pages import KVPages, pool_shapes
 from jaxserve.settings.schema import MeshConfig
+from jaxserve.sharding.mesh import KVP, TP
+from jaxserve.weights.kept import Kept, KeptParameter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +35,15 @@ class StagePlan:
     width: int  # page table entries per slot and lane
     shapes: list[StepShape]
     samples: list[int]
+    kept: Kept | None = None  # weights that may stay quantised
+
+    def parameters(self, layers: range) -> dict[str, Declared | KeptParameter]:
+        """Declares the parameters of the stage with these layers by path."""
+        declared = declare(self.model, layers, self.mesh.tp)
+        if self.kept is None:
+            return {**declared}
+        degrees = {KVP: self.mesh.kvp, TP: self.mesh.tp}
+        return {**declared, **self.kept.parameters(declared, self.model, degrees)}
 
     def demand(self, batch: Batch) -> StepDemand:
         """Counts what a batch needs of a shape."""

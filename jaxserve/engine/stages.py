@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jaxserve.checkpoint.model import declare, layers_of
+from jaxserve.checkpoint.model import layers_of
 from jaxserve.engine import sampling_rows
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.stage_programs import UPDATES, HeadStage, Stage, StagePrograms
@@ -32,6 +32,7 @@ from jaxserve.engine.step_shapes import NOWHERE, StepShape
 from jaxserve.models.decoder import parameters, stage_modules
 from jaxserve.sharding.mesh import stage_meshes
 from jaxserve.sharding.rules import sharding
+from jaxserve.weights.kept import tree_of
 
 KEPT = 16  # versions of `sampled` that later steps can read
 
@@ -90,8 +91,11 @@ class Stages:
     def _stage(self, index: int, mesh: Mesh, part: range, load: Loader) -> Stage:
         plan = self.plan
         module, head = stage_modules(plan.model, part, plan.mesh.tp)
-        declared = declare(plan.model, part, plan.mesh.tp)
-        arrays = load(declared, {path: sharding(mesh, *d.axes) for path, d in declared.items()})
+        declared = plan.parameters(part)
+        place = lambda d: sharding(mesh, *d.axes)
+        arrays = load(
+            declared, {path: jax.tree.map(place, tree_of(d)) for path, d in declared.items()}
+        )
         if head is not None:
             values = [arrays[path] for path, _ in parameters(head)]
             # what the host reads is on the devices of each process that has a part of the stage

@@ -10,7 +10,7 @@ from typing import Any
 from jaxserve.settings.options import make, values_of
 from jaxserve.settings.schema import EngineConfig
 
-SHARED = ("mesh", "dtype", "kv_cache_dtype")
+SHARED = ("mesh", "dtype", "quantization", "kv_cache_dtype")
 LOCAL = ("model", "revision", "compile_cache")  # where they lie on a worker's machine
 
 

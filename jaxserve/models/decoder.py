@@ -27,7 +27,9 @@ from jaxserve.checkpoint.specs import (
     LatentAttentionSpec,
     MlpSpec,
 )
+from jaxserve.kernels import ops
 from jaxserve.kernels.kv_pages import KVPages
+from jaxserve.kernels.quantised import Quantised
 from jaxserve.models.attention import Attention
 from jaxserve.models.experts import Experts
 from jaxserve.models.latent import LatentAttention
@@ -99,10 +101,12 @@ class Stage(nnx.Module):
 
     def embed_tokens(self, tokens: jax.Array) -> jax.Array:
         """Looks up tokens [T] -> [T, D]. The vocabulary is split over tensor-parallel ranks."""
-        rows = self.embed[...]
-        mine = tokens - jax.lax.axis_index(TP) * len(rows)
-        is_local = (mine >= 0) & (mine < len(rows))
-        vectors = jnp.where(is_local[:, None], rows[jnp.where(is_local, mine, 0)], 0)
+        table = self.embed.get_value()
+        count = table.outputs if isinstance(table, Quantised) else len(table)
+        mine = tokens - jax.lax.axis_index(TP) * count
+        is_local = (mine >= 0) & (mine < count)
+        vectors = ops.rows(table, jnp.where(is_local, mine, 0))
+        vectors = jnp.where(is_local[:, None], vectors, 0)
         return _scaled(axis_sum(vectors, TP), self.multiplier)
 
 
@@ -110,7 +114,8 @@ class Head(nnx.Module):
     """LM head: final norm and projection to the vocabulary.
 
     Tied models get a transposed copy of the embedding: it saves a transpose in every step, and with
-    several stages the embedding and the head are on different devices anyway.
+    several stages the embedding and the head are on different devices anyway. One that stays
+    quantised is the embedding itself.
     """
 
     norm: nnx.Param

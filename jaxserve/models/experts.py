@@ -12,9 +12,8 @@ from flax import nnx
 
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.checkpoint.specs import ExpertsSpec, RouterSpec
-from jaxserve.kernels import ops
 from jaxserve.models.layers import gated
-from jaxserve.models.parameters import create, matmul
+from jaxserve.models.parameters import create, grouped, matmul
 from jaxserve.sharding.mesh import KVP, TP
 
 SCORES = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}  # by `RouterSpec.scores`
@@ -74,19 +73,17 @@ class Experts(nnx.Module):
         """Sums what this device's experts make of tokens x [T, D], in the order of their ranking.
         weights, chosen [T, active]; -1: none. share: number of the device's share of the
         experts."""
-        E = len(self.expert_down[...])
+        E = len(jax.tree.leaves(self.expert_down.get_value())[0])
         mine = chosen - share * E
         mine = jnp.where((chosen >= 0) & (mine >= 0) & (mine < E), mine, E)  # E: of others
         order = jnp.argsort(mine.ravel(), stable=True)
         counts = jnp.bincount(mine.ravel(), length=E + 1)[:E].astype(jnp.int32)
         expert = jnp.minimum(mine.ravel()[order], E - 1)
         rows = x[order // self.spec.active]
-        gate_up = self.expert_gate_up[...]
-        hidden = ops.grouped(rows, gate_up.reshape(E, x.shape[1], -1), counts)
-        hidden = hidden.reshape(len(rows), *gate_up.shape[2:])
+        hidden = grouped(rows, self.expert_gate_up, counts)
         if self.spec.biases:
             hidden = hidden + self.expert_gate_up_bias[...][expert]
-        out = ops.grouped(gated(hidden, self.spec.activation), self.expert_down[...], counts)
+        out = grouped(gated(hidden, self.spec.activation), self.expert_down, counts)
         if self.spec.biases:
             out = out + self.expert_down_bias[...][expert]
         place = jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=order.dtype))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ from flax import nnx
 
 from jaxserve.checkpoint.specs import Declared
 from jaxserve.kernels import ops
+from jaxserve.kernels.quantised import Joined, Quantised
 
 
 def create(module: nnx.Module, declared: Mapping[str, Declared]) -> None:
@@ -24,6 +27,34 @@ def matmul(
 ) -> jax.Array:
     """x [T, in] @ weight, whose first `inputs` dimensions are flattened to `in`; keeps the rest.
     positions [T]: of the rows (-1: padding); None: no row is padding."""
-    w = weight[...]
+    product = functools.partial(_linear, x, positions, inputs)
+    return _side_by_side(product, weight.get_value())
+
+
+def grouped(x: jax.Array, weight: nnx.Param, counts: jax.Array) -> jax.Array:
+    """Rows of x [T, in], sorted by expert, @ the matrix of their expert, as of `ops.grouped`:
+    weight [experts, in, ...] -> [T, ...]."""
+    return _side_by_side(functools.partial(_grouped, x, counts), weight.get_value())
+
+
+def _linear(
+    x: jax.Array, positions: jax.Array | None, inputs: int, w: jax.Array | Quantised
+) -> jax.Array:
+    if isinstance(w, Quantised):
+        return ops.linear(x, w, positions).reshape(len(x), *w.leading, w.outputs)
     out = ops.linear(x, w.reshape(math.prod(w.shape[:inputs]), -1), positions)
     return out.reshape(len(x), *w.shape[inputs:])
+
+
+def _grouped(x: jax.Array, counts: jax.Array, w: jax.Array | Quantised) -> jax.Array:
+    if isinstance(w, Quantised):
+        return ops.grouped(x, w, counts).reshape(len(x), *w.leading[1:], w.outputs)
+    out = ops.grouped(x, w.reshape(*w.shape[:2], -1), counts)
+    return out.reshape(len(x), *w.shape[2:])
+
+
+def _side_by_side(product: Callable[[Any], jax.Array], weight: Any) -> jax.Array:
+    """Computes the product with a weight, or with each of those that are joined."""
+    if not isinstance(weight, Joined):
+        return product(weight)
+    return jnp.concatenate([product(part) for part in weight.parts], weight.axis)

@@ -46,8 +46,6 @@ INSTEAD: Mapping[str, str] = {
     "cpu_offload_gb": "weights stay on the devices; --host-cache-gib=GIB is for KV",
     "kv_transfer_config": "`jaxserve cluster --prefill=N --decode=N`: docs/cluster.md",
     "kv_events_config": "--kv-events=tcp://127.0.0.1:5557: docs/routers.md",
-    "quantization": "weights keep the checkpoint's types; --kv-cache-dtype=fp8 is for KV",
-    "q": "weights keep the checkpoint's types; --kv-cache-dtype=fp8 is for KV",
     "load_in_8bit": "weights are read in the types of the checkpoint",
     "enable_lora": "adapters are not served; merge them into the checkpoint first",
     "lora_modules": "adapters are not served; merge them into the checkpoint first",

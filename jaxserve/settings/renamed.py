@@ -26,6 +26,7 @@ ALIASES: Mapping[str, str] = {  # as in vLLM or SGLang -> name
     "max_num_batched_tokens": "chunk_tokens",
     "chunked_prefill_size": "chunk_tokens",
     "context_length": "max_model_len",
+    "q": "quantization",
     "model_path": "model",
     "enable_prefix_caching": "prefix_caching",
     "num_gpu_blocks_override": "pages",
@@ -39,6 +40,7 @@ SEVERAL = ("served_model_name",)  # settings whose flag may be followed by sever
 VALUE_ALIASES: Mapping[str, Mapping[str, str]] = {  # setting -> as in vLLM -> value
     "dtype": {"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16"},
     "kv_cache_dtype": {"fp8_e4m3": "fp8"},
+    "quantization": {"gguf": "auto"},  # a file's format is known
     "tool_call_parser": {
         "llama3_json": "llama3",
         "llama4_json": "llama3",

@@ -51,7 +51,7 @@ class Checkpoint(Protocol):
         self, name: str, rows: slice, columns: slice | None = None, expert: int | None = None
     ) -> Blocks | None:
         """Reads a slice of a matrix as it is stored, if it is quantised in a way that devices can
-        keep; None otherwise. Without rows nothing is read, and the encoding is told. columns: in
+        keep; None otherwise. Without rows nothing is read but the encoding. columns: in
         whole groups; None: all. expert: whose matrix, if the tensor has those of all experts."""
 
 

@@ -3,9 +3,12 @@ that its devices hold."""
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +18,9 @@ from tqdm import tqdm
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.checkpoint.specs import Declared
 from jaxserve.weights.checkpoint import Checkpoint, check
+from jaxserve.weights.kept import KeptParameter, arrays
 from jaxserve.weights.names import build
+from jaxserve.weights.shards import Shards
 from jaxserve.weights.sources import Index
 from jaxserve.weights.store import OrbaxFolder, restore
 
@@ -25,59 +30,64 @@ READERS = 8  # most parameters under way at once: each needs host memory until i
 def load(
     checkpoint: Checkpoint | OrbaxFolder,
     config: ModelConfig,
-    declared: Mapping[str, Declared],
-    shardings: Mapping[str, jax.sharding.Sharding],
+    declared: Mapping[str, Declared | KeptParameter],
+    shardings: Mapping[str, Any],
     dtype: jnp.dtype | str,
     progress: bool = True,
-) -> dict[str, jax.Array]:
+) -> dict[str, Any]:
     """Loads the declared parameters (of one stage, or of all) by path.
 
-    config: after `with_tp`. declared, shardings: by path, as of `checkpoint.model.declare`. dtype:
-    to convert those to that need not be wide. progress: show a progress bar. Errors:
-    CheckpointError that lists all faults of the checkpoint, before anything is allocated.
+    config: after `with_tp`. declared: by path, as of `checkpoint.model.declare`, or as
+    `weights.kept` says. shardings: of the arrays of each. dtype: to convert those to that need not
+    be wide. progress: show a progress bar. Errors: CheckpointError that lists all faults of the
+    checkpoint, before anything is allocated.
     """
     if isinstance(checkpoint, OrbaxFolder):
-        return restore(checkpoint.folder, declared, shardings, dtype)
+        plain = {path: d for path, d in declared.items() if isinstance(d, Declared)}
+        return restore(checkpoint.folder, plain, shardings, dtype)
     check(checkpoint, config)
-    dtype = jnp.dtype(dtype)
-    total = sum(d.size * d.dtype(dtype).itemsize for d in declared.values())
-    place = lambda path: _place(
-        checkpoint,
-        config,
-        path,
-        declared[path].shape,
-        declared[path].dtype(dtype),
-        shardings[path],
-    )
+    dtype = np.dtype(dtype)
+    owners: dict[Declared | KeptParameter, str] = {}  # a tied head may be the embedding itself
+    for path, parameter in declared.items():
+        if isinstance(parameter, KeptParameter):
+            owners.setdefault(parameter, path)
+    distinct = [path for path, parameter in declared.items() if owners.get(parameter, path) == path]
+    total = sum(d.size * d.dtype(dtype).itemsize for d in arrays(declared.values()))
+    loading = Loading(checkpoint, config, declared, shardings, dtype)
     params = {}
     with (
         tqdm(total=total, unit="B", unit_scale=True, desc="weights", disable=not progress) as bar,
         ThreadPoolExecutor(min(READERS, os.cpu_count() or 1)) as readers,
     ):
-        for path, array in zip(declared, readers.map(place, declared)):
-            params[path] = array
-            bar.update(array.nbytes)
-    return params
+        for path, parameter in zip(distinct, readers.map(loading.place, distinct)):
+            params[path] = parameter
+            bar.update(sum(array.nbytes for array in jax.tree.leaves(parameter)))
+    return {path: params[owners.get(parameter, path)] for path, parameter in declared.items()}
 
 
-def _place(
-    checkpoint: Checkpoint,
-    config: ModelConfig,
-    path: str,
-    shape: tuple[int, ...],
-    dtype: np.dtype,
-    sharding: jax.sharding.Sharding,
-) -> jax.Array:
-    """Builds one parameter, shard by shard."""
-    slices: dict[tuple, np.ndarray] = {}  # lanes hold equal shards: read each once
+@dataclass(frozen=True)
+class Loading:
+    """Source and places of the parameters that are being loaded; see `load`."""
 
-    def shard(index: Index | None) -> np.ndarray:
-        key = tuple(s.indices(size)[:2] for s, size in zip(index or (), shape))
-        if key not in slices:
-            part = tuple(slice(*k) for k in key)
-            values = build(path, part, checkpoint, checkpoint.config, config, dtype)
-            slices[key] = np.ascontiguousarray(values)
-        return slices[key]
+    checkpoint: Checkpoint
+    config: ModelConfig
+    declared: Mapping[str, Declared | KeptParameter]
+    shardings: Mapping[str, Any]
+    dtype: np.dtype
 
-    # waits, so that no more host memory is held than that of the parameters under way
-    return jax.make_array_from_callback(shape, sharding, shard).block_until_ready()
+    def place(self, path: str) -> Any:
+        """Builds one parameter, shard by shard."""
+        parameter = self.declared[path]
+        if isinstance(parameter, KeptParameter):
+            placed = parameter.place(self.shardings[path], self.dtype)
+        else:
+            shards = Shards(parameter.shape, functools.partial(self._build, path, parameter))
+            placed = jax.make_array_from_callback(parameter.shape, self.shardings[path], shards)
+        # waits, so that no more host memory is held than that of the parameters under way
+        return jax.block_until_ready(placed)
+
+    def _build(self, path: str, parameter: Declared, index: Index) -> np.ndarray:
+        dtype = parameter.dtype(self.dtype)
+        stored = self.checkpoint.config
+        values = build(path, index, self.checkpoint, stored, self.config, dtype)
+        return np.ascontiguousarray(values)

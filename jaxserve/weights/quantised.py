@@ -17,13 +17,13 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.constants import GGMLQuantizationType as Kind
 
-from jaxserve.kernels.quantised import INPUTS, OUTPUTS, SUPER, Form, Quantised
+from jaxserve.kernels.quantised import INPUTS, LEAST_GROUP, OUTPUTS, SUPER, Form, Quantised
 
 
 @dataclasses.dataclass(frozen=True)
 class Encoding:
-    """How a checkpoint holds a matrix that can stay quantised; types and sizes of the arrays of
-    `Blocks` follow from it.
+    """Encoding of a matrix that can stay quantised, from which types and sizes of the arrays of
+    `Blocks` follow.
 
     group: inputs that share a scale; None: all. scales: type of the scales, and of offsets if there
     are any. supers: factors of 256 inputs, 0, 1, or 2 with offsets.
@@ -35,10 +35,16 @@ class Encoding:
     offsets: bool = False
     supers: int = 0
 
-    @property
-    def unit(self) -> int:
-        """Number of inputs at whose multiples the matrix can be split."""
-        return max(INPUTS, self.group or 1, SUPER if self.supers else 1)
+    def split(self, inputs: int) -> Encoding:
+        """Returns the encoding of parts with so few inputs, whose groups they may cut. Errors:
+        ValueError, with the limit, for parts that cannot stay quantised."""
+        unit = SUPER if self.supers else INPUTS
+        group = math.gcd(self.group, inputs) if self.group else None
+        if inputs % unit:
+            raise ValueError(f"{inputs} inputs on a device are no multiple of {unit}")
+        if group not in (None, LEAST_GROUP) and group % INPUTS:
+            raise ValueError(f"groups of {group} inputs are no multiple of {INPUTS}")
+        return dataclasses.replace(self, group=group)
 
 
 _FLOATS = {(4, 1): ml_dtypes.float4_e2m1fn, (8, 3): ml_dtypes.float8_e4m3fn}  # by bits, mantissa
@@ -62,7 +68,7 @@ class Blocks:
 
     @property
     def encoding(self) -> Encoding:
-        """How the matrix is stored."""
+        """Encoding of the matrix."""
         groups = self.scales.shape[1]
         return Encoding(
             self.form,

@@ -41,6 +41,13 @@ def unsupported() -> str | None:
     the first call."""
     if jax.default_backend() != "cpu":
         return "it needs a CPU"
+    return unavailable()
+
+
+@functools.cache
+def unavailable() -> str | None:
+    """Returns why the kernels cannot run on the CPU of this machine; None if they can. Loads them,
+    without asking JAX for its devices."""
     choice = os.environ.get(CHOICE, "")
     if choice == "off":
         return f"{CHOICE}=off"

@@ -47,7 +47,6 @@ STARTS = [  # what is typed behind `serve`, and what becomes of it
 SAYS = [
     ("MODEL --data-parallel-size 4", "--data-parallel-size is not a flag here: start `jaxserve cl"),
     ("MODEL -dp 4", "-dp is not a flag here: start `jaxserve cluster --mixed=N`"),
-    ("MODEL --quantization fp8", "--quantization is not a flag here: "),
     ("MODEL --enable-lora", "--enable-lora is not a flag here: "),
     ("MODEL --speculative-config '{}'", "--speculative-config is not a flag here: "),
     ("MODEL --swap-space 16", "--swap-space is not a flag here: --host-cache-gib=GIB"),

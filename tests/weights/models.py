@@ -94,7 +94,7 @@ def assembled(config: ModelConfig, values: dict[str, np.ndarray], tp: int) -> di
     H = config.head_dim
     D = config.d_model
     L = "model.layers.{}.{}"
-    padded = -(-config.vocab // tp) * tp
+    padded = -(-config.vocab // (16 * tp)) * 16 * tp
     embed = np.zeros((padded, D), np.float32)
     head = np.zeros((D, padded), np.float32)
     embed[: config.vocab] = values["model.embed_tokens.weight"]

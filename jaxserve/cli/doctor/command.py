@@ -212,7 +212,7 @@ def _kernels(devices: Devices) -> Check:
 
 def _model(patient: Patient) -> Iterator[Check]:
     from jaxserve.checkpoint.model_paths import model_file, resolve
-    from jaxserve.engine.sizing import make_plan, max_length, split_model
+    from jaxserve.engine.sizing import kept_weights, make_plan, max_length, split_model
     from jaxserve.weights import open_checkpoint
     from jaxserve.weights.checkpoint import check
 
@@ -236,8 +236,9 @@ def _model(patient: Patient) -> Iterator[Check]:
         f"contexts up to {forecast.shown(model.max_len)}",
     )
     yield _tokenizer(patient)
+    kept = kept_weights(patient.engine, checkpoint, _room(patient))
     patient.plan, patient.max_len = (
-        make_plan(patient.engine, model, _room(patient)),
+        make_plan(patient.engine, model, _room(patient), kept),
         max_length(patient.engine, model),
     )
 

@@ -29,6 +29,7 @@ from jaxserve.costs.fit import (
     to_json,
 )
 from jaxserve.engine.executor import CommandExecutor
+from jaxserve.engine.memory import sizes as memory_sizes
 from jaxserve.engine.profiling.measure import MeasuredStep, grid, measure, spread_grid
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.step_shapes import StepShape
@@ -198,6 +199,7 @@ def identity(
         "format": FORMAT,
         "model": plan.model.name,
         "dtype": str(np.dtype(plan.dtype)),
+        "weight_bytes": memory_sizes(plan).weights,
         "kv_dtype": str(np.dtype(plan.kv_dtype)),
         "mesh": str(plan.mesh),
         "device": device_kind,

@@ -24,6 +24,12 @@ class ModelSource(Settings):
         "type of weights and KV; auto: float32 on CPUs, elsewhere that of the checkpoint",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
+    quantization: str = option(
+        "auto",
+        "weights on devices; auto: as the checkpoint has them, also quantised where the platform "
+        "multiplies by such; none: dequantised to dtype",
+        choices=("auto", "none"),
+    )
     max_model_len: int | None = option(
         None,
         "largest number of tokens in a sequence, prompt and output; default: the model's own limit",
