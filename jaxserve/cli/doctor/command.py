@@ -268,13 +268,13 @@ def _room(patient: Patient) -> Any:
 
 def _hash(source: str, file: Path) -> Iterator[Check]:
     """Checks the file of a model whose hash is known."""
-    from jaxserve.checkpoint.fetch import WHEELS
+    from jaxserve.checkpoint.fetch import FILES
 
-    if source not in WHEELS or not file.is_file():
+    if source not in FILES or not file.is_file():
         return
     with open(file, "rb") as opened:
         digest = hashlib.file_digest(opened, "sha256").hexdigest()
-    if digest == WHEELS[source].member_sha256:
+    if digest == FILES[source].sha256:
         yield Check("model hash", OK, "as published")
         return
     text = f"{file} is not the file that was published"
