@@ -74,16 +74,20 @@ def alphabet() -> list[str]:
 
 
 @functools.cache
-def tokenizer() -> Tokenizer:
+def tokenizer(specials: tuple[str, ...] = (), template: str = "") -> Tokenizer:
+    """Returns the tokenizer, with more special tokens and a chat template."""
     tokens = ["<unk>", "<s>", "</s>", *alphabet(), *WORDS]
     fields = {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "gpt-2",
-        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.tokens": [*tokens, *specials],
         "tokenizer.ggml.merges": MERGES,
-        "tokenizer.ggml.token_type": [3, 3, 3, *[1] * (len(tokens) - 3)],
+        "tokenizer.ggml.token_type": [3, 3, 3, *[1] * (len(tokens) - 3), *[3] * len(specials)],
         "tokenizer.ggml.eos_token_id": EOS,
         "tokenizer.ggml.bos_token_id": 1,
         "tokenizer.ggml.unknown_token_id": 0,
     }
-    return Tokenizer(from_fields(fields), TokenizerFacts.of_gguf(fields).specials)
+    if template:
+        fields["tokenizer.chat_template"] = template
+    facts = TokenizerFacts.of_gguf(fields)
+    return Tokenizer(from_fields(fields), facts.specials, facts.templates or {})
