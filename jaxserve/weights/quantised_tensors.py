@@ -145,12 +145,12 @@ class QuantisedTensor:
         return self.shape[2], self.shape[1]
 
     @property
-    def names(self) -> list[str]:
+    def names(self) -> set[str]:
         """Names of the tensors that hold it."""
-        found = [self.codes.name, self.scales.numbers.name, self.scales.order, self.whole]
+        found = {self.codes.name, self.scales.numbers.name, self.scales.order, self.whole}
         if self.zeros is not None:
-            found.append(self.zeros.numbers.name)
-        return [name for name in (*found, *self.others) if name]
+            found.add(self.zeros.numbers.name)
+        return {name for name in (*found, *self.others) if name}
 
     def blocks(
         self, files: MappedTensors, rows: slice, columns: slice, expert: int | None = None
@@ -165,7 +165,8 @@ class QuantisedTensor:
         zeros = _unsigned(self.zeros.read(files, rows, columns)).astype(np.int32)
         zeros += self.more - self.form.zero
         if not self.symmetric:
-            return Blocks(self.form, codes, scales, -scales.astype(np.float32) * zeros)
+            scales = scales.astype(np.float32)
+            return Blocks(self.form, codes, scales, -scales * zeros)
         if zeros.any():
             raise CheckpointError(
                 f"{self.zeros.numbers.name}: zero points differ from {self.form.zero}, although "

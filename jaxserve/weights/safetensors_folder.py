@@ -83,10 +83,12 @@ class SafetensorsFolder:
         self, name: str, rows: slice, columns: slice | None = None, expert: int | None = None
     ) -> Blocks | None:
         """Reads a slice of a quantised matrix as it is stored; None for a tensor that is not
-        quantised. expert: the matrix, of a tensor of those of all experts."""
+        quantised. expert: which matrix, of a tensor that has those of all experts."""
         tensor = self._quantised.get(name)
         if tensor is None:
             return None
+        if len(tensor.shape) == 2:
+            expert = None  # the tensor is that of one
         return tensor.blocks(self._files, *_limits(tensor.matrix, rows, columns), expert)
 
 

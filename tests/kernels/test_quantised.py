@@ -115,7 +115,7 @@ def test_rows_of_padding_change_no_other(T):
 @needs_kernels
 @pytest.mark.parametrize("form", [Form(4, mantissa=1), Form(8, mantissa=3), Form(8, 128)], ids=str)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("group", [32, 128, 384])
+@pytest.mark.parametrize("group", [16, 32, 128, 384])
 @pytest.mark.parametrize("T", [2, 20])
 def test_other_codes_scales_and_groups_are_those_of_the_matrix(form, dtype, group, T):
     rng = np.random.default_rng(group)

@@ -4,6 +4,7 @@ what is needed."""
 import tracemalloc
 from dataclasses import replace
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -11,6 +12,9 @@ import pytest
 from jaxserve import weights
 from jaxserve.checkpoint.model_config import from_hf, to_hf
 from jaxserve.checkpoint.zoo import MODELS
+from jaxserve.kernels.quantised import dequantise
+from jaxserve.sharding import rules
+from jaxserve.weights.kept import Kept
 from jaxserve.weights.names import build, tensors_of
 from jaxserve.weights.random_weights import RandomWeights
 from tests.models.oracle.cases import CASES
@@ -241,16 +245,42 @@ def test_the_real_model_is_the_same_from_gguf_and_from_safetensors(smollm2_gguf,
     same(a, {path: np.asarray(value) for path, value in b.items()})
 
 
+DENSE = {"qkv", "o_proj", "gate_up", "down"}
+# by format; groups whose inputs are no neighbours are dequantised
+KEPT = {"mxfp4": {"expert_gate_up", "expert_down"}, "desc_act": set()}
+
+
+def written(folder, form):
+    """A tiny model in a format, and in floats."""
+    if form != "mxfp4":
+        return write_both(folder, to_hf(TINY), tensors(TINY), form)
+    case = CASES["gpt_oss"]
+    return write_both(folder, case.config, case.weights(tensors_of(from_hf(case.config))), form)
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("form", FORMATS)
 def test_quantised_folders_load_like_the_floats_that_they_mean(form, tp, tmp_path):
-    config, values = to_hf(TINY), tensors(TINY)
-    if form == "mxfp4":
-        case = CASES["gpt_oss"]
-        config, values = case.config, case.weights(tensors_of(from_hf(case.config)))
-    quantised, floats = write_both(tmp_path, config, values, form)
+    quantised, floats = written(tmp_path, form)
     _, expected = loaded(floats, 2, tp)
     _, params = loaded(quantised, 2, tp)
     assert params.keys() == expected.keys()
     for path, param in params.items():
-        np.testing.assert_allclose(param, expected[path], rtol=1e-6, err_msg=path)
+        np.testing.assert_allclose(param, expected[path], rtol=1e-6, atol=1e-7, err_msg=path)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("form", FORMATS)
+def test_parameters_that_stay_quantised_are_the_floats_that_they_mean(form, tp, tmp_path):
+    quantised, floats = written(tmp_path, form)
+    _, expected = loaded(floats, 2, tp)
+    checkpoint = weights.open_checkpoint(quantised)
+    model, declared, shardings = placed(checkpoint.config, 2, tp)
+    kept = Kept(checkpoint, checkpoint.config).parameters(declared, model, {"kvp": 2, "tp": tp})
+    assert {path.split(".")[-1] for path in kept} == KEPT.get(form, DENSE)
+    mesh = next(iter(shardings.values())).mesh
+    for path, parameter in kept.items():
+        places = jax.tree.map(lambda array: rules.sharding(mesh, *array.axes), parameter.tree())
+        w = parameter.place(places, np.dtype(np.float32))
+        values = dequantise(w.flat(experts="expert" in path)).reshape(expected[path].shape)
+        np.testing.assert_allclose(values, expected[path], rtol=1e-6, atol=1e-6, err_msg=path)

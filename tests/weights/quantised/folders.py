@@ -15,10 +15,10 @@ _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0, -0.5, -1, -1.5, -2, -3, -4, -6
 
 
 def fp8_blocks(name: str, matrix: np.ndarray) -> tuple[Tensors, np.ndarray]:
-    """e4m3 with a scale of each block of 32 x 32."""
+    """e4m3 with a scale of each block of 64 x 64."""
     module = name.removesuffix(".weight")
     outputs, inputs = matrix.shape
-    rows, columns = np.arange(outputs) // 32, np.arange(inputs) // 32
+    rows, columns = np.arange(outputs) // 64, np.arange(inputs) // 64
     scales = np.zeros((rows[-1] + 1, columns[-1] + 1), np.float32)
     np.maximum.at(scales, (rows[:, None], columns), np.abs(matrix) / 400)
     wide = scales[rows][:, columns]
@@ -58,6 +58,18 @@ def gptq(name: str, matrix: np.ndarray) -> tuple[Tensors, np.ndarray]:
         f"{module}.g_idx": np.arange(matrix.shape[1], dtype=np.int32) // 32,
     }
     return stored, values
+
+
+def desc_act(name: str, matrix: np.ndarray) -> tuple[Tensors, np.ndarray]:
+    """GPTQ with the inputs of a group anywhere."""
+    order = np.random.default_rng(0).permutation(matrix.shape[1])
+    places = np.argsort(order)
+    stored, values = gptq(name, matrix[:, order])
+    module = name.removesuffix(".weight")
+    codes = _four_bits(matrix[:, order])[0]
+    stored[f"{module}.qweight"] = _words(codes[:, places]).T
+    stored[f"{module}.g_idx"] = stored[f"{module}.g_idx"][places]
+    return stored, values[:, places]
 
 
 def awq(name: str, matrix: np.ndarray) -> tuple[Tensors, np.ndarray]:
@@ -109,10 +121,11 @@ def _words(codes: np.ndarray) -> np.ndarray:
 
 # `quantization_config`, and how a matrix is stored
 FORMATS: dict[str, tuple[dict, Callable[[str, np.ndarray], tuple[Tensors, np.ndarray]]]] = {
-    "fp8": ({"quant_method": "fp8", "weight_block_size": [32, 32]}, fp8_blocks),
+    "fp8": ({"quant_method": "fp8", "weight_block_size": [64, 64]}, fp8_blocks),
     "int4": ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, int4_groups),
     "int8": ({"quant_method": "compressed-tensors", "format": "int-quantized"}, int8_rows),
     "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 32}, gptq),
+    "desc_act": ({"quant_method": "gptq", "bits": 4, "desc_act": True}, desc_act),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32}, awq),
     "mxfp4": ({"quant_method": "mxfp4"}, mxfp4_experts),
 }
@@ -127,16 +140,16 @@ def write_both(folder: Path, config: dict, tensors: Tensors, form: str) -> tuple
     floats = dict(tensors)
     for name, value in tensors.items():
         if value.ndim == (3 if form == "mxfp4" else 2) and not any(x in name for x in _FLOATS):
-            parts, floats[name] = quantise(name, value)
+            parts, values = quantise(name, value)
             # save_file writes the memory of an array, in whatever order it is
             stored |= {part: np.ascontiguousarray(array) for part, array in parts.items()}
+            floats[name] = np.ascontiguousarray(values)
         else:
             stored[name] = value
     folders = folder / form, folder / "floats"
-    for path, fields, values in zip(
-        folders, ({"quantization_config": stated}, {}), (stored, floats)
-    ):
+    configs = config | {"quantization_config": stated}, config
+    for path, fields, held in zip(folders, configs, (stored, floats)):
         path.mkdir(parents=True)
-        (path / "config.json").write_text(json.dumps(config | fields))
-        save_file(values, path / "model.safetensors")
+        (path / "config.json").write_text(json.dumps(fields))
+        save_file(held, path / "model.safetensors")
     return folders
