@@ -18,7 +18,7 @@ SLOTS = 3
 
 
 class Mirror:
-    """What a listener knows of a cache by what it heard."""
+    """The cache as a listener to its events knows it."""
 
     def __init__(self) -> None:
         self.keys: set[bytes] = set()

@@ -16,7 +16,7 @@ NAMES = [number.to_bytes(16, "little") for number in range(6)]
 
 
 class Picture:
-    """What a listener knows, by medium; it hears of nothing twice."""
+    """The blocks of each medium as a listener knows them; no event comes twice."""
 
     def __init__(self) -> None:
         self.on: dict[Medium, set[bytes]] = {medium: set() for medium in Medium}

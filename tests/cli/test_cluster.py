@@ -35,7 +35,7 @@ RESTART_SECONDS = 100.0
 
 
 def processes(word: str = "") -> list[int]:
-    """Those of our clusters with this word on their command line."""
+    """Returns the processes of our clusters with this word on their command line."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -53,7 +53,7 @@ def secret_of(number: int) -> bytes:
 
 
 def alive(url: str) -> list[float]:
-    """Of each replica that the conductor knows, whether it can send requests to it."""
+    """Returns 1 for each replica that the conductor can send requests to, 0 for the others."""
     text = urllib.request.urlopen(f"{url}/metrics", timeout=20).read().decode()
     found = re.findall(r"^jaxserve:replica_alive\{.*\} (\S+)$", text, re.M)
     return [float(number) for number in found]
@@ -196,7 +196,7 @@ def start(stack: contextlib.ExitStack, command: str, *flags: str) -> subprocess.
 
 @pytest.mark.matrix
 def test_the_real_model_disaggregated_with_other_meshes_on_both_sides(golden, smollm2_gguf):
-    """And other sizes of pages; through two conductors at once."""
+    """Sizes of pages differ too; requests go through two conductors at once."""
     flags = [
         f"--model={smollm2_gguf}", "--max_model_len=2048", "--max_seqs=4", "--pages=160",
         "--profile=none", "--policy=fcfs", "--chunking=static", "--admission=queue",

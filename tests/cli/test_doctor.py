@@ -54,7 +54,7 @@ def own_cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def seen(monkeypatch):
-    """What the doctor is told of devices, in place of a process that looks."""
+    """Sets what the doctor finds of devices, in place of a process that looks."""
 
     def see(found: Devices | NoDevices) -> None:
         def answer(count: int, limit: float) -> Devices:

@@ -120,7 +120,7 @@ class RoleCluster:
         return heard
 
     def idle(self) -> bool:
-        """Whether nothing is left of any request."""
+        """Returns True if nothing is left of any request."""
         books = not self.conductor.requests and not any(
             member.work.requests for member in self.conductor.members
         )

@@ -45,7 +45,7 @@ class Cluster:
         return next(fake for fake in self.fakes if id in fake.requests)
 
     def idle(self) -> bool:
-        """Whether nothing is left of any request."""
+        """Returns True if nothing is left of any request."""
         books = not self.conductor.requests and not any(
             member.work.requests for member in self.conductor.members
         )
@@ -117,7 +117,7 @@ def test_a_request_with_tokens_ends_with_the_cause(make):
 
 
 def test_a_member_that_falls_silent_loses_its_requests_and_is_not_heard_later(make):
-    """As one that is stopped by SIGSTOP: it ends nothing, and goes on when it wakes."""
+    """A process stopped by SIGSTOP does so: it ends nothing, and goes on when it wakes."""
     cluster = make(FakeReplica(), FakeReplica())
     for fake in cluster.fakes:
         fake.paused = True

@@ -61,7 +61,7 @@ def of_image() -> CommandLine:
 
 
 def of_pods(objects: list[dict[str, Any]], image: CommandLine) -> list[CommandLine]:
-    """Those of the containers of rendered objects: ENTRYPOINT's arguments are theirs, and the
+    """Returns the command lines of rendered containers: ENTRYPOINT's arguments are theirs, and the
     image's variables, over which go their own."""
     (settings,) = (found["data"] for found in objects if found["kind"] == "ConfigMap")
     files = {f"{SETTINGS}/{name}": text for name, text in settings.items()}
@@ -110,7 +110,8 @@ def of_unit() -> CommandLine:
 
 
 def of_script(script: str, launcher: str, folder: Path, *arguments: str) -> CommandLine:
-    """What a script has its launcher start, where that only tells; folder: for the launcher."""
+    """Returns what a script has its launcher start, where that only tells; folder: for the
+    launcher."""
     stand_in = folder / launcher
     stand_in.write_text(LAUNCHER)
     stand_in.chmod(0o755)

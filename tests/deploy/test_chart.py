@@ -93,7 +93,7 @@ def test_every_selector_finds_a_pod(name):
 
 @variants
 def test_pods_are_restricted(name):
-    """As Kubernetes' Pod Security Standard `restricted` asks, and on a root that is read-only."""
+    """Pods meet Kubernetes' Pod Security Standard `restricted`, and have a read-only root."""
     for pod in pods(name):
         spec = pod["spec"]
         assert spec["securityContext"]["runAsNonRoot"]

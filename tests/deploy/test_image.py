@@ -33,7 +33,7 @@ def test_what_is_copied_is_let_through():
 
 @pytest.mark.matrix
 def test_what_is_copied_installs_with_its_kernels(tmp_path):
-    """As the builder does it, with this Python and the same extras."""
+    """It is installed as the builder does it, with this Python and the same extras."""
     source = tmp_path / "src"
     source.mkdir()
     kept_out = shutil.ignore_patterns("__pycache__", "*.so")

@@ -59,8 +59,9 @@ def sealed(folders: list[str], command: list[str]) -> list[str]:
 
 
 def placed(line: CommandLine, folder: Path) -> CommandLine:
-    """The same in a folder that stands for the container's root; its files are written there, with
-    the modes that volumes of Secrets have, and its folders made as `fsGroup` leaves volumes."""
+    """Places a command line in a folder that stands for the container's root; its files are written
+    there, with the modes that volumes of Secrets have, and its folders made as `fsGroup` leaves
+    volumes."""
 
     def here(text: str) -> str:
         return re.sub(r"(^|=)/(etc|cache)/", rf"\1{folder}/\2/", text)
@@ -143,7 +144,7 @@ def get(url: str, body: dict | None = None, key: str = "") -> tuple[int, bytes]:
 
 
 def address(process: subprocess.Popen[str]) -> str:
-    """Of HTTP, as the server prints it."""
+    """Returns the address of HTTP that the server prints."""
     assert process.stdout is not None
     for text in process.stdout:
         if found := re.search(r"http://\S+", text):

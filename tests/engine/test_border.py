@@ -22,7 +22,7 @@ STEPS = 48
 
 
 def decode_messages(context: int, lanes: int, company: int) -> list[tuple]:
-    """Of the steps that decode after a prompt of `context` tokens, beside `company` short
+    """Measures the steps that decode after a prompt of `context` tokens, beside `company` short
     sequences: shape, bytes to devices, bytes of the batch they are made from."""
     config = SchedulerConfig(max_seqs=8, chunk_tokens=8192)
     room = CacheConfig(

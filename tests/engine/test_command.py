@@ -105,7 +105,7 @@ def test_a_recorded_run_replayed_by_a_fresh_worker_gives_equal_tokens(mesh):
 
 
 def same(a: StepCommand, b: StepCommand) -> bool:
-    """Whether two commands say the same, arrays compared by value and type."""
+    """Compares two commands, arrays by value and type."""
     for field in dataclasses.fields(StepCommand):
         one = getattr(a, field.name)
         two = getattr(b, field.name)

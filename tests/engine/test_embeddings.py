@@ -42,7 +42,7 @@ def reference(ids: list[int]) -> np.ndarray:
 def embeddings(
     real: Engine, prompts: list[list[int]], chunks: tuple[int, ...] = (), **rest
 ) -> list[np.ndarray]:
-    """Of prompts that run together."""
+    """Embeds prompts that run together."""
     runner = Runner(real)
     ids = [runner.submit(ids, rest={**EMBED, **rest}) for ids in prompts]
     runner.run(chunks)

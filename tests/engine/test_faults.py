@@ -30,7 +30,7 @@ def running():
 
 
 def lose(real: Engine) -> None:
-    """What a step does to the pools it was handed before it fails."""
+    """Deletes the pools that a step was given, as it does before it fails."""
     for stage in real.worker.stages.stages:
         for array in jax.tree.leaves(stage.pages):
             array.delete()

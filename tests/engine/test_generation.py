@@ -45,8 +45,8 @@ def built(tmp_path_factory) -> dict[str, Engine]:
 
 @pytest.fixture
 def engines(built) -> dict[str, Engine]:
-    """With empty caches: engines on the same devices write to the same pages, so only the newest
-    one may be used."""
+    """Engines with empty caches. Those on the same devices write to the same pages: use the newest
+    alone."""
     return {mesh: fresh(old, "grow", 80) for mesh, old in built.items()}
 
 

@@ -140,7 +140,7 @@ def test_all_that_can_be_asked_says_what_one_process_says(mesh, processes, monke
     ],
 )
 def test_a_worker_that_is_killed_is_replaced_and_requests_end_or_begin_anew(replay, monkeypatch):
-    """Those that go on say what they would have said."""
+    """Requests that go on say what they would have said."""
     size = dict(chunk_tokens=32, max_seqs=2, pages=60, max_model_len=512)
     with led(monkeypatch, TINY, "spp=2", 2, replay=replay, **size) as (real, workers):
         prompts = [list(range(5 + number, 60)) for number in range(4)]

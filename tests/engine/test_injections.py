@@ -176,7 +176,7 @@ def flipped_on_the_wire(replicas: Replicas, case: Case, salt: str, dice: random.
 
 
 def replayed(replicas: Replicas, case: Case, salt: str, dice: random.Random) -> bool:
-    """What was written to a window is written once more, with other bytes, when it is over."""
+    """Writes once more, with other bytes, what was written to a window that is over."""
     stolen: list[tuple[Window, int]] = []
 
     def note(write, window: Window, offset: int, data: np.ndarray, seconds: float):
@@ -290,7 +290,7 @@ FAULTS = (
 
 
 def inject(replicas: Replicas, cases: list[Case], count: int, seed: int) -> None:
-    """So many faults, each kind as often as the others, in random order."""
+    """Injects `count` faults, each kind as often as the others, in random order."""
     dice = random.Random(seed)
     noticed: collections.Counter[str] = collections.Counter()
     for number in range(count):

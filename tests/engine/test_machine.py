@@ -90,5 +90,5 @@ def test_flags_the_environment_and_files_give_settings_and_defaults_do_not(monke
 
 
 def test_a_command_that_sets_a_setting_itself_needs_no_flag_for_it():
-    """As `jaxserve profile`, which has no --profile."""
+    """`jaxserve profile` is one: it has no --profile."""
     assert engine_config(parse(profile_steps.COMMAND, []), profile="auto").profile == "auto"

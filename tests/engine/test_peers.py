@@ -126,7 +126,7 @@ class Ran:
 
 
 def asked(near: Engine, prompt: list[int], source: KvSource | None, **fields):
-    """What the near replica says, with the far one as source."""
+    """Returns what the near replica says, with the far one as source."""
     runner = Runner(near)
     id = runner.submit(prompt, max_tokens=6, rest=dict(kv_source=source), **fields)
     while near.step() or not ended(runner, id):

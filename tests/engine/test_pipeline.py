@@ -29,7 +29,7 @@ def piped(request) -> Engine:
 
 
 class Trace:
-    """When each batch leaves each stage, in slots. A batch enters a stage after it left the one
+    """The slots in which each batch leaves each stage. A batch enters a stage after it left the one
     before, and after the batch before it left that stage; the first stage waits for the token that
     the batch feeds, and for what the host had read before it issued the batch."""
 

@@ -100,8 +100,8 @@ class Device:
         return np.asarray(token)[lane]
 
     def guided(self, logits: np.ndarray, slots, positions, allowed: np.ndarray) -> np.ndarray:
-        """As `sample`, of what is allowed [S, V] bool; what lies beyond the vocabulary is allowed
-        too, and must not matter."""
+        """Samples of what is allowed [S, V] bool; what lies beyond the vocabulary is allowed too,
+        and must not matter."""
         slot = np.broadcast_to(np.asarray(slots, np.int32), (self.lanes, len(logits)))
         bits = np.pad(allowed, ((0, 0), (0, -allowed.shape[1] % 32)), constant_values=True)
         mask = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
@@ -144,7 +144,7 @@ def draws(device: Device, row: np.ndarray, count: int = 4096, **fields) -> np.nd
 
 
 def probabilities(row: np.ndarray, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray:
-    """What is left of each token after temperature, then top_k, then top_p, then min_p."""
+    """Returns what temperature, then top_k, then top_p, then min_p leave of each token."""
     p = np.exp((row - row.max()) / temperature, dtype=np.float64)
     if top_k > 0:
         p[p < np.sort(p)[-min(top_k, len(p))]] = 0

@@ -54,7 +54,7 @@ class Traffic:
         self.real.submit(request, functools.partial(self.hear, id))
 
     def run(self, requests: int) -> None:
-        """Until so many more were born and all are gone."""
+        """Runs until `requests` more were born and all are gone."""
         last = self.born + requests
         while self.born < last or self.alive:
             while self.born < last and len(self.alive) < 8 and self.rng.random() < 0.9:
@@ -77,8 +77,8 @@ def resident() -> int:
 
 
 def census(real) -> tuple[int, int, int]:
-    """What should not grow: objects, without the bounded number that the journal keeps, device
-    arrays, threads."""
+    """Counts what should not grow: objects, without the bounded number that the journal keeps,
+    device arrays, threads."""
     real.journal.steps.clear(), real.journal.ends.clear()
     gc.collect()
     return len(gc.get_objects()), len(jax.live_arrays()), threading.active_count()

@@ -11,7 +11,7 @@ from experiments.figures import Figure, Row, matching
 
 
 def check_all(found: Mapping[str, Figure], numbers: Sequence[str], kinds: Sequence[str]) -> None:
-    """There is a file for every figure, and it has the paper's numbers."""
+    """Checks that each figure has a file, and the paper's numbers."""
     assert list(found) == [
         number if number.startswith("table") else f"fig{number}" for number in numbers
     ]

@@ -46,7 +46,7 @@ main("pip")
 
 @pytest.fixture
 def lines(tmp_path):
-    """What a program of three calls writes."""
+    """The lines that a program of three calls writes."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM.format(folder=str(PROGRAMS)))
     results = tmp_path / "results"

@@ -35,7 +35,7 @@ def model(tmp_path_factory) -> Path:
 
 
 def run(example: str, model: Path, *flags: str) -> str:
-    """What an example prints."""
+    """Runs an example; returns what it prints."""
     done = subprocess.run(
         [sys.executable, "-m", f"experiments.examples.{example}", f"--model={model}", *flags],
         cwd=ROOT,

@@ -19,7 +19,8 @@ BUSY_LATER = GOOD._replace(tbt_later=0.2)
 
 
 def refusals(name: str) -> tuple[list[bool], list[bool]]:
-    """Whether it refuses LATE, BUSY and BUSY_LATER, on arrival and before decoding."""
+    """Returns for LATE, BUSY and BUSY_LATER, on arrival and before decoding, True if it is
+    refused."""
 
     def refuses(check, view):
         try:

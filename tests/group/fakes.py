@@ -152,7 +152,7 @@ class Group:
 
     @property
     def said(self) -> str:
-        """What the supervisor and its members wrote to stderr."""
+        """Returns what the supervisor and its members wrote to stderr."""
         return (self.folder / "stderr").read_text()
 
     def ready(self, times: int = 1) -> None:

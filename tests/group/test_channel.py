@@ -73,7 +73,7 @@ class Listener:
             self.accepted.append(error)
 
     def result(self):
-        """What came of the first handshake."""
+        """Returns what came of the first handshake."""
         eventually(lambda: self.accepted, SOON)
         return self.accepted[0]
 

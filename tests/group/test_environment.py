@@ -100,7 +100,7 @@ def test_a_pod_of_one_may_be_a_task_of_many():
 
 
 def test_jobs_that_are_not_named_have_no_common_name():
-    """Else a secret of one would be that of all others."""
+    """A common name would make the secret of one job that of all others."""
     nameless = {name: text for name, text in OPEN_MPI_4.items() if "jobid" not in name}
     place = place_of(nameless)
     assert place is not None and place.job == ""

@@ -44,7 +44,7 @@ def test_it_is_the_same_in_whatever_order_the_files_were_written(model, tmp_path
 
 
 def test_links_to_the_files_are_the_files(model, tmp_path):
-    """As in the folders of Hugging Face's hub."""
+    """The folders of Hugging Face's hub have such links."""
     links = tmp_path / "snapshot"
     links.mkdir()
     for file in model.iterdir():

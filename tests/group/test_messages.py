@@ -15,7 +15,7 @@ BASE = dict(mesh="spp=2,kvp=2,tp=3", profile="p.json", pages=100)
 
 
 def hello(worker=0, versions=None, weights="f" * 64, **changes):
-    """What a member with these settings says, as the other side reads it."""
+    """Makes the greeting of a member with these settings, as the other side reads it."""
     config = make(EngineConfig, {**BASE, **changes})
     versions = versions or {"jaxserve": "1.0", "jax": "0.10.2"}
     made = Hello(worker, versions, shared_settings(config), weights, 4000 + worker)
@@ -40,7 +40,7 @@ def test_a_setting_that_differs_is_named_with_both_values(name, ours, theirs):
 
 
 def test_in_all_other_settings_a_worker_follows_the_leader():
-    """But for where the model and compiled programs lie on its machine."""
+    """The places of the model and of compiled programs on its machine stay its own."""
     leader = make(EngineConfig, {**BASE, "model": "/a", "max_seqs": 17, "block_size": 32})
     told = json.loads(json.dumps(values_of(leader)))
     own = make(EngineConfig, {"model": "/b", "compile_cache": "/c", "chunk_tokens": 96})

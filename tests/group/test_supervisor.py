@@ -34,8 +34,8 @@ def group(tmp_path):
 
 
 def gone(pids):
-    """Whether none of the processes runs any more. What has lost its parent is reaped by whoever
-    is process 1 here, at some time or never."""
+    """Returns True if none of the processes runs any more. One that has lost its parent is reaped
+    by process 1, at some time or never."""
     return not any(runs(pid) for pid in pids)
 
 
@@ -98,7 +98,7 @@ def test_a_worker_that_was_refused_ends_the_group(group):
 
 
 def test_the_number_of_a_dead_process_is_no_others_until_its_children_are_killed(group):
-    """Else a signal to its process group could meet a stranger."""
+    """A signal to its process group could meet a stranger otherwise."""
     running = group(orders={"worker1.stubborn": ""}, END_SECONDS=1.5)
     running.ready()
     pid = running.pid("leader")
@@ -200,7 +200,7 @@ time.sleep(1000)
 
 
 def test_a_stopped_worker_is_known_within_ten_seconds(group):
-    """With the beats of real members and the limits as they are."""
+    """Members beat as they do, with the limits as they are."""
     assert supervisor.SILENT_SECONDS + 2 * BEAT_SECONDS < 10
     running = group(command=[sys.executable, "-c", PULSE], SILENT_SECONDS=supervisor.SILENT_SECONDS)
     running.ready()

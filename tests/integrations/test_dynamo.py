@@ -31,7 +31,7 @@ ENGINE = ["--max_model_len=512", "--max_seqs=2", "--pages=80", "--chunk_tokens=6
 
 
 def why_not() -> str:
-    """What is missing, '' for nothing."""
+    """Names what is missing; '' if nothing is."""
     code = "import dynamo.common.backend, dynamo.frontend, zmq, msgpack"
     with contextlib.suppress(OSError):
         if subprocess.run([PYTHON, "-c", code], capture_output=True, timeout=60).returncode == 0:

@@ -79,8 +79,8 @@ def test_lanes_of_a_group_get_equally_many_decoded_blocks_but_for_one(batch, cou
 
 
 def test_lanes_below_the_limit_share_what_is_decoded_until_the_next_lane_must_join():
-    """Of eight lanes: a prompt of nine blocks fills lanes 0 and 1 and begins on the next, whose
-    neighbour is in the group too; no lane of another group joins before all four are full."""
+    """A prompt of nine blocks fills lanes 0 and 1 of eight and begins on the next, whose neighbour
+    is in the group too; no lane of another group joins before all four are full."""
     cache = spread_prompts("grow", 8, [(0, 1, 9)], pages=100)
     assert cache.blocks_per_lane[0].tolist() == [4, 4, 1, 0, 0, 0, 0, 0]
     cache.extend(0, 4)
@@ -111,8 +111,8 @@ def test_lanes_fill_evenly_over_a_batch(placement, home, sequences):
 @given(batches(), st.lists(st.integers(0, 5), max_size=60))
 @settings(max_examples=examples(200), deadline=None)
 def test_lanes_without_a_page_are_skipped_and_nothing_is_lost(batch, slots):
-    """Where pages are short: a group grows only when none of its lanes has a page, or, with `grow`
-    and from one lane, when none with a page is below the limit."""
+    """Pages are short: a group grows only when none of its lanes has a page, or, with `grow` and
+    from one lane, when none with a page is below the limit."""
     placement, lanes, sequences = batch
     cache = spread_prompts(placement, lanes, sequences, pages=sum(s[2] for s in sequences) + 3)
     for slot in (slot % len(sequences) for slot in slots):

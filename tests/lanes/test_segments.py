@@ -21,7 +21,7 @@ def test_a_segment_of_the_paper_has_568_tokens_and_takes_4_66_us_a_layer():
 
 
 def test_kv_that_heads_share_is_read_sooner_so_segments_are_longer():
-    """With a quarter of the KV heads, four times the tokens."""
+    """A quarter of the KV heads gives four times the tokens."""
     assert least_segment(Heads(32, 8, 128), A100) == pytest.approx(4 * 568, abs=4)
 
 

@@ -70,7 +70,7 @@ class Subscriber:
         return int.from_bytes(number, "big"), decode(payload).events
 
     def replay(self, first: int) -> list[tuple[int, list]]:
-        """What the publisher still has from a number on."""
+        """Asks the publisher for what it still has from a number on."""
         self._asking.send_multipart([b"", first.to_bytes(8, "big")])
         found = []
         while True:

@@ -54,7 +54,7 @@ class Heard:
         self.events += events
 
     def of(self, index: int) -> list[Event]:
-        """Those of one completion."""
+        """Returns the events of one completion."""
         return [event for event in self.events if getattr(event, "index", None) == index]
 
     @property
@@ -71,7 +71,7 @@ class Heard:
 
     @property
     def end(self) -> Finished:
-        """Of a request with one completion, which has ended."""
+        """Returns the end of a request with one completion."""
         (found,) = self.ends
         return found
 

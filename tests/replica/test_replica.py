@@ -40,7 +40,7 @@ def assert_empty(held: Holder) -> None:
 
 
 def refused(held: Holder, id: str = "new", **fields) -> RequestError:
-    """Why a request is refused; its sink hears nothing."""
+    """Returns the reason for which a request is refused; its sink hears nothing."""
     heard = Heard()
     with pytest.raises(RequestError) as found:
         held.replica.submit(held.request(id, **fields), heard)
@@ -126,7 +126,7 @@ def test_each_of_n_completions_has_its_tokens_and_one_end(held):
 
 
 def test_an_embedded_prompt_ends_without_tokens(held):
-    """With the embedding, where the replica computes anything."""
+    """It ends with the embedding, if the replica computes anything."""
     heard = held.submit(tokens=50, embed=True)
     held.wait_ended(heard)
     end = heard.end

@@ -136,7 +136,7 @@ def test_a_spread_chunk_takes_time_and_tokens_of_all_lanes_of_its_group():
 def test_an_adaptive_chunk_is_the_most_whole_tiles_that_are_in_time(
     most, tile, cached, until, before, decodes, costs
 ):
-    """Or all there is, even if that ends within a tile."""
+    """It takes all there is otherwise, even if that ends within a tile."""
     made = room(1.0, 1.0, decodes, tile=tile, costs=costs)
     for chunk in before:
         made.add(HOME, 0, chunk)

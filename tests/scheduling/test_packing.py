@@ -49,7 +49,7 @@ def ask(replica: Replica, *prompts: int, output: int = 1) -> None:
 
 
 def decoding(replica: Replica, count: int, output: int = 900) -> Replica:
-    """With so many decodes, of sequences 0 to `count` - 1."""
+    """Makes a step with decodes of sequences 0 to `count` - 1."""
     ask(replica, *[1] * count, output=output)
     while replica.scheduler.load().queued_prefill_tokens:
         replica.step()
@@ -178,8 +178,8 @@ def test_the_less_is_left_of_a_long_prompt_the_shorter_are_its_guests():
 
 @pytest.mark.parametrize("pressing", [0.5, 0.75, 1.0, 9.0])
 def test_guests_have_a_share_of_the_time_that_grows_as_theirs_runs_out(pressing):
-    """Of 0.99 s. The work of a guest takes a hundredth of the second that each is given; who has
-    used up FULL_SHARE_AT of it gets all that guests may have, which is a half."""
+    """The step has 0.99 s. The work of a guest takes a hundredth of the second that each is given;
+    one that has used up FULL_SHARE_AT of it gets all that guests may have, which is a half."""
     replica = decoding(made(sharing=0.5), 10)
     ask(replica, 2000, *[10] * 60)
     replica.now += pressing * FULL_SHARE_AT - 0.01

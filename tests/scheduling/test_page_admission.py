@@ -263,8 +263,7 @@ def test_a_large_prompt_that_takes_few_pages_need_not_leave_any(prompt, bypass, 
 
 
 def test_pages_that_are_in_the_cache_are_no_room_for_others():
-    """As above, but ten pages less can be had than the document and the page that is missing
-    take."""
+    """Ten pages less can be had than the document and the page that is missing take."""
     replica = beside(78)
     replica.add(DOCUMENT + [4] * SIZE, max_tokens=1)
     assert [entered(replica.step()) for _ in range(4)] == [[], [], [], [2]]

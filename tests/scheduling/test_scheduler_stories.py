@@ -204,8 +204,8 @@ def test_a_prompt_waits_until_there_are_pages_for_all_of_it():
 
 
 def test_a_prompt_waits_where_its_answer_would_take_the_pages_of_a_decode():
-    """As in the test below, with pages kept: 4 tokens and 8 more take three pages of four, and the
-    other would need as many."""
+    """Pages are kept: 4 tokens and 8 more take three pages of four, and the other would need as
+    many."""
     replica = tight(4, decode_reserve=1.0)
     replica.add(PROMPT[:4], max_tokens=9, ignore_eos=True)
     replica.add(PROMPT[:3], max_tokens=9, ignore_eos=True)

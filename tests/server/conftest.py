@@ -121,5 +121,5 @@ def key_file(tmp_path):
 
 @pytest.fixture
 def access(key_file):
-    """That of the keys in TWO."""
+    """The authenticator of the keys in TWO."""
     return Authenticator(ServerConfig(api_keys=key_file(TWO)))

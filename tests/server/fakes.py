@@ -48,8 +48,8 @@ def expected(prompt: Sequence[int], count: int, index: int = 0) -> list[int]:
 
 
 def embedding(prompt: Sequence[int]) -> np.ndarray:
-    """How often each of EMBEDDING kinds of bytes is in a prompt; equal texts are alike, and those
-    that share letters are similar."""
+    """Counts how often each of EMBEDDING kinds of bytes is in a prompt; equal texts are alike, and
+    those that share letters are similar."""
     counts = np.bincount(np.asarray(prompt) % EMBEDDING, minlength=EMBEDDING)
     return counts.astype(np.float32) + 0.25
 
@@ -83,7 +83,7 @@ class FakeTokenizer:
         return {"eos_token": "<end>", "chat_template": self.template.source}
 
     def to_json(self) -> str:
-        """As a tokenizer of the library: a token for each byte."""
+        """Describes a tokenizer of the library: a token for each byte."""
         alphabet = byte_alphabet()
         vocabulary = {alphabet[byte]: byte for byte in range(256)} | {"<end>": EOS}
         library = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
@@ -109,7 +109,7 @@ class FakeTokenizer:
 
 @dataclasses.dataclass(frozen=True)
 class FakeModel:
-    """As much of a model's description as `jaxserve.llm` asks for."""
+    """A model's description, as far as `jaxserve.llm` asks for it."""
 
     name: str = "fake"
     vocab: int = VOCAB
@@ -295,7 +295,7 @@ class FakeReplica:
         return 0
 
     def die(self) -> None:
-        """As when the device loop breaks."""
+        """Ends the replica as a broken device loop does."""
         with self._lock:
             self.alive = False
             self._end_all(RequestError("", "the engine stopped", "INTERNAL"))

@@ -242,7 +242,7 @@ def test_a_models_name_in_a_request_is_a_name_and_no_path(serve, model):
 
 @pytest.fixture
 def log(tmp_path):
-    """What is logged, as lines of text."""
+    """The lines of text that are logged."""
     handler = logging.FileHandler(tmp_path / "log", encoding="utf-8")
     root = logging.getLogger()
     handler.setFormatter(TextFormatter())

@@ -107,7 +107,7 @@ def case(golden, golden_first_layers, model, server):
 def test_openai_embeddings_are_the_states_from_which_the_reference_goes_on(
     client, case, model, server
 ):
-    """With the model's head they give the reference's first token and its log-probability."""
+    """The model's head makes the reference's first token and its log-probability of them."""
     stages = server.server.frontend.replica.worker.stages
     names = [keys[-1] for keys, _ in stages.head.program.weights.flat]
     head = np.asarray(stages.head.values[names.index("head")], np.float64)

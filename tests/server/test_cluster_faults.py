@@ -87,7 +87,7 @@ class Cluster:
         return [caller + 1, asked % 200, *[7] * (self._prompt - 2)]
 
     def members(self) -> list[dict]:
-        """What the conductor shows of the replicas."""
+        """Returns what the conductor shows of the replicas."""
         with urllib.request.urlopen(f"{self.url}/page/data", timeout=10) as answer:
             return json.load(answer)["members"]
 
@@ -203,7 +203,8 @@ def test_without_replicas_health_says_so_and_requests_are_refused_at_once(cluste
 
 
 def assert_conductors_may_be_killed_beside_another(cluster: Cluster, kills: int) -> None:
-    """Those of the one that stays are served throughout; of the others nothing is left behind."""
+    """Checks that requests of the conductor that stays are served throughout; of the others nothing
+    is left behind."""
     remotes = [cluster.reach(number) for number in range(len(cluster.ports))]
     with Load(cluster) as staying:
         for _ in range(kills):

@@ -52,8 +52,8 @@ def get(url: str) -> tuple[int, str, dict[str, str]]:
 
 
 class Viewed:
-    """What the page needs of an engine, around a replica without devices. asked: the steps from
-    which on it was asked."""
+    """An engine as far as the page needs it, around a replica without devices. asked: the steps
+    from which on it was asked."""
 
     def __init__(self, replica: Recorded):
         self.replica = replica
@@ -212,7 +212,7 @@ class Screen:
         return self.all(selector)[0]
 
     def text(self, selector: str) -> str:
-        """Of hidden elements too."""
+        """Returns the text of an element, hidden ones included."""
         return self.driver.execute_script(
             "return document.querySelector(arguments[0]).textContent", selector
         )
@@ -231,7 +231,7 @@ class Screen:
         return found
 
     def ended(self, id: str) -> bool:
-        """Whether the table says so."""
+        """Returns True if the table says that the request has ended."""
         return (id, "length") in zip(
             self.texts("#rows button"), self.texts("#rows td:nth-child(3)")
         )

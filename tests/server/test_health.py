@@ -27,7 +27,7 @@ def ask(name: str = "") -> health_pb2.HealthCheckRequest:
 
 
 def turn(served, state: str) -> None:
-    """As an operator does."""
+    """Sets the server's state as an operator does."""
     served.server.call_soon(lambda: setattr(served.server.server.frontend, "state", state))
 
 

@@ -102,7 +102,7 @@ def peers(stack) -> PeerReplicas:
 
 
 def fetch(peers: PeerReplicas, source: KvSource, numbers: Sequence[int]) -> int:
-    """How many of the blocks came; all of them right."""
+    """Returns how many of the blocks came; all of them are right."""
     into = np.empty(BLOCK, np.uint8)
     with contextlib.closing(peers.open(source, list(map(key, numbers)))) as stream:
         for place, number in enumerate(numbers):
@@ -155,7 +155,7 @@ def test_blocks_that_are_made_later_come_when_they_are_made(stack, peers):
 def test_a_source_that_lives_is_waited_for_however_long_its_work_takes(
     stack, peers, monkeypatch, what
 ):
-    """As where a step of its engine takes longer than it may be silent."""
+    """A step of its engine may take longer than it may be silent."""
     monkeypatch.setattr(peer_blocks, "SILENT_SECONDS", 1.0)
     monkeypatch.setattr(block_service, "ALIVE_SECONDS", 0.2)
     source = Source(stack, range(5))

@@ -46,7 +46,7 @@ def gateway() -> Iterator[Gateway]:
 
 
 def listed(url: EtcdUrl) -> list[str]:
-    """What is in the registry now."""
+    """Returns what is in the registry now."""
     return Etcd(url).values(f"{url.prefix}/replicas/")
 
 

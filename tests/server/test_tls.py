@@ -85,7 +85,7 @@ def served(config):
 
 
 def reaches(target, **credentials):
-    """Whether a client gets through the handshake."""
+    """Returns True if a client gets through the handshake."""
     ends = (grpc.ChannelConnectivity.READY, grpc.ChannelConnectivity.TRANSIENT_FAILURE)
     states = queue.SimpleQueue()
     with Client(target, **credentials) as client:
@@ -155,8 +155,8 @@ def test_a_renewed_certificate_is_taken_up_and_a_broken_one_is_not(files, caplog
 
 
 def shake(server, client):
-    """What a client that connects to a server with these contexts reads of it. Errors: those of the
-    handshake."""
+    """Connects a client to a server with these contexts; returns what it reads. Errors: those of
+    the handshake."""
 
     async def answer(reader, writer):
         writer.write(b"hello")
@@ -320,7 +320,7 @@ def test_a_running_server_with_keys_and_tls_is_measured(files, capsys, tmp_path,
 
 
 def gets(files, url, client=None):
-    """What /v1/models answers over HTTPS, or None where the handshake fails."""
+    """Asks for /v1/models over HTTPS; returns the status, or None if the handshake fails."""
     context = ssl.create_default_context(cadata=files.ours.cert_pem.bytes().decode())
     if client is not None:
         context.load_cert_chain(

@@ -254,7 +254,7 @@ EDIT = {
 
 @pytest.mark.parametrize("choice", ["auto", "required", {"type": "custom", "name": "edit"}])
 def test_custom_tools_of_responses_are_called_with_a_text(http, choice):
-    """As Codex has its patches made."""
+    """Codex has its patches made by one."""
     call = json.dumps({"name": "edit", "arguments": {"input": PATCH}})
     script = f"<tool_call>\n{call}\n</tool_call>" if choice == "auto" else call
     client = http(script=[*script.encode(), EOS])
@@ -277,7 +277,7 @@ def test_custom_tools_of_responses_are_called_with_a_text(http, choice):
 
 
 def test_functions_of_a_namespace_are_called_with_it(http):
-    """As Codex has those of its MCP servers."""
+    """Codex names its MCP servers so."""
     tools = [
         responses_function(),
         {"type": "namespace", "name": "mcp__files", "tools": [responses_function(), EDIT]},

@@ -227,8 +227,8 @@ def test_where_nobody_wants_traces_there_are_none():
 
 
 def test_only_our_own_spans_are_recorded_and_no_prompt_is_in_them(serve, monkeypatch):
-    """Also where an agent has set up tracing for the whole process, which the web framework would
-    join in."""
+    """An agent may have set up tracing for the whole process, which the web framework would join
+    in."""
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))

@@ -32,7 +32,7 @@ def put(store, number, **fields):
 
 
 def got(store, number):
-    """Whether a block is there; if so its bytes are checked."""
+    """Returns True if a block is there; its bytes are checked."""
     into = np.zeros(store.block_bytes, np.uint8)
     found = store.get(key_of(number), into)
     if found:
@@ -245,7 +245,7 @@ ACTIONS = st.lists(
 
 
 class Model:
-    """What a store with an endless disk would have: expiry by key."""
+    """A store with an endless disk: expiry by key."""
 
     def __init__(self):
         self.expires: dict[int, float] = {}

@@ -44,7 +44,7 @@ def test_what_is_to_be_kept_stays_while_others_come_and_go():
 
 
 def leaving(tier: HostIndex, number: int, now: float = 0.0) -> int:
-    """Which block makes room for this one, of the first hundred."""
+    """Returns which of the first hundred blocks makes room for this one."""
     placed = tier.reserve(key(number), now)
     tier.commit(key(number))
     return next(other for other in range(100) if key(other) == placed.leaves[0])

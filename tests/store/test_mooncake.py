@@ -90,7 +90,7 @@ def put(store, *numbers, **fields):
 
 
 def got(store, *numbers):
-    """Which blocks came; their bytes are checked."""
+    """Returns which blocks came; their bytes are checked."""
     keys = [key_of(number) for number in numbers]
     into = [np.zeros(BLOCK, np.uint8) for _ in keys]
     came = store.get(keys, into)

@@ -73,7 +73,7 @@ def put(tiers: TieredBlocks, number: int, retention: int = NORMAL_RETENTION) -> 
 
 
 def read(tiers: TieredBlocks, number: int) -> bool:
-    """Whether the block is there; fails where other bytes are."""
+    """Returns True if the block is there; fails if it has other bytes."""
     into = np.empty(SIZE, np.uint8)
     found = tiers.read(name(number), into)
     assert not found or (into == block(number)).all(), f"block {number} has other bytes"

@@ -235,7 +235,7 @@ def content_of(parts):
 
 
 def holds_marks(name, calls):
-    """Whether a text has what no text in such a format can have."""
+    """Returns True if a text has what no text in such a format can have."""
     text = dumped(calls)
     marks = [*FORMATS[name].marks, "<|message|>", "<|", "<escape>", '<|\\"|>', "</parameter>"]
     return any(mark in text for mark in [*marks, "</arg_value>", "</function>", "</invoke>"])

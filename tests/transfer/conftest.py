@@ -25,7 +25,7 @@ def certificate(tmp_path_factory):
 
 @pytest.fixture
 def kind():
-    """Of transfers; modules give others."""
+    """The kind of transfers; modules give others."""
     return "tcp"
 
 

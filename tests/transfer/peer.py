@@ -65,7 +65,7 @@ class Peer:
         return Window.from_json(self.ask("lend", base=base, size=size, seconds=seconds))
 
     def holds(self, base, data):
-        """Whether its memory has these bytes there."""
+        """Returns True if its memory has these bytes there."""
         return self.ask("crc", base=base, size=data.nbytes) == zlib.crc32(data)
 
     def signal(self, number):

@@ -399,7 +399,7 @@ def test_groups_within_a_node_are_joined_as_its_ranks_are_and_larger_ones_by_the
 
 
 def test_what_a_group_exchanges_depends_on_the_node_that_it_leaves_or_not():
-    """Of sixteen lanes, groups of eight take what they do where there is one node alone."""
+    """Groups of eight of sixteen lanes take as long as where there is one node alone."""
     one, two = (
         replica("gather", mesh=MeshConfig(kvp=lanes)).scheduler.predictor for lanes in (8, 16)
     )

@@ -23,9 +23,9 @@ BEST = 20  # log-probabilities of each position
 
 @dataclass(frozen=True)
 class Answer:
-    """What transformers says. config: as it saves it. prompt, tokens: ids, and those that follow
-    greedily. best, logprobs [positions, BEST]: ids and log-probabilities of what may follow each
-    token but the last."""
+    """The answer of transformers. config: as it saves it. prompt, tokens: ids, and those that
+    follow greedily. best, logprobs [positions, BEST]: ids and log-probabilities of what may follow
+    each token but the last."""
 
     config: dict[str, Any]
     prompt: list[int]
