@@ -195,7 +195,7 @@ SHAPES = {
         8, 1, 8, 4, 256, 16, 128, kv="float8_e4m3fn", spilled=388
     ),
 }
-FEW = ["prefill", "decode", "decode, 8 bits, H of 256", "hop, 32 tokens"]  # the rest: `-m matrix`
+FEW = ["prefill", "decode, 8 bits, H of 256"]  # the rest: `-m matrix`
 shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 
@@ -271,7 +271,13 @@ def test_compiles_without_many_spills_or_a_copy_of_the_pool(shape):
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["prefill", "32 tokens", "decode, 8 bits"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "decode, 8 bits",
+        *(pytest.param(name, marks=pytest.mark.matrix) for name in ("prefill", "32 tokens")),
+    ],
+)
 def test_a_donated_pool_is_written_and_attended_to_in_place(name):
     shape = SHAPES[name]
     compiled = cuda.compile(*step_of(shape), donate=(0,))
@@ -351,6 +357,7 @@ ORDER = re.compile(
 )
 
 
+@pytest.mark.matrix
 @needs_compiler
 def test_new_kv_and_partials_of_visits_travel_beside_attention():
     """Sixteen decodes of each of eight lanes, four of which may visit each other lane: in the order
@@ -506,10 +513,9 @@ def test_a_step_of_a_model_runs_on_the_kernels_and_copies_no_pages(shape, launch
     assert compiled.temp < 2 * shape.tokens * LLAMA.d_ff * 2 * 3 + 64 * 2**20
 
 
+@pytest.mark.matrix
 @needs_compiler
-@pytest.mark.parametrize(
-    "kv, most", [("bfloat16", 14), pytest.param("float8_e4m3fn", 16, marks=pytest.mark.matrix)]
-)
+@pytest.mark.parametrize("kv, most", [("bfloat16", 14), ("float8_e4m3fn", 16)])
 def test_a_layer_that_decodes_is_few_launches(kv, most):
     """One rotates the keys, adds up the product they come from, and writes them; with 8 bits one
     more finds the scales, and one writes them. Counted as what a second layer adds."""
@@ -524,6 +530,7 @@ def test_a_layer_that_decodes_is_few_launches(kv, most):
     assert two.launches - one.launches <= most
 
 
+@pytest.mark.matrix
 @needs_compiler
 def test_a_plain_start_of_llama_3_8b_on_an_h200_runs_on_the_kernels_with_room_for_400k_tokens():
     """The sizes of a start without flags; two of the layers, compiled in the smallest and the

@@ -91,14 +91,14 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("shape, tiles", few(SHAPES, (0, 1, 4, 5, 8, 10, 12)), ids=str)
+@pytest.mark.parametrize("shape, tiles", few(SHAPES, (1, 5, 12)), ids=str)
 def test_the_kernel_is_dense_attention(shape, tiles):
     # rows less than a tile are stored otherwise in bfloat16
     for seed, out in enumerate(("float32", "bfloat16", "bfloat16")):
         assert_means_dense(make_case(shape, seed), tiles, shape.window, out_dtype=out)
 
 
-@pytest.mark.parametrize("shape, tiles", few([SHAPES[1], SHAPES[6], SHAPES[11]], (0, 1)), ids=str)
+@pytest.mark.parametrize("shape, tiles", few([SHAPES[1], SHAPES[6], SHAPES[11]], (0,)), ids=str)
 def test_scores_have_a_soft_cap(shape, tiles):
     for softcap in (0.7, 50.0):
         assert_means_dense(make_case(shape, 1), tiles, shape.window, softcap=softcap)
@@ -110,7 +110,7 @@ def test_blocks_that_all_queries_see_whole_lie_in_any_order(shape, tiles):
     assert_means_dense(case, tiles, out_dtype="bfloat16")
 
 
-@pytest.mark.parametrize("blocks", few([[1], [2], [5], [16], [60]], (1, 4)))
+@pytest.mark.parametrize("blocks", few([[1], [2], [5], [16], [60]], (1,)))
 def test_the_result_does_not_depend_on_how_many_blocks_share_the_work(blocks):
     """Sixty blocks are more than there is work for: some have nothing to do, and each key tile of a
     query tile is a block's own partial result."""
@@ -138,11 +138,10 @@ def test_no_warpgroup_reads_what_another_has_not_finished(shape, tiles):
     assert_means_dense(make_case(shape, 1), tiles, races=True, out_dtype="bfloat16")
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [Shape(1, H=64), Shape(64, H=64, C=256, W=4, K=1, G=2), Shape(64, H=64, K=1, G=2, window=40)],
-    ids=str,
-)
+FAR = [Shape(1, H=64), Shape(64, H=64, C=256, W=4, K=1, G=2), Shape(64, H=64, K=1, G=2, window=40)]
+
+
+@pytest.mark.parametrize("shape", few([[shape] for shape in FAR], (1,)), ids=str)
 def test_positions_of_ten_million_tokens_fit(shape):
     for last in (10_000_000, 2**31 - 1025):
         assert_means_dense(make_case(shape, 1, last // shape.C - shape.W), TWO, shape.window)
@@ -187,7 +186,7 @@ NARROW = [
 ]
 
 
-@pytest.mark.parametrize("shape, tiles", few(NARROW, (1, 3)), ids=str)
+@pytest.mark.parametrize("shape, tiles", few(NARROW, (3,)), ids=str)
 def test_pages_of_eight_bits_are_dequantised(shape, tiles):
     for out in ("float32", "bfloat16"):
         assert_means_dense(
@@ -195,7 +194,7 @@ def test_pages_of_eight_bits_are_dequantised(shape, tiles):
         )
 
 
-@pytest.mark.parametrize("shape, tiles", [NARROW[0], NARROW[3]], ids=str)
+@pytest.mark.parametrize("shape, tiles", few([NARROW[0], NARROW[3]], (1,)), ids=str)
 def test_no_warpgroup_reads_a_tile_that_is_not_dequantised_yet(shape, tiles):
     assert_means_dense(
         make_case(shape, 1),
