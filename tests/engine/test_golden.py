@@ -1,8 +1,8 @@
 """The real model says what the reference says, token for token, on every mesh, chunking, placement,
 batch mix and weight source.
 
-The whole model, 30 layers, is compiled for long: by default it runs on one device and on one mesh
-of all axes, and its first five layers run on more, against a reference of their own. `-m matrix`
+The whole model, 30 layers, is compiled for long: by default it runs on one device, and its first
+five layers run on meshes, one of all axes among them, against a reference of their own. `-m matrix`
 runs the whole model everywhere, and its first layers on all meshes.
 """
 
@@ -36,7 +36,7 @@ LONGEST = {"1": 40, "7": 400, "64": 2000, "512": 8000, "mixed": 2000, "slack": 2
 SLACK = dict(policy="slack", chunking="adaptive", tpot=2.2e-2, step_time=3e-2)
 # with these a step takes 128 to 448 prompt tokens
 SIMPLE = Costs(layers=30, linear_token=2e-6, pair=1e-9, decode_kv=1e-8)
-FEW = [(3, 4, 1)]
+FEW = [(3, 2, 1)]
 PLAIN = dict(chunk=64, seqs=8, pages=640, max_len=8192)
 FIRST_LAYERS = dict(chunk=64, seqs=8, pages=640, max_len=2048)
 SMALL = dict(chunk=64, seqs=2, pages=64, max_len=512)  # few programs
@@ -128,14 +128,6 @@ def test_the_first_layers_say_what_the_reference_says_in_chunks_of_all_sizes(
     assert_golden(real, first_words, modes, longest=2000 if mesh == (1, 1, 1) else 400)
 
 
-def test_tokens_equal_the_reference_on_a_mesh_of_all_axes(golden, smollm2_gguf):
-    """Eight tokens after the longest prompt of a few hundred."""
-    real = engine(smollm2_gguf, name_of((2, 2, 3)), chunk=64, seqs=1, pages=64, max_len=512)
-    case = max(short(golden["cases"]), key=lambda case: len(case["prompt_ids"]))
-    case = {**case, "output_ids": case["output_ids"][:8]}
-    assert_golden(real, [case], [("64", "random")])
-
-
 @pytest.mark.matrix
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_tokens_equal_the_reference_on_every_mesh(mesh, golden, smollm2_gguf):
@@ -177,7 +169,10 @@ def assert_golden_around_a_ring(source, cases, mesh, exchange, placement, chunks
 
 @pytest.mark.parametrize(
     "mesh, exchange, placement, chunks",
-    [*RINGS, pytest.param(*ALL_AXES_RING, marks=pytest.mark.matrix)],
+    [
+        RINGS[1],
+        *(pytest.param(*ring, marks=pytest.mark.matrix) for ring in (RINGS[0], ALL_AXES_RING)),
+    ],
 )
 def test_the_first_layers_say_what_the_reference_says_around_a_ring(
     mesh, exchange, placement, chunks, first_words, smollm2_first_layers
@@ -345,20 +340,12 @@ def assert_golden_in_groups(
 IN_ALL_GROUPS = (2, 4, 8), ("striped", "zigzag", "random", "round_robin", "grow")
 
 
-@pytest.mark.parametrize(
-    "exchange, sizes, placements",
-    [
-        ("pass_kv", (2,), ("zigzag",)),
-        pytest.param("gather", *IN_ALL_GROUPS, marks=pytest.mark.matrix),
-        pytest.param("pass_q", *IN_ALL_GROUPS, marks=pytest.mark.matrix),
-        pytest.param("pass_kv", *IN_ALL_GROUPS, marks=pytest.mark.matrix),
-    ],
-    ids=["few", "gather", "pass_q", "pass_kv"],
-)
+@pytest.mark.matrix
+@pytest.mark.parametrize("exchange", ["gather", "pass_q", "pass_kv"])
 def test_the_first_layers_say_what_the_reference_says_in_groups_of_lanes(
-    exchange, sizes, placements, first_words, smollm2_first_layers
+    exchange, first_words, smollm2_first_layers
 ):
-    assert_golden_in_groups(smollm2_first_layers, short(first_words), exchange, sizes, placements)
+    assert_golden_in_groups(smollm2_first_layers, short(first_words), exchange, *IN_ALL_GROUPS)
 
 
 @pytest.mark.matrix
@@ -493,7 +480,8 @@ def test_a_safetensors_folder_says_the_same_as_the_gguf(golden, smollm2_folder):
 
 
 def log_probabilities(real, cases) -> list[np.ndarray]:
-    """Of each token of prompt and reference output, after those before it."""
+    """Returns the log-probability of each token of prompt and reference output after those before
+    it."""
     runner = Runner(real)
     ids = [
         runner.submit(case["prompt_ids"] + case["output_ids"], max_tokens=1, prompt_logprobs=0)

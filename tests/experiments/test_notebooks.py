@@ -26,7 +26,7 @@ from jaxserve.settings.schema import ConfigError
 from tests.experiments.figure_checks import assert_one_line
 
 NAMES = names()
-LONG = ("deployment", "exchange")  # run with `-m matrix` only
+LONG = ("deployment", "exchange", "pool", "sweep")  # run with `-m matrix` only
 KEPT = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},

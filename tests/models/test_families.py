@@ -21,20 +21,20 @@ from tests.models.oracle.cases import CASES
 CHUNKS = ((1, 2, 3), (5, 11, 32))
 ALL_AXES = "spp=2,kvp=2,tp=2"
 MESHES = ("", "tp=2", "tp=4", "spp=2", "kvp=2", "kvp=2,tp=2", ALL_AXES)
-# each with what is special of it: norms over all heads beside repeated kv heads, soft caps, windows
-# and layers without positions over lanes
+# each on one device, or on the mesh that its special parts need: norms over all heads and experts
+# over ranks; soft caps, windows, latents and layers without positions over lanes
 DEFAULT = {
-    "phi3": (ALL_AXES,),
+    "phi3": ("",),
     "phi3-short": ("",),
-    "olmo2": ("tp=4",),
-    "olmo3": ("kvp=2,tp=2",),
-    "granite": (ALL_AXES,),
-    "smollm3": ("kvp=2,tp=2",),
-    "gemma2": ("", "kvp=2,tp=2"),
-    "gemma3": ("spp=2",),
-    "glm4": ("tp=2",),
+    "olmo2": ("tp=2",),
+    "olmo3": ("",),
+    "granite": ("",),
+    "smollm3": ("kvp=2",),
+    "gemma2": ("kvp=2,tp=2",),
+    "gemma3": ("",),
+    "glm4": ("",),
     "qwen3_moe": ("tp=2",),
-    "gpt_oss": ("kvp=2,tp=2",),
+    "gpt_oss": ("",),
     "glm4_moe": ("tp=2",),
     "minimax_m2": ("",),
     "deepseek_v2": ("",),
