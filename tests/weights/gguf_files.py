@@ -77,17 +77,17 @@ def write_gguf(
     path: Path,
     config: Mapping[str, Any],
     values: Mapping[str, np.ndarray],
-    kind: str = "F32",
+    kind: str | Mapping[str, str] = "F32",
     extra: Mapping[str, np.ndarray] | None = None,
 ) -> Path:
-    """Writes tensors of Hugging Face names. config: of config.json. kind: of matrices. extra: more
-    tensors, by llama.cpp's names."""
+    """Writes tensors of Hugging Face names. config: of config.json. kind: of matrices, or of each
+    by a word in its name, Q8_0 of others. extra: more tensors, by llama.cpp's names."""
     arch = ARCHITECTURES[config["architectures"][0]]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
     _Metadata(writer, arch, config).write()
     for name, value in converted(arch, config, values):
         is_matrix = value.ndim > 1 and name.endswith(".weight")
-        quantised = gguf.GGMLQuantizationType[kind if is_matrix else "F32"]
+        quantised = gguf.GGMLQuantizationType[_kind(name, kind) if is_matrix else "F32"]
         value = np.ascontiguousarray(value, np.float32)
         writer.add_tensor(name, gguf.quants.quantize(value, quantised), raw_dtype=quantised)
     for name, value in (_rope_factors(config) | dict(extra or {})).items():
@@ -97,6 +97,12 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _kind(name: str, kind: str | Mapping[str, str]) -> str:
+    if isinstance(kind, str):
+        return kind
+    return next((value for word, value in kind.items() if word in name), "Q8_0")
 
 
 class _Metadata:

@@ -68,7 +68,7 @@ def write_gguf(
     path: Path,
     config: ModelConfig,
     values: dict[str, np.ndarray],
-    kind: str = "F32",
+    kind: str | dict[str, str] = "F32",
     extra: dict[str, np.ndarray] | None = None,
 ) -> Path:
     """Writes a file as llama.cpp's converter does. extra: more tensors, by its names."""
