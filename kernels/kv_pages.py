@@ -16,9 +16,10 @@ SCALE_DTYPE = jnp.dtype(jnp.bfloat16)
 class KVPages(NamedTuple):
     """KV pages of one layer.
 
-    kv [..., P, K, 2, C, H]: keys (0) and values (1). scales [..., P, K, 2, C]: factor of each
-    vector of H numbers, a power of two, so that dequantised numbers are exact in bfloat16; None
-    unless kv is FP8. Fields are arrays, or anything with the same structure (shapes, Pallas refs).
+    kv [..., P, K, 2, C, H]: keys (0) and values (1); or [..., P, K, 1, C, H]: keys, whose first
+    numbers are the values. scales [..., P, K, 2 or 1, C]: factor of each vector of H numbers, a
+    power of two, so that dequantised numbers are exact in bfloat16; None unless kv is FP8. Fields
+    are arrays, or anything with the same structure (shapes, Pallas refs).
     """
 
     kv: Any

@@ -53,10 +53,8 @@ def attend(
         jax.default_backend(),
         jax.ShapeDtypeStruct(q.shape, q.dtype),
         jax.ShapeDtypeStruct(pages.kv.shape, pages.kv.dtype),
+        value_dim,
     )
-    options: dict[str, Any] = {}
-    if value_dim is not None:
-        options["value_dim"] = value_dim
     return ATTEND[name](
         q,
         q_pos,
@@ -67,18 +65,20 @@ def attend(
         scale=scale,
         softcap=softcap,
         window=window,
+        value_dim=value_dim,
         dtype=dtype,
         before=before,
-        **options,
     )
 
 
 @functools.lru_cache
-def choose(platform: str, q: jax.ShapeDtypeStruct, kv: jax.ShapeDtypeStruct) -> str:
-    """Name of the fastest implementation that supports these queries and pages."""
+def choose(
+    platform: str, q: jax.ShapeDtypeStruct, kv: jax.ShapeDtypeStruct, value_dim: int | None = None
+) -> str:
+    """Name of the fastest implementation that supports these queries, pages and value dim."""
     unsupported = {
-        "mosaic": _mosaic_unsupported("check", kv),
-        "cpu": cpu_attention.unsupported(q, kv),
+        "mosaic": _mosaic_unsupported("check", kv, value_dim),
+        "cpu": cpu_attention.unsupported(q, kv, value_dim),
     }
     return _chosen(f"attention over pages on {platform}, rows of {q.shape[1]} tokens", unsupported)
 
@@ -184,15 +184,15 @@ def hopper_unsupported() -> str | None:
     return None
 
 
-def _mosaic_unsupported(check: str, *shapes: jax.ShapeDtypeStruct) -> str | None:
-    """Returns why a Hopper kernel cannot be used for these shapes; None if it can. check: the name
-    of its check."""
+def _mosaic_unsupported(check: str, *arguments: jax.ShapeDtypeStruct | int | None) -> str | None:
+    """Returns why a Hopper kernel cannot be used; None if it can. check, arguments: the name of its
+    check, and what it checks."""
     if reason := hopper_unsupported():
         return reason
     from jaxserve.kernels import mosaic
 
     try:
-        getattr(mosaic, check)(*shapes)
+        getattr(mosaic, check)(*arguments)
     except NotImplementedError as error:
         return str(error)
     return None

@@ -35,13 +35,12 @@ def attend(
     scale                        factor on q k
     softcap                      bound c of the logits, c tanh(q k scale / c); 0: none
     window                       sliding window in tokens; None: no limit
-    value_dim                    pages have one vector per token, the key; its first numbers are
-                                 the value, this many; None: pages have keys and values
+    value_dim                    numbers of a value: the first of a token's second vector, or of
+                                 its only one, which is the key too; None: H
 
     A query sees the keys at positions p with p <= q_pos, and q_pos - p < window if there is one.
-    Unused pages and entries may hold anything, NaN included. Returns out f32 [R, T, K, G, H] (or
-    value_dim) and
-    lse (natural log) f32 [R, T, K, G]; 0 and -inf for queries that see nothing.
+    Unused pages and entries may hold anything, NaN included. Returns out f32 [R, T, K, G,
+    value_dim] and lse (natural log) f32 [R, T, K, G]; 0 and -inf for queries that see nothing.
     """
     # [R, W]
     page = table[0, slot]

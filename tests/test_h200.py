@@ -141,7 +141,8 @@ def test_every_block_shape_that_is_kept_is_one_that_the_kernel_has():
         for row in rows:
             chosen = mosaic.tiles_for(kind, 132, row["rows"], row["head_dim"], row["dtype"])
             assert chosen.shared_bytes(row["head_dim"]) <= SHARED_BYTES
-            mosaic.check(jax.ShapeDtypeStruct((8, 2, 2, 64, row["head_dim"]), row["dtype"]), chosen)
+            kv = jax.ShapeDtypeStruct((8, 2, 2, 64, row["head_dim"]), row["dtype"])
+            mosaic.check(kv, tiles=chosen)
 
 
 def test_what_is_called_the_truth_is_attention(tmp_path):

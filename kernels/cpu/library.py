@@ -15,7 +15,7 @@ from jaxserve.kernels.cpu.build import INSTRUCTION_SETS, Processor, library_name
 
 CHOICE = "JAXSERVE_CPU_KERNELS"  # the name of an instruction set, or "off"
 TARGETS = (
-    "jaxserve_attend",
+    "jaxserve_attention",
     "jaxserve_linear",
     "jaxserve_grouped",
     "jaxserve_quantised",

@@ -81,6 +81,7 @@ def _attend(
     scale: float,
     softcap: float = 0,
     window: int | None = None,
+    value_dim: int | None = None,
     dtype: Any = jnp.float32,
     before: tuple[jax.Array, jax.Array] | None = None,
     tiles: Tiles | None = None,
@@ -98,7 +99,7 @@ def _attend(
     tiles = default_tiles(T * G, H, pages.kv.dtype) if tiles is None else tiles
     if senders:
         tiles = dataclasses.replace(tiles, blocks=tiles.blocks - senders)  # all blocks run at once
-    check(pages.kv, tiles)
+    check(pages.kv, value_dim, tiles)
     computed = pages.kv.dtype
     if pages.scales is not None:
         computed = q.dtype if q.dtype in COMPUTE_DTYPES else COMPUTE_DTYPES[0]
@@ -134,13 +135,17 @@ def _attend(
     return out.astype(dtype), lse, received
 
 
-def check(kv: jax.Array | jax.ShapeDtypeStruct, tiles: Tiles | None = None) -> None:
-    """Checks that the kernel supports pages of this dtype and shape [..., C, H], with these tiles
-    or the default ones. Errors: NotImplementedError, with the reason."""
+def check(
+    kv: jax.Array | jax.ShapeDtypeStruct, value_dim: int | None = None, tiles: Tiles | None = None
+) -> None:
+    """Checks that the kernel supports pages of this dtype and shape [..., C, H] and values of this
+    dim, with these tiles or the default ones. Errors: NotImplementedError, with the reason."""
     H = kv.shape[4]
     size = kv.shape[3]
     if kv.shape[2] != 2:
         raise NotImplementedError("pages have one vector per token")
+    if value_dim not in (None, H):
+        raise NotImplementedError(f"a value dim of {value_dim} beside a head dim of {H}")
     tiles = default_tiles(ROWS, H, kv.dtype) if tiles is None else tiles
     if kv.dtype not in (*COMPUTE_DTYPES, FP8):
         raise NotImplementedError(

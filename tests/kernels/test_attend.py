@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -20,7 +21,7 @@ PORTABLE = ["reference", "xla", "cpu"]  # the other has tests of its own
 @dataclass
 class Shape:
     """T query tokens a row, K kv heads, G query heads of each, H head dim, C tokens a page, W table
-    entries."""
+    entries, `vectors` of a token and kv head on a page, numbers of a value (None: H)."""
 
     T: int
     K: int = 2
@@ -30,10 +31,14 @@ class Shape:
     W: int = 24
     window: int | None = None
     R: int = 4
+    vectors: int = 2
+    value_dim: int | None = None
 
     def __str__(self) -> str:
-        return f"T{self.T}-K{self.K}-G{self.G}-H{self.H}-C{self.C}" + (
-            f"-window{self.window}" if self.window else ""
+        return f"T{self.T}-K{self.K}-G{self.G}-H{self.H}-C{self.C}" + "".join(
+            f"-{name}{value}"
+            for name, value in (("window", self.window), ("value", self.value_dim))
+            if value
         )
 
 
@@ -51,6 +56,17 @@ SHAPES = [
     Shape(64, C=64, W=6, window=40),
     Shape(512, W=60, R=2),
     Shape(512, K=1, G=2, C=32, W=40, window=100, R=2),
+]
+# Values that are the first numbers of keys, and values shorter than keys
+VALUES = [
+    Shape(1, K=1, G=16, H=576, vectors=1, value_dim=512, R=2, W=6),
+    Shape(1, K=1, G=40, H=48, vectors=1, value_dim=32, window=70),
+    Shape(1, K=1, G=3, H=48, C=4, W=80, vectors=1, value_dim=32),
+    Shape(5, K=1, G=16, H=80, C=64, W=6, vectors=1, value_dim=64, window=100),
+    Shape(64, K=1, G=8, H=576, vectors=1, value_dim=512, R=2, W=6),
+    Shape(1, G=4, H=192, value_dim=128),
+    Shape(64, G=2, H=192, value_dim=128),
+    Shape(5, K=3, G=9, H=32, C=256, W=3, value_dim=16),
 ]
 
 
@@ -83,16 +99,24 @@ def with_moved_history(case: Case, size: int, seed: int) -> Case:
 
 
 @functools.cache
-def compiled(name: str, window: int | None, softcap: float = 0):
+def compiled(
+    name: str, window: int | None, softcap: float = 0, value_dim: int | None = None
+) -> Callable[..., tuple[jax.Array, jax.Array]]:
     return jax.jit(
         functools.partial(
-            ops.attend, scale=0.3, softcap=softcap, window=window, implementation=name
+            ops.attend,
+            scale=0.3,
+            softcap=softcap,
+            window=window,
+            value_dim=value_dim,
+            implementation=name,
         )
     )
 
 
 def assert_means_truth(name: str, case: Case, window: int | None, softcap: float = 0) -> None:
-    out, lse = map(np.asarray, compiled(name, window, softcap)(*case.arguments()))
+    attend = compiled(name, window, softcap, case.value_dim)
+    out, lse = map(np.asarray, attend(*case.arguments()))
     right_out, right_lse = truth(case, 0.3, window, softcap)
     assert out.dtype == lse.dtype == np.float32
     np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(right_lse))
@@ -105,6 +129,14 @@ def assert_means_truth(name: str, case: Case, window: int | None, softcap: float
 def test_attention_over_pages_is_dense_attention(name, shape):
     for seed in range(6):
         assert_means_truth(name, make_case(shape, seed), shape.window)
+
+
+@pytest.mark.parametrize("shape", VALUES, ids=str)
+@pytest.mark.parametrize("name", PORTABLE)
+def test_values_may_be_part_of_keys_or_shorter(name, shape):
+    for seed in range(2):
+        assert_means_truth(name, make_case(shape, seed), shape.window)
+        assert_means_truth(name, make_case(shape, seed), shape.window, softcap=2.0)
 
 
 @pytest.mark.parametrize("shape", SHAPES[:2] + SHAPES[4:7] + SHAPES[-4:-2], ids=str)

@@ -30,7 +30,7 @@ from jaxserve.kernels.cpu.build import (
 )
 from jaxserve.kernels.cpu.library import best_instruction_set
 from jaxserve.kernels.kv_pages import KVPages
-from tests.kernels.test_attend import Shape, make_case
+from tests.kernels.test_attend import VALUES, Shape, make_case
 
 ROOT = Path(__file__).parents[2]
 needs_kernels = pytest.mark.skipif(
@@ -44,13 +44,19 @@ SHAPES = [
     Shape(5, G=7, H=32),
     Shape(5, K=1, G=71, C=4, W=90, window=7),
     Shape(64, K=3, H=64),
+    *VALUES,
 ]
 
 
 def attend(case, dtype, quantized, out, window):
     f = jax.jit(
         lambda *arguments: ops.attend(
-            *arguments, scale=0.3, window=window, dtype=out, implementation="cpu"
+            *arguments,
+            scale=0.3,
+            window=window,
+            value_dim=case.value_dim,
+            dtype=out,
+            implementation="cpu",
         )
     )
     return tuple(map(np.asarray, f(*case.arguments(dtype, quantized))))
@@ -111,6 +117,9 @@ def test_a_head_dim_that_does_not_fit_is_refused_with_the_reason():
     pages = case.arguments()[2]
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (case.q, pages.kv)]
     assert ops.choose("cpu", *shapes) == "xla"
+    case = make_case(Shape(1, vectors=1, value_dim=10), 0)
+    with pytest.raises(NotImplementedError, match="value dim 10"):
+        ops.attend(*case.arguments(), scale=1.0, value_dim=10, implementation="cpu")
 
 
 # --- products

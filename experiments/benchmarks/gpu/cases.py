@@ -19,7 +19,7 @@ HUGE = 2**31 - 1
 
 @dataclass
 class Case:
-    """Arguments of `reference.attend`, in f32."""
+    """Arguments of `reference.attend`, in f32. value_dim: numbers of a value; None: as of a key."""
 
     q: np.ndarray
     q_pos: np.ndarray
@@ -27,6 +27,7 @@ class Case:
     table: np.ndarray
     slot: np.ndarray
     entries: np.ndarray
+    value_dim: int | None = None
 
     def arguments(self, dtype: Any = np.float32, quantized: bool = False) -> tuple[Any, ...]:
         """Arguments of an implementation: floats of this type; FP8 pages if `quantized`."""
@@ -57,16 +58,16 @@ def draw(
     """Draws rows on permuted pages. Tokens that were not written are NaN; invalid page-table
     entries are nonsense.
 
-    shape: has R, T, K, G, H, C and W. span: for a row, its number of query tokens and the length of
-    its context up to the last of them. keeps: whether a block of a row is present. first: the block
-    at which contexts begin.
+    shape: has R, T, K, G, H, C, W, vectors and value_dim. span: for a row, its number of query
+    tokens and the length of its context up to the last of them. keeps: whether a block of a row is
+    present. first: the block at which contexts begin.
     """
     T = shape.T
     C = shape.C
     W = shape.W
     total = shape.R * W + 3
     free = iter(rng.permutation(total).tolist())
-    pages = np.full((total, shape.K, 2, C, shape.H), np.nan, np.float32)
+    pages = np.full((total, shape.K, shape.vectors, C, shape.H), np.nan, np.float32)
     table = rng.choice(np.array([0, 1, total + 5, HUGE, -1, -HUGE], np.int32), (2, SLOTS, W))
     slot = rng.permutation(SLOTS)[: shape.R].astype(np.int32)
     entries = np.zeros(shape.R, np.int32)
@@ -80,9 +81,10 @@ def draw(
             page = next(free)
             tokens = min(C, end - block * C)
             table[:, slot[row], at] = page, first + block
-            pages[page, :, :, :tokens] = rng.standard_normal((shape.K, 2, tokens, shape.H))
+            vectors = rng.standard_normal((shape.K, shape.vectors, tokens, shape.H))
+            pages[page, :, :, :tokens] = vectors
     q = rng.standard_normal((shape.R, T, shape.K, shape.G, shape.H)).astype(np.float32)
-    return Case(q, q_pos, pages, table, slot, entries)
+    return Case(q, q_pos, pages, table, slot, entries, shape.value_dim)
 
 
 def truth(
@@ -91,7 +93,8 @@ def truth(
     """Attention in f64 by its definition: out and lse."""
     R, T, K, G, H = case.q.shape
     size = case.pages.shape[3]
-    out = np.zeros(case.q.shape)
+    value_dim = case.value_dim or H
+    out = np.zeros((R, T, K, G, value_dim))
     lse = np.full(case.q.shape[:-1], -np.inf)
     for row, slot in enumerate(case.slot):
         pages, blocks = case.table[:, slot, : case.entries[row]].astype(np.int64)
@@ -108,9 +111,10 @@ def truth(
             & (pos >= 0)[:, None]
         )
         for head in range(K):
-            k, v = (
-                case.pages[pages, head].astype(np.float64).swapaxes(0, 1).reshape(2, -1, H)[:, live]
-            )
+            vectors = case.pages[pages, head].astype(np.float64).swapaxes(0, 1)
+            vectors = vectors.reshape(len(vectors), -1, H)[:, live]
+            k = vectors[0]
+            v = vectors[-1, :, :value_dim]
             q = case.q[row, :, head].astype(np.float64).reshape(T * G, H) * scale
             scores = (q @ k.T).reshape(T, G, -1)
             if softcap:
@@ -121,7 +125,7 @@ def truth(
             total = weights.sum(-1)
             some = total > 0
             lse[row, :, head][some] = (top[..., 0] + np.log(np.where(some, total, 1)))[some]
-            out[row, :, head] = (weights.reshape(T * G, -1) @ v).reshape(T, G, H) / np.where(
+            out[row, :, head] = (weights.reshape(T * G, -1) @ v).reshape(T, G, -1) / np.where(
                 some, total, 1
             )[..., None]
     return out, lse

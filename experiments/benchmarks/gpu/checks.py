@@ -95,7 +95,7 @@ def _software() -> list[Row]:
 @dataclass(frozen=True)
 class Shape:
     """R rows of T query tokens, K kv heads, G query heads of each, H head dim, C tokens a page, W
-    table entries."""
+    table entries; `vectors` of a token and kv head on a page, and numbers of a value (None: H)."""
 
     T: int
     G: int = 4
@@ -107,10 +107,18 @@ class Shape:
     first: int = 0  # block of the first position
     K: int = 2
     R: int = 4
+    vectors: int = 2
+    value_dim: int | None = None
 
     def __str__(self) -> str:
-        rest = (f" window {self.window}" if self.window else "") + (
-            f" from {self.first * self.C}" if self.first else ""
+        rest = "".join(
+            f" {name} {value}"
+            for name, value in (
+                ("window", self.window),
+                ("from", self.first * self.C),
+                ("value dim", self.value_dim),
+            )
+            if value
         )
         return (
             f"T {self.T} G {self.G} H {self.H} page {self.C} "
@@ -277,7 +285,9 @@ def _checked(shape: Shape, rng: np.random.Generator, run: Run) -> Row:
     for name, attend in implementations(run.rehearse).items():
         if name == "reference" and shape.W * shape.C * shape.T > 2**19:  # dense in memory
             continue
-        f = jax.jit(functools.partial(attend, scale=scale, window=shape.window))
+        f = jax.jit(
+            functools.partial(attend, scale=scale, window=shape.window, value_dim=shape.value_dim)
+        )
         try:
             found = [
                 [np.asarray(x) for x in f(*placed)] for _ in range(1 if run.rehearse else AGAIN)

@@ -49,11 +49,13 @@ struct Numbers {
 // The arguments of reference.attend, by the letters of kernels/__init__.py.
 struct Attention {
   int64_t R, T, K, G, H, P, C, slots, W;
+  int64_t V;        // value dim
+  int64_t vectors;  // of a token and kv head on a page: key and value, or one that is both
   int64_t window;  // in tokens; 0: no limit
   float scale;  // of scores in the softmax
   float inner;  // scores are tanh(q k inner), and `scale` their soft cap; 0: they are q k
   Numbers q, kv, out;
-  const BF16* kv_scales;  // [P, K, 2, C]; null unless kv is FP8
+  const BF16* kv_scales;  // [P, K, vectors, C]; null unless kv is FP8
   const int32_t *q_pos, *table, *slot, *entries;
   float* lse;
 
@@ -89,19 +91,21 @@ struct KeyBatch {
 };
 
 // Reads the keys of one kv head in [first, last] among entries [from, to) of a row, in batches.
+// copy: keys of f32 are copied too, one after the other, as pays where several tiles read them.
 class KeyReader {
  public:
   KeyReader(const Attention& call, int64_t row, int64_t head, int64_t from, int64_t to,
-            int64_t first, int64_t last)
+            int64_t first, int64_t last, bool copy)
       : call_(call),
         pages_(call.pages_of(row)),
         blocks_(call.blocks_of(row)),
         head_(head),
         first_(first),
         last_(last),
+        copies_(copy || call.kv.type != Number::F32),
         entry_(call.first_entry(row, from, to, first)),
         end_(to) {
-    if (call.kv.type != Number::F32) wide_.resize(2 * BATCH * call.H);
+    if (copies_) wide_.resize(call.vectors * BATCH * call.H);
   }
 
   // The next batch into `batch`; false if there is none.
@@ -122,10 +126,11 @@ class KeyReader {
   static constexpr int64_t AHEAD = 2;  // pages: processors do not prefetch across pages themselves
   static constexpr int64_t CACHE_LINE = 64;
 
-  // Index of a page's first key, in vectors of H numbers; its first value is C later.
+  // Index of a page's first key, in vectors of H numbers; its first value, if values are vectors
+  // of their own, is C later.
   int64_t first_vector(int32_t page) const {
     const int64_t inside = std::clamp<int64_t>(page, 0, call_.P - 1);
-    return (inside * call_.K + head_) * 2 * call_.C;
+    return (inside * call_.K + head_) * call_.vectors * call_.C;
   }
 
   // Adds keys of the current entry until the batch is full or the entry is done.
@@ -135,8 +140,10 @@ class KeyReader {
     int64_t offset = std::max(offset_, first_ - start);
     for (; offset < stop && batch.count < BATCH; offset++) {
       const int i = batch.count++;
-      batch.keys[i] = row(vector + offset, i);
-      batch.values[i] = row(vector + call_.C + offset, BATCH + i);
+      batch.keys[i] = row(vector + offset, i, call_.H);
+      batch.values[i] = batch.keys[i];
+      if (call_.vectors == 2)
+        batch.values[i] = row(vector + call_.C + offset, BATCH + i, call_.V);
       batch.positions[i] = start + offset;
     }
     const bool done = offset >= stop;
@@ -144,23 +151,25 @@ class KeyReader {
     entry_ += done;
   }
 
-  const float* row(int64_t vector, int at) {
+  // The first `count` numbers of a vector.
+  const float* row(int64_t vector, int at, int64_t count) {
     const Numbers& kv = call_.kv;
-    if (kv.type == Number::F32) return (const float*)kv.at(vector * call_.H);
+    if (!copies_) return (const float*)kv.at(vector * call_.H);
     float* wide = wide_.data() + at * call_.H;
-    kv.read(wide, vector * call_.H, call_.H, call_.kv_scales ? widen(call_.kv_scales[vector]) : 1);
+    kv.read(wide, vector * call_.H, count, call_.kv_scales ? widen(call_.kv_scales[vector]) : 1);
     return wide;
   }
 
   void prefetch(int32_t page) const {
     const char* data = call_.kv.at(first_vector(page) * call_.H);
-    const int64_t bytes = 2 * call_.C * call_.H * bytes_of(call_.kv.type);
+    const int64_t bytes = call_.vectors * call_.C * call_.H * bytes_of(call_.kv.type);
     for (int64_t at = 0; at < bytes; at += CACHE_LINE) __builtin_prefetch(data + at, 0, 2);
   }
 
   const Attention& call_;
   const int32_t *pages_, *blocks_;
   const int64_t head_, first_, last_;
+  const bool copies_;
   int64_t entry_;
   const int64_t end_;
   int64_t offset_ = 0;  // of the next key in the current page

@@ -21,6 +21,9 @@ class Threads {
 
   int64_t count() const { return count_; }
 
+  // The most that any call may use.
+  int64_t most() const { return std::min<int64_t>(cores(), pool_.num_threads()); }
+
   // Calls task(0) to task(count - 1), each once; small: on this thread, as others would cost more.
   //
   // Only tasks that have begun are waited for. A thread that comes late finds none left and does
