@@ -21,11 +21,11 @@ MAX_CHARS_PER_TOKEN = 128
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Text:
-    """A prompt of text. special: names of special tokens in it become these tokens, and the model's
-    first token is added."""
+    """A prompt of text. special, added: as of `Tokenizer.encode`."""
 
     text: str
     special: bool = True
+    added: bool = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,11 +53,11 @@ def is_continued(prompt: Prompt) -> bool:
     return not isinstance(prompt, Chat) or prompt.continue_final_message
 
 
-def prompts_of(field: str, given: Any, most: int, special: bool = True) -> list[Prompt]:
-    """Returns the prompts of a text, a list of ids, or a list of at most `most` of these. special:
-    as of `Text`. Errors: RequestError of `field`."""
+def prompts_of(field: str, given: Any, most: int, added: bool = True) -> list[Prompt]:
+    """Returns the prompts of a text, a list of ids, or a list of at most `most` of these. added: as
+    of `Text`. Errors: RequestError of `field`."""
     if isinstance(given, str):
-        return [Text(given, special)]
+        return [Text(given, added=added)]
     if not isinstance(given, list):
         raise RequestError(field, "must be a text, a list of token ids, or a list of these")
     if not given:
@@ -68,7 +68,7 @@ def prompts_of(field: str, given: Any, most: int, special: bool = True) -> list[
         raise RequestError(field, f"has {len(given)} entries; the limit is {most}")
     if {type(one) for one in given} not in ({str}, {list}):
         raise RequestError(field, "mixes texts and lists of token ids")
-    return [Text(one, special) if isinstance(one, str) else one for one in given]
+    return [Text(one, added=added) if isinstance(one, str) else one for one in given]
 
 
 def prompt_cost(prompt: Prompt) -> int:
@@ -107,7 +107,7 @@ def _tokenize(
 ) -> Sequence[int]:
     if isinstance(prompt, Text):
         _check_chars(field, prompt_cost(prompt), max_model_len)
-        return tokenizer.encode(prompt.text, special=prompt.special)
+        return tokenizer.encode(prompt.text, prompt.special, prompt.added)
     if not prompt.messages:
         raise RequestError(field, "is empty")
     if len(prompt.messages) > MAX_MESSAGES:

@@ -26,7 +26,7 @@ from jaxserve.server.generation.embedding import (
     Input,
     vector_of,
 )
-from jaxserve.server.generation.fields import FirstFault, OpenModel
+from jaxserve.server.generation.fields import FirstFault, Integer, OpenModel
 from jaxserve.server.generation.routing import open_router
 from jaxserve.server.generation.token_writer import usage_of
 from jaxserve.server.generation.unknown_fields import UnknownFields
@@ -45,20 +45,20 @@ class RerankRequest(EmbedRequest):
 
     query: str | Document
     documents: Annotated[list[str | Document], FirstFault()]
-    top_n: int | None = Field(None, description="how many of the most similar; default: all")
+    top_n: Integer | None = Field(None, description="how many of the most similar; default: all")
     return_documents: bool | None = Field(
         None, description="whether results have the documents, as they do by default"
     )
 
     def inputs(self) -> list[Input]:
         """Returns the query, then the documents. Errors: RequestError."""
-        special = self.add_special_tokens is not False
+        added = self.add_special_tokens is not False
         _check_count("documents", self.documents)
         documents = [
-            Input(f"documents.{number}", Text(_text(document), special))
+            Input(f"documents.{number}", Text(_text(document), added=added))
             for number, document in enumerate(self.documents)
         ]
-        return [Input("query", Text(_text(self.query), special)), *documents]
+        return [Input("query", Text(_text(self.query), added=added)), *documents]
 
 
 class ScoreRequest(EmbedRequest):
@@ -78,12 +78,12 @@ class ScoreRequest(EmbedRequest):
         return first, second
 
     def _side(self, field: str, texts: str | list[str]) -> list[Input]:
-        special = self.add_special_tokens is not False
+        added = self.add_special_tokens is not False
         if isinstance(texts, str):
-            return [Input(field, Text(texts, special))]
+            return [Input(field, Text(texts, added=added))]
         _check_count(field, texts)
         return [
-            Input(f"{field}.{number}", Text(text, special)) for number, text in enumerate(texts)
+            Input(f"{field}.{number}", Text(text, added=added)) for number, text in enumerate(texts)
         ]
 
 

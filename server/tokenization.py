@@ -68,7 +68,7 @@ def tokenization_routes(frontend: Frontend, unknown: UnknownFields) -> fastapi.A
                 body.continue_final_message,
             )
         else:
-            prompt = Text(body.prompt, body.add_special_tokens)
+            prompt = Text(body.prompt, added=body.add_special_tokens)
         ids = (await frontend.tokenize(prompt, request.state.caller)).tolist()
 
         def content() -> JsonObject:

@@ -209,7 +209,15 @@ def prompt_ids(prompt: Sequence[int] | np.ndarray, vocab: int, max_len: int) -> 
 
 def another_id(id: str) -> str:
     """Returns an id for a request whose own is in use: that, and a random end."""
-    end = f"~{secrets.token_hex(4)}"
+    return _ended_id(id, f"~{secrets.token_hex(4)}")
+
+
+def numbered_id(id: str, number: int) -> str:
+    """Returns an id for one of the requests that a caller's request with this id becomes."""
+    return _ended_id(id, f"-{number}")
+
+
+def _ended_id(id: str, end: str) -> str:
     return id[: MAX_ID_CHARS - len(end)] + end
 
 

@@ -126,11 +126,12 @@ class Tokenizer:
         """Returns the contents of tokenizer.json."""
         return self._library.to_str()
 
-    def encode(self, text: str, special: bool = True) -> list[int]:
-        """Encodes a text. special: names of special tokens in the text become these tokens, and the
-        model's first token is added if the model wants one; else all of it is plain text."""
+    def encode(self, text: str, special: bool = True, added: bool = True) -> list[int]:
+        """Encodes a text. special: names of special tokens in the text become these tokens; else
+        all of it is plain text, and nothing is added. added: the tokens that the model wants around
+        a text, such as its first one, are added."""
         if special:
-            return _ids(self._library, text, True)
+            return _ids(self._library, text, added)
         return _ids(self._plain, text, False)
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:

@@ -15,8 +15,22 @@ from jaxserve.server.anthropic.blocks import (
     user_messages,
 )
 from jaxserve.server.generation.chat import ChatRequest
-from jaxserve.server.generation.fields import FirstFault, OpenModel, add_limits, schema_in
-from jaxserve.server.generation.tools import FUNCTION, MAX_TOOLS, MAX_TYPE_CHARS, anything, unjudged
+from jaxserve.server.generation.fields import (
+    FirstFault,
+    Integer,
+    OpenModel,
+    SchemaField,
+    add_limits,
+    field_of_type,
+)
+from jaxserve.server.generation.tools import (
+    FUNCTION,
+    MAX_TOOLS,
+    MAX_TYPE_CHARS,
+    NAME,
+    anything,
+    unjudged,
+)
 from jaxserve.server.json_body import JsonObject
 
 CUSTOM = "custom"  # the type of tools that the client describes
@@ -24,6 +38,8 @@ CUSTOM = "custom"  # the type of tools that the client describes
 
 class ClientTool(OpenModel):
     """A tool that the client describes, or one of Anthropic's, which has no effect."""
+
+    model_config = field_of_type(CUSTOM, name={"pattern": NAME})
 
     name: str = ""
     type: str | None = Field(None, max_length=MAX_TYPE_CHARS)
@@ -67,7 +83,7 @@ class ToolChoice(OpenModel):
 
 class Thinking(OpenModel):
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = Field(None, description="has no effect")
+    budget_tokens: Integer | None = Field(None, description="has no effect")
 
 
 class Message(OpenModel):
@@ -87,10 +103,8 @@ class Message(OpenModel):
 
 
 class JsonFormat(OpenModel):
-    model_config = schema_in("schema")
-
     type: Literal["json_schema"]
-    schema_: dict[str, Any] | bool = Field(alias="schema")
+    schema_: SchemaField = Field(alias="schema")
 
     def as_chat(self) -> JsonObject:
         """The format as a chat's body has it."""
@@ -104,6 +118,8 @@ class OutputConfig(OpenModel):
 
 class CountRequest(OpenModel):
     """The body of /v1/messages/count_tokens."""
+
+    model_config = ConfigDict(json_schema_extra=add_limits)
 
     model: str = Field("", description="'' or absent means the one that is served")
     messages: Annotated[list[Message], FirstFault(), Field(json_schema_extra={"minItems": 1})]
@@ -148,12 +164,10 @@ class CountRequest(OpenModel):
 class MessagesRequest(CountRequest):
     """The body of /v1/messages."""
 
-    model_config = ConfigDict(json_schema_extra=add_limits)
-
-    max_tokens: int
+    max_tokens: Integer
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Integer | None = None
     stop_sequences: Annotated[list[str], FirstFault()] | None = None
     stream: bool | None = None
     request_id: str | None = None

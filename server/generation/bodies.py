@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, StrictInt
+from pydantic import ConfigDict, Field
 
 from jaxserve.api.errors import RequestError
 from jaxserve.api.request import EPHEMERAL, MAX_RETENTION, NORMAL_RETENTION, Slo, seconds_of
@@ -21,17 +21,22 @@ from jaxserve.api.sampling import SamplingParams
 from jaxserve.replica.info import ReplicaInfo
 from jaxserve.server.generate_call import GenerateCall
 from jaxserve.server.generation.fields import (
+    GIVEN,
     KEPT_SECONDS,
     FirstFault,
+    Integer,
     OpenModel,
+    SchemaField,
     add_limits,
-    schema_in,
+    field_of_type,
 )
 from jaxserve.server.json_body import JsonObject
 from jaxserve.text.structured_output import Guided
+from jaxserve.text.structured_output.spec import MAX_CHOICES
 
 _IGNORED = Field(None, description="has no effect")
 _OLDER = "as in older versions of vLLM; see structured_outputs"
+Choices = Annotated[list[str], FirstFault(), Field(min_length=1, max_length=MAX_CHOICES)]
 _SAMPLING_FIELDS = {field.name for field in dataclasses.fields(SamplingParams)}
 _CALL_FIELDS = {field.name for field in dataclasses.fields(GenerateCall)} - {"prompt"}
 
@@ -53,16 +58,16 @@ class StreamOptions(OpenModel):
 class JsonSchema(OpenModel):
     name: str | None = Field(None, max_length=64, description="has no effect")
     description: str | None = None
-    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+    schema_: SchemaField | None = Field(None, alias="schema")
     strict: bool | None = None
 
 
 class ResponseFormat(OpenModel):
-    model_config = schema_in("json_schema")
+    model_config = field_of_type("json_schema", json_schema=GIVEN, schema=GIVEN)
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
-    schema_: dict[str, Any] | bool | None = Field(
+    schema_: SchemaField | None = Field(
         None, alias="schema", description="as in llama.cpp and /v1/responses: of the output"
     )
 
@@ -70,10 +75,10 @@ class ResponseFormat(OpenModel):
 class StructuredOutputs(OpenModel):
     """Constraints of the output; one of them at most."""
 
-    json_: dict[str, Any] | bool | str | None = Field(None, alias="json")
+    json_: SchemaField | str | None = Field(None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
-    choice: Annotated[list[str], FirstFault()] | None = None
+    choice: Choices | None = None
     grammar: str | None = Field(None, description="in Lark's syntax, as llguidance reads it")
 
     def constraints(self, prefix: str) -> Iterator[tuple[Guided, str]]:
@@ -100,13 +105,13 @@ class PromptRequest(OpenModel):
     request_id: str | None = Field(
         None, description="else the header x-request-id, else one that the server chooses"
     )
-    priority: int | None = Field(
+    priority: Integer | None = Field(
         None, description="-8 to 8; each step down halves the class's objective for the first token"
     )
     cache_salt: str | None = Field(
         None, description="cached prefixes are shared between requests of equal salt only"
     )
-    truncate_prompt_tokens: int | None = Field(
+    truncate_prompt_tokens: Integer | None = Field(
         None,
         description="as in vLLM: only this number of the prompt's last tokens; -1: as many as fit",
     )
@@ -133,26 +138,26 @@ class GenerateRequest(PromptRequest):
 
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Integer | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    seed: int | None = None
-    n: int | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
+    seed: Integer | None = None
+    n: Integer | None = None
+    max_tokens: Integer | None = None
+    min_tokens: Integer | None = None
     stop: str | Annotated[list[str], FirstFault()] | None = None
-    stop_token_ids: Annotated[list[int], FirstFault()] | None = None
+    stop_token_ids: Annotated[list[Integer], FirstFault()] | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | bool | str | None = Field(None, description=_OLDER)
+    guided_json: SchemaField | str | None = Field(None, description=_OLDER)
     guided_regex: str | None = Field(None, description=_OLDER)
-    guided_choice: Annotated[list[str], FirstFault()] | None = Field(None, description=_OLDER)
+    guided_choice: Choices | None = Field(None, description=_OLDER)
     guided_grammar: str | None = Field(None, description=_OLDER)
     ttft_ms: float | None = Field(
         None, description="objective: milliseconds to the first token; also x-llm-d-slo-ttft-ms"
@@ -167,18 +172,20 @@ class GenerateRequest(PromptRequest):
         None, description="milliseconds after which the request ends, done or not"
     )
     bypass_prefix_cache: bool | None = None
-    cache_retention: Literal["normal", "ephemeral"] | StrictInt | None = Field(
+    cache_retention: Literal["normal", "ephemeral"] | Integer | None = Field(
         None,
         description="of the request's KV below the devices: as others' (normal), none (ephemeral), "
         f"or seconds to keep it, at most {MAX_RETENTION}",
     )
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = Field(
-        None, description="as in OpenAI's API: cache_retention normal, or of 86400 seconds"
+        None,
+        description="as in OpenAI's API: cache_retention normal, or of 86400 seconds; without "
+        "effect beside cache_retention",
     )
     kv_transfer_params: dict[str, Any] | None = Field(
         None, description="what a router passes between prefill and decode replicas"
     )
-    prompt_logprobs: int | None = Field(
+    prompt_logprobs: Integer | None = Field(
         None,
         description="as in vLLM: log-probabilities of the prompt's tokens, and of this many others",
     )
@@ -225,8 +232,6 @@ class GenerateRequest(PromptRequest):
         retention = self.cache_retention
         if retention is None:
             return MAX_RETENTION if self.prompt_cache_retention == "24h" else NORMAL_RETENTION
-        if self.prompt_cache_retention is not None:
-            raise RequestError("prompt_cache_retention", "cannot be given beside cache_retention")
         if isinstance(retention, str):
             return EPHEMERAL if retention == "ephemeral" else NORMAL_RETENTION
         KEPT_SECONDS.check("cache_retention", retention)
@@ -251,18 +256,15 @@ class GenerateRequest(PromptRequest):
         wanted = self.response_format
         if wanted is None or wanted.type == "text":
             return
-        if wanted.schema_ is not None and wanted.json_schema is None:
+        if wanted.json_schema is not None:
+            schema = {} if wanted.json_schema.schema_ is None else wanted.json_schema.schema_
+            yield Guided("json_schema", json.dumps(schema)), "response_format.json_schema.schema"
+        elif wanted.schema_ is not None:
             yield Guided("json_schema", json.dumps(wanted.schema_)), "response_format.schema"
-            return
-        if (wanted.type == "json_schema") != (wanted.json_schema is not None):
-            raise RequestError(
-                "response_format.json_schema", "goes with type json_schema, and only with that"
-            )
-        if wanted.json_schema is None:
+        elif wanted.type == "json_object":
             yield Guided("json_object"), "response_format"
-            return
-        schema = {} if wanted.json_schema.schema_ is None else wanted.json_schema.schema_
-        yield Guided("json_schema", json.dumps(schema)), "response_format.json_schema.schema"
+        else:
+            raise RequestError("response_format.json_schema", "is missing")
 
     def slo(self, headers: Mapping[str, str]) -> Slo:
         """The objectives of the body, or else of its headers. Errors: RequestError."""

@@ -14,7 +14,7 @@ from jaxserve.server.frontend import Frontend
 from jaxserve.server.generate_call import GenerateCall
 from jaxserve.server.generation import kv_transfer
 from jaxserve.server.generation.bodies import GenerateRequest
-from jaxserve.server.generation.fields import FirstFault, Messages, OnlyValues, OpenModel
+from jaxserve.server.generation.fields import FirstFault, Integer, Messages, OnlyValues, OpenModel
 from jaxserve.server.generation.tools import (
     FUNCTION,
     MAX_TOOLS,
@@ -36,9 +36,9 @@ UNLIMITED_TOKENS = MAX_INT32  # max_tokens of a chat that sets none: up to the m
 
 class ChatRequest(GenerateRequest):
     messages: Messages
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Integer | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Integer | None = None
     tools: Annotated[list[Tool], FirstFault()] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None

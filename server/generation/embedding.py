@@ -21,6 +21,7 @@ from starlette.responses import Response
 
 from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Finished
+from jaxserve.api.request import numbered_id
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.server.auth.access import Caller
 from jaxserve.server.errors import caller_gone
@@ -141,7 +142,7 @@ class Embedding:
             "origin": Origin.of_http(headers, OPERATION),
         }
         for number, one in enumerate(inputs):
-            id = self.id if len(inputs) == 1 else f"{self.id}-{number}"
+            id = self.id if len(inputs) == 1 else numbered_id(self.id, number)
             yield GenerateCall(
                 one.prompt, SamplingParams(max_tokens=1), **{**fields, "request_id": id}
             )

@@ -1,15 +1,24 @@
 """Types of fields in request bodies, and the limits that the OpenAPI document gives them.
 
 `SamplingParams` and `Request` check the limits of values, for all protocols; the document derives
-its bounds from the same ranges.
+its bounds from the same ranges. Types are those of JSON: 0 is no boolean, and "1" no number.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    WithJsonSchema,
+)
 from pydantic_core import core_schema
 
 from jaxserve.api.errors import Range, RequestError
@@ -26,6 +35,7 @@ from jaxserve.api.sampling import (
 )
 from jaxserve.server.json_body import JsonObject
 
+INCLUDED_LOGPROBS = "message.output_text.logprobs"  # in `include` of /v1/responses
 KEPT_SECONDS = Range(1, MAX_RETENTION, whole=True)  # of cache_retention
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": MAX_INT32}}
 _PROMPT_IDS = {**_IDS, "minItems": 1}
@@ -71,10 +81,65 @@ _LIMITS: dict[str, JsonObject] = {  # by field
 }
 
 
+def _has(field: str, schema: JsonObject) -> JsonObject:
+    """The schema of objects whose field is there and matches a schema."""
+    return {"properties": {field: schema}, "required": [field]}
+
+
+def _lacks(field: str, *others: Any) -> JsonObject:
+    """The schema of objects whose field is absent, null or one of some other values."""
+    return {"properties": {field: {"enum": [None, *others]}}}
+
+
+_UNFORCED = _has("type", {"enum": ["auto", "none"]})  # a choice of tools in /v1/messages
+GIVEN: JsonObject = {"not": {"type": "null"}}
+# of bodies with both fields: what one of them has to be
+_PAIRS: dict[frozenset[str], list[JsonObject]] = {
+    frozenset({"top_logprobs", "logprobs"}): [
+        _lacks("top_logprobs", 0),
+        _has("logprobs", {"const": True}),
+    ],
+    frozenset({"top_logprobs", "include"}): [
+        _lacks("top_logprobs", 0),
+        _has("include", {"type": "array", "contains": {"const": INCLUDED_LOGPROBS}}),
+    ],
+    frozenset({"stream_options", "stream"}): [
+        _lacks("stream_options"),
+        _has("stream", {"const": True}),
+    ],
+    frozenset({"prompt_logprobs", "stream"}): [_lacks("prompt_logprobs"), _lacks("stream", False)],
+    frozenset({"tool_choice", "tools"}): [
+        _lacks("tool_choice", "auto", "none"),
+        {"properties": {"tool_choice": {"type": "object", **_UNFORCED}}},
+        _has("tools", {"type": "array", "minItems": 1}),
+    ],
+}
+
+
+def _whole(value: Any) -> Any:
+    """Returns a number without a fraction as the integer that JSON takes it for."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _possible(schema: Any) -> Any:
+    if schema is False:
+        raise ValueError("allows no value")
+    return schema
+
+
+Integer = Annotated[int, BeforeValidator(_whole)]
+# of outputs
+SchemaField = Annotated[
+    dict[str, Any] | bool,
+    AfterValidator(_possible),
+    WithJsonSchema({"anyOf": [{"type": "object", "additionalProperties": True}, {"const": True}]}),
+]
+
+
 class OpenModel(BaseModel):
     """A model that takes unknown fields and does nothing with them."""
 
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
+    model_config = ConfigDict(extra="allow", protected_namespaces=(), strict=True)
 
     @property
     def ignored_as(self) -> str:
@@ -88,10 +153,15 @@ class OpenModel(BaseModel):
 
 
 def add_limits(schema: JsonObject) -> None:
-    """Adds the limits of its fields to the schema of a body, where these have none of their own. A
-    limit of one type says nothing of values of other types."""
-    for name, about in schema["properties"].items():
+    """Adds the limits of its fields to the schema of a body, where these have none of their own,
+    and what two of its fields must be together. A limit of one type says nothing of values of other
+    types."""
+    fields = schema["properties"]
+    for name, about in fields.items():
         about.update({**_LIMITS.get(name, {}), **about})
+    conditions = [{"anyOf": either} for pair, either in _PAIRS.items() if fields.keys() >= pair]
+    if conditions:
+        schema["allOf"] = conditions
 
 
 class OnlyValues:
@@ -108,7 +178,7 @@ class OnlyValues:
         return {"enum": list(self._values), "description": self._why}
 
     def _checked(self, value: Any) -> Any:
-        if value not in self._values:
+        if not any(value == one and type(value) is type(one) for one in self._values):
             raise ValueError(self._why)
         return value
 
@@ -119,16 +189,40 @@ class FirstFault(FailFast):
     __hash__ = object.__hash__  # unions of annotated types must be hashable
 
 
-_MESSAGE = {"type": "object", "properties": {"role": {"type": "string"}}, "required": ["role"]}
+_PART = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]},
+    ]
+}
+_MESSAGE = {
+    "type": "object",
+    "properties": {"role": {"type": "string"}},
+    "required": ["role"],
+    "anyOf": [
+        {"properties": {"role": {"enum": ["assistant", "tool", "function"]}}},
+        {
+            "properties": {"content": {"anyOf": [_PART, {"type": "array", "items": _PART}]}},
+            "required": ["content"],
+        },
+    ],
+}
 Messages = Annotated[
     list[dict[str, Any]], FirstFault(), Field(json_schema_extra={"minItems": 1, "items": _MESSAGE})
 ]
 
 
-def schema_in(field: str, of_type: str = "json_schema") -> ConfigDict:
-    """Returns a model's config whose OpenAPI schema requires `field` in entries of a type."""
-    condition: JsonObject = {"properties": {"type": {"const": of_type}}, "required": ["type"]}
-    return ConfigDict(json_schema_extra={"if": condition, "then": {"required": [field]}})
+def field_of_type(of_type: str, **fields: JsonObject) -> ConfigDict:
+    """Returns a model's config whose OpenAPI schema has entries of a type give one of `fields`, as
+    its schema there says."""
+    return ConfigDict(json_schema_extra=functools.partial(_add_field_of_type, of_type, fields))
+
+
+def _add_field_of_type(of_type: str, fields: Mapping[str, JsonObject], schema: JsonObject) -> None:
+    other = {"properties": {"type": {"not": {"const": of_type}}}}
+    if schema["properties"]["type"].get("default", "") in (of_type, None):  # as are those without
+        other = _has("type", {"not": {"enum": [of_type, None]}})
+    schema["anyOf"] = [other, *[_has(field, about) for field, about in fields.items()]]
 
 
 def text_in(entry: Mapping[str, Any], name: str, where: str) -> str:

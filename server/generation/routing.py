@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import fastapi
 from starlette.responses import Response
 
+from jaxserve.api.errors import RequestError
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.generate_call import GenerateCall
 from jaxserve.server.http_app import JsonRoute
@@ -30,4 +31,6 @@ async def token_ids(frontend: Frontend, call: GenerateCall, request: fastapi.Req
     """Returns the token ids of a call's prompt. Errors: RequestError."""
     frontend.check_model(call.model)
     ids = await frontend.tokenize(call.prompt, request.state.caller)
+    if not len(ids):
+        raise RequestError("prompt", "is empty")
     return ids.tolist()

@@ -10,16 +10,18 @@ import dataclasses
 from collections.abc import Container, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
 
 from jaxserve.api.errors import RequestError
-from jaxserve.server.generation.fields import OpenModel, schema_in
+from jaxserve.server.generation.fields import GIVEN, OpenModel, field_of_type
 from jaxserve.server.json_body import JsonObject
 
 FUNCTION: Literal["function"] = "function"
 ALLOWED = "allowed_tools"
 MAX_TOOLS = 128
 MAX_TYPE_CHARS = 64
+# as long as Anthropic allows, in all protocols: OpenAI's limit of 64 is short for MCP
+NAME = r"^[A-Za-z0-9_.:/-]{1,128}$"
 _SHOWN = ("type", "name", "description")
 _NAMES = {"input_schema": "parameters"}  # of fields in /v1/messages
 
@@ -65,7 +67,11 @@ def anything(schema: Any) -> Any:
 class AnyTool(OpenModel):
     """A tool of some type. The others than functions have no effect."""
 
-    type: str = Field(FUNCTION, max_length=MAX_TYPE_CHARS)
+    type: Annotated[
+        str,
+        Field(max_length=MAX_TYPE_CHARS),
+        WithJsonSchema({"type": ["string", "null"], "maxLength": MAX_TYPE_CHARS}),
+    ] = FUNCTION
 
     @property
     def ignored_as(self) -> str:
@@ -73,8 +79,7 @@ class AnyTool(OpenModel):
 
 
 class Function(OpenModel):
-    # as long as Anthropic allows, in all protocols: OpenAI's limit of 64 is short for MCP
-    name: str = Field(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")
+    name: str = Field(pattern=NAME)
     description: str | None = None
     parameters: Annotated[dict[str, Any] | None, BeforeValidator(anything)] = None
     strict: bool | None = None
@@ -86,7 +91,7 @@ class Function(OpenModel):
 
 
 class Tool(AnyTool):
-    model_config = schema_in(FUNCTION, of_type=FUNCTION)
+    model_config = field_of_type(FUNCTION, function=GIVEN)
 
     function: Function | None = None
 

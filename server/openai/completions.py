@@ -11,13 +11,13 @@ from pydantic import Field
 
 from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Finished, Logprobs
-from jaxserve.api.request import MAX_PROMPT_LOGPROBS
+from jaxserve.api.request import MAX_PROMPT_LOGPROBS, numbered_id
 from jaxserve.replica.info import ReplicaInfo
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.generate_call import GenerateCall
 from jaxserve.server.generation import kv_transfer
 from jaxserve.server.generation.bodies import GenerateRequest
-from jaxserve.server.generation.fields import OnlyValues, PromptField
+from jaxserve.server.generation.fields import Integer, OnlyValues, PromptField
 from jaxserve.server.generation.token_writer import TokenWriter, usage_of
 from jaxserve.server.http_errors import error_body
 from jaxserve.server.json_body import JsonObject
@@ -36,14 +36,14 @@ class CompletionRequest(GenerateRequest):
     """The body of /v1/completions."""
 
     prompt: PromptField = Field(...)
-    max_tokens: int | None = Field(
+    max_tokens: Integer | None = Field(
         None,
         json_schema_extra={"minimum": 0},
         description="0: no output, for the log-probabilities of an echoed prompt",
     )
     echo: bool | None = None
-    logprobs: int | None = None
-    best_of: int | None = Field(
+    logprobs: Integer | None = None
+    best_of: Integer | None = Field(
         None,
         ge=1,
         description="how many to make, of which the n likeliest by token are shown; not streamed",
@@ -75,7 +75,7 @@ def completion_calls(
     id = fields.pop("request_id")
     ids = [id]
     if len(prompts) > 1:
-        ids = [id and f"{id}-{number}" for number in range(len(prompts))]
+        ids = [id and numbered_id(id, number) for number in range(len(prompts))]
     return [
         GenerateCall(prompt, sampling, request_id=each, prompt_only=prompt_only, **fields)
         for prompt, each in zip(prompts, ids)

@@ -17,7 +17,7 @@ from jaxserve.server.generation.embedding import (
     Input,
     vector_of,
 )
-from jaxserve.server.generation.fields import PromptField
+from jaxserve.server.generation.fields import Integer, PromptField
 from jaxserve.server.json_body import JsonObject
 from jaxserve.server.prompts import prompts_of
 
@@ -26,7 +26,7 @@ INLINE_VALUES = 4096  # more numbers than these are written in a thread
 
 class EmbeddingsRequest(EmbedRequest):
     input: PromptField = Field(...)
-    dimensions: int | None = Field(
+    dimensions: Integer | None = Field(
         None, description="only this number of the first numbers of each embedding"
     )
     encoding_format: Literal["float", "base64"] | None = None
@@ -36,8 +36,8 @@ class EmbeddingsRequest(EmbedRequest):
 
     def inputs(self) -> list[Input]:
         """Returns the inputs with their fields. Errors: RequestError."""
-        special = self.add_special_tokens is not False
-        prompts = prompts_of("input", self.input, MAX_INPUTS, special)
+        added = self.add_special_tokens is not False
+        prompts = prompts_of("input", self.input, MAX_INPUTS, added)
         if len(prompts) == 1:
             return [Input("input", prompts[0])]
         return [Input(f"input.{number}", prompt) for number, prompt in enumerate(prompts)]

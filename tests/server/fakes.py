@@ -72,7 +72,7 @@ class FakeTokenizer:
     def template_text(self) -> str:
         return self.template.source
 
-    def encode(self, text: str, special: bool = True) -> list[int]:
+    def encode(self, text: str, special: bool = True, added: bool = True) -> list[int]:
         return list(text.encode())
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:

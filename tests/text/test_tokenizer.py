@@ -158,6 +158,14 @@ def test_llama3_words_that_are_tokens_need_no_merges_and_texts_begin_with_bos():
     assert [without.id_to_token(i) for i in without.encode("a").ids] == ["a", "</s>"]
 
 
+def test_names_of_special_tokens_are_tokens_without_what_the_model_adds():
+    tokenizer = Tokenizer(vocabulary.from_fields(byte_level("llama-bpe", ["abc"])), {})
+    (begin,) = tokenizer.encode("<s>", added=False)
+    (end,) = tokenizer.encode("</s>", added=False)
+    assert tokenizer.encode("</s>") == [begin, end]
+    assert not {begin, end} & set(tokenizer.encode("</s>", special=False))
+
+
 def test_sentencepiece_vocabularies_merge_by_score_and_fall_back_to_bytes():
     pieces = {"<unk>": 0, "<s>": 0, "</s>": 0} | {f"<0x{b:02X}>": 0 for b in range(256)}
     pieces |= {SPACE: -9, "a": -1, "b": -2, "c": -3, "bc": -0.5, "ab": -0.7, f"{SPACE}a": -0.9}

@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
 from jaxserve.api.errors import RequestError
 from jaxserve.api.sampling import RANGES
 from jaxserve.server.generation.chat import ChatRequest
-from jaxserve.server.generation.fields import OpenModel, add_limits, schema_in
+from jaxserve.server.generation.fields import (
+    GIVEN,
+    INCLUDED_LOGPROBS,
+    Integer,
+    OnlyValues,
+    OpenModel,
+    SchemaField,
+    add_limits,
+    field_of_type,
+)
 from jaxserve.server.generation.tools import MAX_TOOLS
 from jaxserve.server.json_body import JsonObject
 from jaxserve.server.openai.responses.items import is_read, messages_of
 from jaxserve.server.openai.responses.tools import FunctionTool, ToolsChoice, chat_tools
 
-LOGPROBS = "message.output_text.logprobs"  # what `include` calls them
-
 
 class TextFormat(OpenModel):
-    model_config = schema_in("schema")
+    model_config = field_of_type("json_schema", schema=GIVEN)
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = Field(None, max_length=64)
     description: str | None = None
-    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+    schema_: SchemaField | None = Field(None, alias="schema")
     strict: bool | None = None
 
 
@@ -45,10 +52,12 @@ class ResponsesRequest(OpenModel):
     model: str = Field("", description="'' or absent means the one that is served")
     input: str | list[dict[str, Any]]
     instructions: str | None = None
-    max_output_tokens: int | None = None
+    max_output_tokens: Integer | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_logprobs: int | None = Field(None, description=f"goes with include: [{LOGPROBS!r}]")
+    top_logprobs: Integer | None = Field(
+        None, description=f"goes with include: [{INCLUDED_LOGPROBS!r}]"
+    )
     stream: bool | None = None
     tools: list[FunctionTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: ToolsChoice | None = None
@@ -60,11 +69,11 @@ class ResponsesRequest(OpenModel):
     )
     store: bool | None = Field(None, description="whether to store the response; default: no")
     conversation: None = Field(None, description="is not supported: give previous_response_id")
-    background: Literal[False] | None = None
+    background: Annotated[Any, OnlyValues(False, None, why="is not supported")] = None
     truncation: Literal["disabled", "auto"] | None = None
     request_id: str | None = None
     cache_salt: str | None = None
-    include: list[str] | None = Field(None, description=f"only {LOGPROBS} has an effect")
+    include: list[str] | None = Field(None, description=f"only {INCLUDED_LOGPROBS} has an effect")
     metadata: dict[str, Any] | None = Field(None, description="has no effect")
     user: str | None = Field(None, description="has no effect")
     service_tier: str | None = Field(None, description="has no effect")
@@ -74,7 +83,7 @@ class ResponsesRequest(OpenModel):
 
     @property
     def wants_logprobs(self) -> bool:
-        return LOGPROBS in (self.include or ())
+        return INCLUDED_LOGPROBS in (self.include or ())
 
     @property
     def input_items(self) -> list[JsonObject]:
@@ -94,7 +103,7 @@ class ResponsesRequest(OpenModel):
         """Returns the chat that this asks for. earlier: items of the conversation that it
         continues. Errors: RequestError."""
         if self.top_logprobs and not self.wants_logprobs:
-            raise RequestError("top_logprobs", f"needs include: [{LOGPROBS!r}]")
+            raise RequestError("top_logprobs", f"needs include: [{INCLUDED_LOGPROBS!r}]")
         if self.max_output_tokens is not None:
             RANGES["max_tokens"].check("max_output_tokens", self.max_output_tokens)
         return ChatRequest.of(

@@ -1,0 +1,100 @@
+"""The OpenAPI document and the server agree on which bodies are valid."""
+
+import jsonschema_rs
+import pytest
+
+from tests.server.http_client import post
+
+TALK = {"messages": [{"role": "user", "content": "hi"}]}
+CHAT = {**TALK, "max_tokens": 2}
+TEXT = {"prompt": "hi", "max_tokens": 2}
+TOOL = {"type": "function", "function": {"name": "look"}}
+CLIENT_TOOL = {"name": "look", "input_schema": {"type": "object"}}
+FORM = {"type": "json_schema"}
+NULL = {"type": "null"}
+LOGPROBS = "message.output_text.logprobs"
+CHATS = "/v1/chat/completions"
+BODIES = [  # path, body, whether it is valid
+    (CHATS, {**CHAT, "stream": 0}, False),
+    (CHATS, {**CHAT, "logprobs": "true"}, False),
+    (CHATS, {**CHAT, "max_tokens": True}, False),
+    (CHATS, {**CHAT, "max_tokens": "2"}, False),
+    (CHATS, {**CHAT, "max_tokens": 2.0}, True),
+    (CHATS, {**CHAT, "max_tokens": 2.5}, False),
+    (CHATS, {**CHAT, "temperature": "1"}, False),
+    (CHATS, {**CHAT, "temperature": 1}, True),
+    (CHATS, {**CHAT, "logit_bias": {"7": True}}, False),
+    (CHATS, {**CHAT, "cache_retention": True}, False),
+    (CHATS, {**CHAT, "top_logprobs": 2}, False),
+    (CHATS, {**CHAT, "top_logprobs": 2, "logprobs": True}, True),
+    (CHATS, {**CHAT, "top_logprobs": 0, "logprobs": None}, True),
+    (CHATS, {**CHAT, "stream_options": {}}, False),
+    (CHATS, {**CHAT, "stream_options": None}, True),
+    (CHATS, {**CHAT, "tool_choice": "required"}, False),
+    (CHATS, {**CHAT, "tool_choice": "required", "tools": []}, False),
+    (CHATS, {**CHAT, "tool_choice": "auto"}, True),
+    (CHATS, {**CHAT, "tool_choice": "none", "tools": [TOOL]}, True),
+    (CHATS, {**CHAT, "tools": [{**TOOL, "type": None}]}, True),
+    (CHATS, {**CHAT, "tools": [{"type": "function"}]}, False),
+    (CHATS, {**CHAT, "tools": [{"function": None}]}, False),
+    (CHATS, {**CHAT, "response_format": FORM}, False),
+    (CHATS, {**CHAT, "response_format": {**FORM, "json_schema": None}}, False),
+    (CHATS, {**CHAT, "response_format": {**FORM, "schema": NULL}}, True),
+    (CHATS, {**CHAT, "response_format": {**FORM, "schema": False}}, False),
+    (CHATS, {**CHAT, "response_format": {**FORM, "schema": 1}}, False),
+    (CHATS, {**CHAT, "response_format": {"type": "json_object", "json_schema": {}}}, True),
+    (CHATS, {**CHAT, "structured_outputs": {"choice": []}}, False),
+    (CHATS, {**CHAT, "structured_outputs": {"json": False}}, False),
+    (CHATS, {**CHAT, "guided_choice": ["a"] * 1025}, False),
+    (CHATS, {**CHAT, "messages": [{"role": "user"}]}, False),
+    (CHATS, {**CHAT, "messages": [{"role": "user", "content": None}]}, False),
+    (CHATS, {**CHAT, "messages": [{"role": "user", "content": [{"text": "hi"}]}]}, True),
+    (CHATS, {**CHAT, "messages": [*CHAT["messages"], {"role": "assistant"}]}, True),
+    ("/v1/completions", {**TEXT, "prompt": [[]]}, False),
+    ("/v1/completions/render", {**TEXT, "prompt": [[]]}, False),
+    ("/v1/completions", {**TEXT, "prompt_logprobs": 1, "stream": True}, False),
+    ("/v1/completions", {**TEXT, "prompt_logprobs": 1, "stream": False}, True),
+    ("/v1/completions", {**TEXT, "cache_retention": 60, "prompt_cache_retention": "24h"}, True),
+    ("/v1/responses", {"input": "hi", "background": 0}, False),
+    ("/v1/responses", {"input": "hi", "background": False}, True),
+    ("/v1/responses", {"input": "hi", "top_logprobs": 1}, False),
+    ("/v1/responses", {"input": "hi", "top_logprobs": 1, "include": [LOGPROBS]}, True),
+    ("/v1/responses", {"input": "hi", "text": {"format": {**FORM, "schema": None}}}, False),
+    ("/v1/responses", {"input": "hi", "text": {"format": {**FORM, "schema": NULL}}}, True),
+    ("/v1/messages", {**CHAT, "tools": [{"input_schema": {}}]}, False),
+    ("/v1/messages", {**CHAT, "tools": [{"type": "bash_20250124"}, CLIENT_TOOL]}, True),
+    ("/v1/messages", {**CHAT, "tool_choice": {"type": "any"}}, False),
+    ("/v1/messages", {**CHAT, "tool_choice": {"type": "auto"}}, True),
+    ("/v1/messages/count_tokens", {**TALK, "tool_choice": {"type": "any"}, "tools": []}, False),
+    ("/v1/messages/count_tokens", {**TALK, "output_format": {**FORM, "schema": False}}, False),
+    ("/v1/embeddings", {"input": "hi", "normalize": 0}, False),
+    ("/tokenize", {"prompt": "hi", "add_special_tokens": 1}, False),
+    ("/detokenize", {"tokens": [1], "skip_special_tokens": "yes"}, False),
+]
+
+
+@pytest.fixture(scope="module")
+def document(asked):
+    return asked.get("/openapi.json").json()
+
+
+@pytest.mark.parametrize("path, body, valid", BODIES)
+def test_a_body_is_taken_where_the_document_allows_it(path, body, valid, asked, document):
+    content = document["paths"][path]["post"]["requestBody"]["content"]
+    schema = {**content["application/json"]["schema"], "components": document["components"]}
+    answer = post(asked, path, body)
+    assert jsonschema_rs.is_valid(schema, body) == valid
+    assert answer.status_code == (200 if valid else 400), answer.text
+
+
+@pytest.mark.parametrize(
+    "path, fields",
+    [
+        ("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 1}),
+        ("/v1/embeddings", {"input": ["a", "b"]}),
+        ("/v1/rerank", {"query": "a", "documents": ["b", "c"]}),
+    ],
+)
+def test_a_request_of_several_prompts_may_have_the_longest_id(path, fields, asked, document):
+    schema = document["components"]["schemas"]["RerankRequest"]["properties"]["request_id"]
+    assert post(asked, path, {**fields, "request_id": "x" * schema["maxLength"]}).status_code == 200
