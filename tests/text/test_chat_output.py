@@ -27,6 +27,7 @@ from jaxserve.text.chat_output.formats import (
     TOOL_FORMATS,
     TOOL_PARSERS,
 )
+from jaxserve.text.chat_output.lenient_json import LenientJson, repaired
 from jaxserve.text.chat_output.parts import joined
 from jaxserve.text.chat_output.reader import MAX_CALLS
 from tests.examples import examples
@@ -325,6 +326,7 @@ EXAMPLES = [  # format, text, parts
     ),
     ("harmony", "<|channel|>final<|message|>Hi<|return|>", [Text("Hi")]),
     ("harmony", "Hi", [Text("Hi")]),
+    ("harmony", "Hi " * 500, [Text("Hi " * 500)]),
 ]  # fmt: skip
 
 
@@ -556,6 +558,8 @@ MALFORMED = [  # format, text, parts
         [CallBegin("f"), {"text": "a </parameter> b", "n": 1}, *G],
     ),
     ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=n>\n12", []),
+    ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=n", []),
+    ("glm", "<tool_call>f<arg_key>n</arg_key>\n<arg_va", []),
     ("glm", "<tool_call>f<arg_key>text</arg_key><arg_value>a", [CallBegin("f"), {"text": "a"}]),
     ("llama3", '[{"name": "f", "parameters": {"n": 1}}] Done', [*F1, Text("Done")]),
     ("pythonic", "[f(n=1), g(text=", F1),
@@ -642,3 +646,22 @@ def test_elements_have_the_types_that_the_schema_gives_them(written, value):
 )
 def test_names_may_have_slashes_and_colons(form, written):
     assert read(tools(form), written.format()) == call("a/b:c", "{}")
+
+
+@pytest.mark.parametrize(
+    ("written", "json_of"),
+    [
+        ('{"a": "x"' + " " * 1000 + '"y"}', '{"a": "x"}'),
+        ('{"a": ' + "x" * 70_000 + "}", None),
+        ("{'a': 'say \"hi\"\\t'}", '{"a": "say \\"hi\\"\\t"}'),
+        ('{"a\tb": 1}', '{"a\\tb": 1}'),
+        ('{"a": "\\u00e9\\/"}', '{"a": "\\u00e9\\/"}'),
+    ],
+)
+def test_objects_of_any_length_are_json_however_they_are_cut(written, json_of):
+    whole = repaired(written)
+    json.loads(whole)
+    assert json_of is None or whole == json_of
+    reader = LenientJson()
+    pieces = [piece for i in range(0, len(written), 5) for piece in reader.push(written[i : i + 5])]
+    assert "".join(piece.text for piece in [*pieces, *reader.finish()]) == whole

@@ -82,6 +82,32 @@ def gemma_call(call, delimiter):
     return f"call:{call[0]}{gemma(call[1], delimiter)}"
 
 
+def hunyuan(call):
+    return glm(call).replace(f"<tool_call>{call[0]}", f"<tool_call>{call[0]}<tool_sep>", 1)
+
+
+def minicpm(call):
+    written = ""
+    for name, value in call[1].items():
+        text = f"<![CDATA[{value}]]>" if isinstance(value, str) else dumped(value)
+        written += f'<param name="{name}">{text}</param>'
+    return f'<function name="{call[0]}">{written}</function>'
+
+
+def kimi_k3(call):
+    written = ""
+    for name, value in call[1].items():
+        kind = "string" if isinstance(value, str) else "number"
+        written += f'<|open|>argument key="{name}" type="{kind}"<|sep|>{as_text(value)}'
+        written += "<|close|>argument<|sep|>"
+    return f'<|open|>call tool="{call[0]}" index="1"<|sep|>{written}<|close|>call<|sep|>'
+
+
+def elements(call, mark="]<]minimax[>["):
+    pairs = [f"{mark}<{k}>{as_text(v)}{mark}</{k}>" for k, v in call[1].items()]
+    return f'{mark}<invoke name="{call[0]}">{"".join(pairs)}{mark}</invoke>\n'
+
+
 def each(write):
     return lambda calls: "\n".join(map(write, calls))
 
@@ -129,6 +155,28 @@ WRITERS = {
         "",
         "<|tool_calls_section_end|>",
     ),
+    "minimax_m3": within("]<]minimax[>[<tool_call>\n", elements, "", "]<]minimax[>[</tool_call>"),
+    "kimi_k3": within("<|open|>tools<|sep|>", kimi_k3, "", "<|close|>tools<|sep|>"),
+    "hy_v3": within("<tool_calls>\n", hunyuan, "\n", "\n</tool_calls>"),
+    "minicpm5": each(minicpm),
+    "dots": within(
+        "<dots_function_call>\n", lambda call: tags(call, ""), "", "</dots_function_call>"
+    ),
+    "solar": within(
+        "<|tool_calls|>",
+        lambda call: (
+            f"<|tool_call:begin|>c1<|tool_call:name|>{call[0]}<|tool_call:args|>"
+            f"{dumped(call[1])}<|tool_call:end|>"
+        ),
+        "",
+        "<|calls|>",
+    ),
+    "gigachat3": wrapped("<|function_call|>", json_object, "<|message_sep|>"),
+    "apertus": within(
+        "<|tools_prefix|>[", lambda call: dumped({call[0]: call[1]}), ", ", "]<|tools_suffix|>"
+    ),
+    "longcat": wrapped("<longcat_tool_call>", json_object, "</longcat_tool_call>"),
+    "internlm": wrapped("<|action_start|><|plugin|>", json_object, "<|action_end|>"),
     "gemma4": wrapped("<|tool_call>", lambda call: gemma_call(call, '<|"|>'), "<tool_call|>"),
     "functiongemma": wrapped(
         "<start_function_call>",
@@ -238,6 +286,7 @@ def holds_marks(name, calls):
     """Returns True if a text has what no text in such a format can have."""
     text = dumped(calls)
     marks = [*FORMATS[name].marks, "<|message|>", "<|", "<escape>", '<|\\"|>', "</parameter>"]
+    marks += ["</param>", "]]>", "]<]minimax"]
     return any(mark in text for mark in [*marks, "</arg_value>", "</function>", "</invoke>"])
 
 

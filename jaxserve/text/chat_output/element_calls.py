@@ -86,8 +86,17 @@ def _members(element: _Element, types: ParameterTypes) -> str:
 def _value(element: _Element, types: ParameterTypes, name: str) -> str:
     """JSON of an element. name: that under which its types are known."""
     if not element.inner:
-        return value_of(element.text, types.of(name))
+        empty = "" if element.text.strip() else _empty(types.of(name))
+        return empty or value_of(element.text, types.of(name))
     within = types.within(name)
     if all(inner.name == ENTRIES for inner in element.inner):
         return "[" + ", ".join(_value(inner, within, ENTRIES) for inner in element.inner) + "]"
     return _members(element, within)
+
+
+def _empty(types: frozenset[str]) -> str:
+    """JSON of an element without text; '' where that is a text."""
+    if "string" in types:
+        return ""
+    values = {"object": "{}", "array": "[]", "null": "null"}
+    return next((value for kind, value in values.items() if kind in types), "")

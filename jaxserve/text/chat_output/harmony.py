@@ -12,9 +12,19 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 
 from jaxserve.text.chat_output.calls import Schemas
-from jaxserve.text.chat_output.lenient_json import LenientJson, Piece
+from jaxserve.text.chat_output.json_writer import Piece
+from jaxserve.text.chat_output.lenient_json import LenientJson
 from jaxserve.text.chat_output.parts import Arguments, CallBegin, Part, Reasoning, Text
-from jaxserve.text.chat_output.source import Parser, Source, before, next_char, next_mark, up_to
+from jaxserve.text.chat_output.source import (
+    MAX_HEAD,
+    Parser,
+    Source,
+    before,
+    everything,
+    next_char,
+    next_mark,
+    up_to,
+)
 
 _BODY = "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
@@ -27,8 +37,9 @@ def harmony_messages(source: Source, schemas: Schemas) -> Parser[None]:
     while (yield from next_char(source)):
         header: list[str] = []
         if not (yield from _take_header(source, header)):
-            if "<|" not in header[0]:
+            if "<|" not in header[0] or len(header[0]) > MAX_HEAD:
                 yield Text(header[0])
+                yield from everything(source, Text)
             return
         name = _called(header[0], schemas)
         kind: Callable[[str], Part] = Reasoning if _ANALYSIS.search(header[0]) else Text
@@ -75,8 +86,8 @@ def _joined(pieces: Sequence[Piece]) -> Iterator[Arguments]:
 
 def _take_header(source: Source, header: list[str]) -> Parser[bool]:
     """Takes what stands before a message's body, and adds it to `header`. Returns whether there is
-    a body."""
-    while _BODY not in source.text and not source.ended:
+    a body; one whose header has more than MAX_HEAD characters is none."""
+    while _BODY not in source.text and not source.ended and len(source.text) <= MAX_HEAD:
         yield None
     before_body, mark, source.text = source.text.partition(_BODY)
     header.append(before_body)

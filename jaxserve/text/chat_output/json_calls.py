@@ -7,14 +7,10 @@ import re
 from collections.abc import Sequence
 
 from jaxserve.text.chat_output.calls import CallParser, Scope, begin_call
+from jaxserve.text.chat_output.json_strings import JSON, JsonSyntax
 from jaxserve.text.chat_output.json_values import json_text
-from jaxserve.text.chat_output.lenient_json import (
-    JSON,
-    JsonSyntax,
-    LenientJson,
-    Piece,
-    repaired,
-)
+from jaxserve.text.chat_output.json_writer import Piece
+from jaxserve.text.chat_output.lenient_json import LenientJson, repaired
 from jaxserve.text.chat_output.parts import Arguments, CallBegin
 from jaxserve.text.chat_output.source import (
     Parser,

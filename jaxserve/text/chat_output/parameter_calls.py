@@ -98,6 +98,9 @@ class _Call:
                 key = yield from self._take_key()
             if key is not None:
                 return key
+            if mark and self._is_key_cut(len(mark)):
+                source.take_to(-1)
+                return None
             if not self._written:  # a mark that is mentioned
                 return None
             source.take(1)  # what is between parameters says nothing
@@ -112,6 +115,13 @@ class _Call:
             if key is not None or source.ended or len(source.text) > MAX_HEAD:
                 return key
             yield None
+
+    def _is_key_cut(self, length: int) -> bool:
+        """Returns whether the text was cut off in what begins a parameter, behind a mark of this
+        length."""
+        rest = self._source.text[length:]
+        is_begun = self._source.ended and len(rest) < MAX_KEY
+        return is_begun and not self._any_mark.search(rest)
 
     def _next_is_line_break(self) -> Parser[bool]:
         while not self._source.text and not self._source.ended:

@@ -113,15 +113,16 @@ def value_of(written: str, types: frozenset[str]) -> str:
     """
     if types == {"string"}:
         return json_text(written)
-    readings = list(_readings(written.strip()))
-    for value in readings:
-        if types:
-            value = _fitted(value, types - {"string"})
-        if value is not _NONE:
-            return json_text(value)
-    if "string" in types or not readings:
+    first = _NONE
+    for value in _readings(written.strip()):
+        if first is _NONE:
+            first = value
+        fitted = _fitted(value, types - {"string"}) if types else value
+        if fitted is not _NONE:
+            return json_text(fitted)
+    if "string" in types or first is _NONE:
         return json_text(written)
-    return json_text(readings[0])
+    return json_text(first)
 
 
 def _readings(text: str) -> Iterator[Any]:

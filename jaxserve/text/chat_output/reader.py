@@ -21,6 +21,7 @@ from jaxserve.text.chat_output.source import (
 )
 from jaxserve.text.chat_output.tool_formats import HARMONY, NO_TOOLS, ToolFormat
 
+MAX_PIECE = 4096  # characters that are read at once: what is taken of them moves the others
 MAX_CALLS = 64  # of one completion; what looks like a further one is text
 
 
@@ -50,13 +51,16 @@ class ChatReader:
 
     def push(self, text: str) -> list[Part]:
         """Takes a piece of text; returns the parts that are certain now."""
-        self._source.text += text
-        return self._run()
+        parts: list[Part] = []
+        for begin in range(0, len(text), MAX_PIECE):
+            self._source.text += text[begin : begin + MAX_PIECE]
+            parts += self._run()
+        return joined(parts)
 
     def flush(self) -> list[Part]:
         """Ends the text; returns the parts that are left."""
         self._source.ended = True
-        return self._run()
+        return joined(self._run())
 
     def _run(self) -> list[Part]:
         parts: list[Part] = []
@@ -70,7 +74,7 @@ class ChatReader:
                 break
             if not (self._forced and isinstance(part, Text)):
                 parts.append(part)
-        return joined(parts)
+        return parts
 
 
 def _parts(source: Source, form: OutputFormat) -> Parser[None]:
@@ -93,9 +97,7 @@ def _reasoning(source: Source, form: ReasoningFormat, begun: bool, answer: _Answ
         if space and not (yield from next_mark(source, (form.end,))):
             yield Reasoning(space)
         yield from up_to(source, (form.end, *answer.beginnings), Reasoning)
-        while form.end not in source.text and not source.ended:
-            yield None
-        mark = source.text.find(form.end)
+        mark = yield from _place_of(source, form.end)
         if mark < 0:
             yield from answer.parts(Reasoning)
             return
@@ -108,6 +110,15 @@ def _reasoning(source: Source, form: ReasoningFormat, begun: bool, answer: _Answ
     for begin in form.answer_begins:
         if (yield from take_mark(source, begin)):
             return
+
+
+def _place_of(source: Source, mark: str) -> Parser[int]:
+    """Returns the index of a mark; a negative one where the text ends without it."""
+    searched = 0
+    while (place := source.text.find(mark, searched)) < 0 and not source.ended:
+        searched = max(0, len(source.text) - len(mark))
+        yield None
+    return place
 
 
 class _Answer:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from jaxserve.text.chat_output.calls import CallParser, either
 from jaxserve.text.chat_output.element_calls import INVOKE, NAMESPACE, element_calls
 from jaxserve.text.chat_output.json_calls import json_calls, keyed_calls, named_calls
-from jaxserve.text.chat_output.lenient_json import JsonSyntax
+from jaxserve.text.chat_output.json_strings import JsonSyntax
 from jaxserve.text.chat_output.parameter_calls import parameter_calls
 from jaxserve.text.chat_output.parameter_syntax import (
     KIMI_K3,
