@@ -27,7 +27,7 @@ NO_PAGE = 2**30  # a page that no pool has: writes to it are dropped
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["slot", "pos", "entries", "page", "entries_per_lane"],
-    meta_fields=["settled"],
+    meta_fields=["settled", "apart"],
 )
 @dataclasses.dataclass(frozen=True)
 class Rows:
@@ -36,7 +36,8 @@ class Rows:
     slot [R]: row of the page table. pos [R, T]: positions; -1: padding. entries [R]: valid entries
     in this lane's page-table row. page [R, T]: page of this lane that a token's KV is written to;
     out of range: none. entries_per_lane [R, lanes]: `entries` of every lane, for spread rows.
-    settled: the page of every token is on the lane that computes the token.
+    settled: the page of every token is on the lane that computes the token. apart: each row is of
+    another sequence.
     """
 
     slot: jax.Array
@@ -45,11 +46,41 @@ class Rows:
     page: jax.Array
     entries_per_lane: jax.Array | None = None
     settled: bool = False
+    apart: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
         """(R, T)."""
         return self.pos.shape  # type: ignore[return-value]
+
+    @property
+    def lengths(self) -> jax.Array:
+        """Tokens of each row [R]."""
+        return (self.pos >= 0).sum(1)
+
+    @property
+    def offset(self) -> jax.Array:
+        """Tokens [R] of a row's sequence in the rows just before it. Rows of a sequence that one
+        lane computes follow each other, and all but the last are full."""
+        count, width = self.shape
+        number = jnp.arange(count)
+        first = lax.cummax(jnp.where(self._follows, 0, number))
+        return (number - first) * width
+
+    @property
+    def ends(self) -> jax.Array:
+        """Marks rows [R] that are the last ones of their sequences."""
+        followed = jnp.concatenate([self._follows[1:], jnp.zeros(1, bool)])
+        return (self.pos[:, 0] >= 0) & ~followed
+
+    @property
+    def _follows(self) -> jax.Array:
+        """Marks rows [R] that go on where the row before them ends."""
+        if self.apart:
+            return jnp.zeros(len(self.slot), bool)
+        start = self.pos[:, 0]
+        goes_on = (self.slot[1:] == self.slot[:-1]) & (start[1:] == start[:-1] + self.shape[1])
+        return jnp.concatenate([jnp.zeros(1, bool), goes_on & (start[1:] > 0)])
 
     def computed_by(self, lane: jax.Array) -> Rows:
         """The spread rows that `lane` computes; rows of all lanes are in order of lanes."""
@@ -104,22 +135,29 @@ class Groups:
         """True if any spread rows are settled."""
         return any(rows.settled for rows in self.spread)
 
+    def computed_here(self) -> list[Rows]:
+        """Rows that this lane computes, in the order of its tokens."""
+        lane = self.lanes.index()
+        return [*self.local, *(rows.computed_by(lane) for rows in self.spread)]
+
     def local_tokens(self) -> int:
         """Number of tokens in local rows, padding included."""
         return sum(rows.pos.size for rows in self.local)
 
 
-def local_rows(rows: jax.Array, width: int, table: jax.Array, pages: int, size: int) -> Rows:
+def local_rows(
+    rows: jax.Array, width: int, table: jax.Array, pages: int, size: int, apart: bool = False
+) -> Rows:
     """Rows of `width` tokens of local sequences, whose page-table entry i is block i.
 
     rows [R, 3]: row of the page table, first position, and number of tokens. pages: number of pages
-    in the pool. size: tokens per page.
+    in the pool. size: tokens per page. apart: see `Rows`.
     """
     slot, start, length = rows.T
     pos = _positions(start, length, width)
     block = jnp.maximum(pos, 0) // size
     page = jnp.where(pos < 0, pages, table[0][slot[:, None], block])
-    return Rows(slot, pos, (start + length - 1) // size + 1, page)
+    return Rows(slot, pos, (start + length - 1) // size + 1, page, apart=apart)
 
 
 def spread_rows(
@@ -130,6 +168,7 @@ def spread_rows(
     pages: int,
     size: int,
     settled: bool = False,
+    apart: bool = False,
 ) -> Rows:
     """Rows of `width` tokens of spread sequences, of whose blocks lane `lane` (this one) of the
     group has some.
@@ -145,7 +184,7 @@ def spread_rows(
     index = entries_below(table[1], slot, entries[:, None], block)
     valid = (index < entries[:, None]) & (table[1][slot[:, None], index] == block) & (pos >= 0)
     page = jnp.where(valid, table[0][slot[:, None], index], pages)
-    return Rows(slot, pos, entries, page, entries_per_lane, settled)
+    return Rows(slot, pos, entries, page, entries_per_lane, settled, apart)
 
 
 def write_kv(pages: KVPages, kv: jax.Array, groups: tuple[Rows, ...]) -> KVPages:

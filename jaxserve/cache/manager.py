@@ -40,12 +40,14 @@ class LaneRules(NamedTuple):
 
     stripe: consecutive blocks on a lane, of a prompt that is dealt out. most_moves: pages that a
     batch moves from a lane to another. ascending: the blocks of every row ascend, as for models
-    with sliding windows.
+    with sliding windows. at_home: all tokens of a sequence are computed by its home lane, which has
+    its state, wherever its blocks are.
     """
 
     stripe: int = 1
     most_moves: int = 0
     ascending: bool = False
+    at_home: bool = False
 
 
 ANONYMOUS = CacheIdentity()
@@ -62,7 +64,8 @@ class CacheManager:
     the smallest group of lanes that has home and all blocks; above 1 the sequence is spread),
     `blocks_per_lane` [slots, lanes] and `capacity` (tokens for which the slot has pages).
     `published` has the blocks that can be found, `placement` chooses lanes, `prompt_lanes` says
-    on which ones prompts will lie; `copying`: blocks that many read are copied. `table_updates`,
+    on which ones prompts will lie; `copying`: blocks that many read are copied; `at_home`: see
+    `LaneRules`. `table_updates`,
     `moves` and `stores` are taken with each batch. `watchers` see pages come and go.
     """
 
@@ -96,6 +99,7 @@ class CacheManager:
         pool = config.pool(lanes)
         self.placement = PLACEMENTS[config.placement](lanes, limit, rules.stripe, pool)
         self.prompt_lanes = PromptLanes(self.placement, self.block_size, config.pages)
+        self.at_home = rules.at_home
         self._ascending = rules.ascending
         self.layouts = [SequenceLayout(slot, lanes, config.pages) for slot in range(slots)]
         self.home = np.zeros(slots, np.int32)

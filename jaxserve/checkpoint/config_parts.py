@@ -7,10 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxserve.checkpoint.fields import Fields
+from jaxserve.checkpoint.fields import FULL, SLIDING, Fields
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.checkpoint.model_paths import CheckpointError
-from jaxserve.checkpoint.rope_fields import FULL, SLIDING
 from jaxserve.checkpoint.specs import AttentionSpec, Multipliers
 
 

@@ -64,6 +64,25 @@ def _write_qwen(model: ModelConfig) -> dict[str, Any]:
     }
 
 
+def _read_qwen_shared(fields: Fields, model: ModelConfig) -> ModelConfig:
+    """Reads experts beside an MLP that computes every token, with a gate."""
+    shared = fields.count("shared_expert_intermediate_size")
+    model = _read_qwen(fields, model)
+    return replace(
+        model,
+        mlps=tuple(
+            replace(spec, shared=shared, shared_gate=True)
+            if isinstance(spec, ExpertsSpec)
+            else spec
+            for spec in model.mlps
+        ),
+    )
+
+
+def _write_qwen_shared(model: ModelConfig) -> dict[str, Any]:
+    return _write_qwen(model) | {"shared_expert_intermediate_size": experts_of(model).shared}
+
+
 def grouped_sigmoid(fields: Fields) -> RouterSpec:
     """Reads a router by sigmoids with a correction, whose experts are in groups (DeepSeek V3,
     section 2.1.2)."""
@@ -150,4 +169,5 @@ MIXTRAL = ConfigPart(_read_mixtral, _write_local)
 MINIMAX = ConfigPart(_read_minimax, _write_local)
 GPT_OSS = ConfigPart(_read_gpt_oss, _write_gpt_oss)
 QWEN = ConfigPart(_read_qwen, _write_qwen)
+QWEN_SHARED = ConfigPart(_read_qwen_shared, _write_qwen_shared)
 GLM = ConfigPart(_read_glm, _write_glm)

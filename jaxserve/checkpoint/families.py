@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxserve.checkpoint import config_parts as parts
+from jaxserve.checkpoint import delta_parts as delta
 from jaxserve.checkpoint import expert_parts as experts
 from jaxserve.checkpoint import latent_parts as latent
 from jaxserve.checkpoint import tensor_tables as tables
+from jaxserve.checkpoint.fields import HYBRID_TYPES, LAYER_TYPES
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.checkpoint.specs import AttentionSpec, MlpSpec, NormSpec
 
@@ -26,12 +28,13 @@ class Family:
     gguf_layout: its name and its weights in GGUF files, '' where these are not read. specs: fields
     of `ModelConfig` that all its models have. parts: fields of config.json beyond those of every
     family. allowed: fields that other families must leave at their default. defaults: fields of
-    config.json where a config does not state them. full_every: where `layer_types` is missing, the
-    last of each that many layers attends to all tokens, the others have a window; 0: there are no
-    such kinds. local_rope: field with the base frequency of layers with a window, whose RoPE has no
-    scaling; '': they are as all others. interleaved: dimensions 2 i and 2 i + 1 are rotated
-    together, not i and i + half. further_layers: checkpoints may hold layers after the last one,
-    which predict further tokens and are not needed.
+    config.json where a config does not state them. layer_types: kinds of its layers. full_every:
+    where a config does not name these, the last of each that many layers attends to all tokens, the
+    others are of the other kind; 0: there are no such kinds. local_rope: field with the base
+    frequency of layers with a window, whose RoPE has no scaling; '': they are as all others.
+    interleaved: dimensions 2 i and 2 i + 1 are rotated together, not i and i + half.
+    further_layers: checkpoints may hold layers after the last one, which predict further tokens and
+    are not needed.
     """
 
     architecture: str
@@ -43,6 +46,7 @@ class Family:
     tensors: tables.Tensors = field(default_factory=lambda: tables.LLAMA)
     allowed: frozenset[str] = frozenset()
     defaults: dict[str, Any] = field(default_factory=dict)
+    layer_types: frozenset[str] = LAYER_TYPES
     full_every: int = 0
     local_rope: str = ""
     interleaved: bool = False
@@ -50,7 +54,7 @@ class Family:
 
     @property
     def model_type(self) -> str:
-        return self.architecture.removesuffix("ForCausalLM").lower()
+        return self.architecture.removesuffix("ForCausalLM").replace("_", "").lower()
 
 
 _GEMMA_SPECS: dict[str, Any] = dict(
@@ -93,6 +97,29 @@ _GLM: dict[str, Any] = dict(
         rms_norm_eps=1.5625e-7,
     ),
     interleaved=True,
+)
+
+_DELTA_NET: dict[str, Any] = dict(
+    specs=dict(norms=NormSpec(eps=1e-6, less_one=True)),
+    allowed=frozenset({"partial_rotary_factor", "attn_output_gate"}),
+    layer_types=HYBRID_TYPES,
+    full_every=4,
+)
+_DELTA_DEFAULTS: dict[str, Any] = dict(
+    num_attention_heads=16,
+    head_dim=256,
+    partial_rotary_factor=0.25,
+    linear_conv_kernel_dim=4,
+    linear_key_head_dim=128,
+    linear_value_head_dim=128,
+    linear_num_key_heads=16,
+    linear_num_value_heads=32,
+)
+_DELTA_EXPERTS: dict[str, Any] = _DELTA_DEFAULTS | dict(
+    num_key_value_heads=2,
+    moe_intermediate_size=512,
+    shared_expert_intermediate_size=512,
+    norm_topk_prob=True,
 )
 
 FAMILIES: dict[str, Family] = {
@@ -317,6 +344,32 @@ FAMILIES: dict[str, Family] = {
         tensors=tables.DEEPSEEK,
         defaults=_DEEPSEEK | dict(n_group=8, topk_group=4, first_k_dense_replace=3),
         further_layers=True,
+    ),
+    "qwen3_next": Family(
+        "Qwen3NextForCausalLM",
+        parts=(delta.DELTA_NET, experts.QWEN_SHARED),
+        tensors=tables.QWEN_NEXT,
+        defaults=_DELTA_EXPERTS
+        | dict(num_experts=512, num_experts_per_tok=10, intermediate_size=5632),
+        **_DELTA_NET,
+    ),
+    "qwen3_5": Family(
+        "Qwen3_5ForCausalLM",
+        multimodal=("Qwen3_5ForConditionalGeneration",),
+        parts=(delta.DELTA_NET,),
+        tensors=tables.QWEN_35,
+        defaults=_DELTA_DEFAULTS | dict(num_key_value_heads=4, intermediate_size=12288),
+        **_DELTA_NET,
+    ),
+    "qwen3_5_moe": Family(
+        "Qwen3_5MoeForCausalLM",
+        multimodal=("Qwen3_5MoeForConditionalGeneration",),
+        parts=(delta.DELTA_NET, experts.QWEN_SHARED),
+        tensors=tables.QWEN_35_MOE,
+        # there is no dense MLP
+        defaults=_DELTA_EXPERTS
+        | dict(num_experts=256, num_experts_per_tok=8, intermediate_size=512),
+        **_DELTA_NET,
     ),
 }
 

@@ -9,7 +9,11 @@ from typing import Any
 from jaxserve.checkpoint.model_files import notes
 from jaxserve.checkpoint.model_paths import CheckpointError
 
-LAYER_TYPES = {"sliding_attention", "full_attention"}
+SLIDING = "sliding_attention"  # in `layer_types`
+FULL = "full_attention"
+LINEAR = "linear_attention"  # Gated DeltaNet
+LAYER_TYPES = frozenset({SLIDING, FULL})
+HYBRID_TYPES = frozenset({LINEAR, FULL})
 _LIMIT = 2**31 - 1
 
 
@@ -51,15 +55,15 @@ class Fields:
             raise CheckpointError(f"{self.prefix}{key}: must be a list of positive numbers")
         return tuple(map(float, value))
 
-    def layer_types(self, layers: int) -> list[str] | None:
-        """Reads `layer_types`, a kind for each layer; None where it is missing."""
+    def layer_types(self, layers: int, kinds: frozenset[str] = LAYER_TYPES) -> list[str] | None:
+        """Reads `layer_types`, one of some kinds for each layer; None where it is missing."""
         types = self.fields.get("layer_types")
         if types is None:
             return None
-        if isinstance(types, list) and len(types) == layers and set(types) <= LAYER_TYPES:
+        if isinstance(types, list) and len(types) == layers and set(types) <= kinds:
             return types
         raise CheckpointError(
-            f"layer_types: must be {' or '.join(sorted(LAYER_TYPES, reverse=True))} for each of "
+            f"layer_types: must be {' or '.join(sorted(kinds, reverse=True))} for each of "
             f"{layers} layers"
         )
 

@@ -4,10 +4,12 @@ parts of each layer (`checkpoint.specs`)."""
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from jaxserve.checkpoint.delta_net import DeltaNetSpec
 from jaxserve.checkpoint.generation_config import Sampling
 from jaxserve.checkpoint.rope import Rope
 from jaxserve.checkpoint.specs import (
@@ -15,13 +17,15 @@ from jaxserve.checkpoint.specs import (
     Declared,
     Dimensions,
     ExpertsSpec,
-    FeedForwardSpec,
-    MixerSpec,
+    LatentAttentionSpec,
     MlpSpec,
     Multipliers,
     NormSpec,
 )
 from jaxserve.settings.schema import ConfigError
+
+MixerSpec = AttentionSpec | LatentAttentionSpec | DeltaNetSpec
+FeedForwardSpec = MlpSpec | ExpertsSpec
 
 COLUMNS = 16  # outputs of a tile of quantised weights, see `kernels.quantised`
 
@@ -74,6 +78,16 @@ class ModelConfig(Dimensions):
         return [*dict.fromkeys(self.mixers), *dict.fromkeys(self.mlps)]
 
     @property
+    def has_states(self) -> bool:
+        """Returns True if a layer keeps a state of each sequence in place of keys and values."""
+        return not all(spec.has_pages for spec in self.mixers)
+
+    def paged_layers(self, layers: range | None = None) -> int:
+        """Number of layers that keep keys and values on pages, among some or all."""
+        some = range(self.layers) if layers is None else layers
+        return sum(self.mixer(layer).has_pages for layer in some)
+
+    @property
     def has_windows(self) -> bool:
         """Returns True if a layer has a sliding window."""
         return any(window is not None for window in self.windows)
@@ -114,6 +128,7 @@ class ModelConfig(Dimensions):
             heads=heads,
             kv_heads=kv_heads,
             d_ff=-(-self.d_ff // tp),
+            mixers=tuple(spec.share(tp) for spec in self.mixers),
             mlps=tuple(spec.share(tp) for spec in self.mlps),
             vocab=-(-self.vocab // tp),
         )
@@ -173,12 +188,20 @@ class ModelConfig(Dimensions):
 
     def kv_bytes_per_token(self, itemsize: int = 2) -> int:
         """Bytes of KV cache per token, over all layers, for numbers of `itemsize` bytes."""
-        return itemsize * kv_elements(self.layers, self.kv_heads, self.kv_head_dim)
+        return itemsize * kv_elements(self.paged_layers(), self.kv_heads, self.kv_head_dim)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of one sequence, over all layers; without the few last inputs of
+        convolutions."""
+        specs = [self.mixer(layer) for layer in range(self.layers)]
+        return 4 * sum(math.prod(spec.state) for spec in specs if isinstance(spec, DeltaNetSpec))
 
     @property
     def page(self) -> tuple[int, int]:
         """Vectors of a token and kv head on a page, and the numbers of each."""
-        return self.mixers[0].page(self)
+        paged = (spec for spec in self.mixers if not isinstance(spec, DeltaNetSpec))
+        return next(paged).page(self)
 
     @property
     def kv_head_dim(self) -> int:

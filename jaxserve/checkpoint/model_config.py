@@ -11,13 +11,13 @@ import dataclasses
 from typing import Any
 
 from jaxserve.checkpoint.families import FAMILIES, REFUSED, Family
-from jaxserve.checkpoint.fields import Fields, token_ids
+from jaxserve.checkpoint.fields import FULL, Fields, token_ids
 from jaxserve.checkpoint.generation_config import FILE, usable_sampling
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.checkpoint.model_paths import CheckpointError
 from jaxserve.checkpoint.quantization import read_quantization
 from jaxserve.checkpoint.rope import Rope, RopeScaling
-from jaxserve.checkpoint.rope_fields import FULL, SLIDING, WHOLE, read_ropes, write_ropes
+from jaxserve.checkpoint.rope_fields import WHOLE, read_ropes, write_ropes
 from jaxserve.checkpoint.specs import MlpSpec, NormSpec
 
 MAX_LAYERS = 10_000  # so that listing every tensor of a made-up config ends soon
@@ -36,6 +36,7 @@ _WANTED: dict[str, Any] = {
     "clip_qkv": None,
     "attention_chunk_size": None,
     "use_qk_norm": False,
+    "attn_output_gate": False,
     "rope_interleave": True,
     "moe_layer_freq": 1,
     "topk_method": "noaux_tc",
@@ -67,7 +68,8 @@ def from_hf(
     layers = fields.count("num_hidden_layers", high=MAX_LAYERS)
     heads = fields.count("num_attention_heads")
     max_len = fields.count("max_position_embeddings")
-    ropes = read_ropes(config, layers, max_len, family.local_rope)
+    types = fields.layer_types(layers, family.layer_types)
+    ropes = read_ropes(config, types, max_len, family.local_rope)
     d_model = fields.count("hidden_size")
     vocab = fields.count("vocab_size")
     model = ModelConfig(
@@ -202,8 +204,10 @@ def _completed(config: dict, family: Family) -> dict:
     if every and config.get("layer_types") is None:
         fields = Fields(config)
         layers = fields.count("num_hidden_layers", high=MAX_LAYERS)
-        every = fields.count("sliding_window_pattern", every)
-        types = [FULL if (i + 1) % every == 0 else SLIDING for i in range(layers)]
+        for name in ("sliding_window_pattern", "full_attention_interval"):
+            every = fields.count(name, every)
+        (other,) = family.layer_types - {FULL}
+        types = [FULL if (i + 1) % every == 0 else other for i in range(layers)]
         config = config | {"layer_types": types}
     return config
 

@@ -6,27 +6,25 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jaxserve.checkpoint.fields import Fields
+from jaxserve.checkpoint.fields import FULL, SLIDING, Fields
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.checkpoint.model_paths import CheckpointError
 from jaxserve.checkpoint.rope import SCALINGS, Rope, RopeScaling
 
-SLIDING = "sliding_attention"  # in `layer_types`
-FULL = "full_attention"
 WHOLE = 1.0  # partial_rotary_factor of heads that are rotated whole
 _OUTSIDE = ("rope_theta", "original_max_position_embeddings", "partial_rotary_factor")
 
 
 def read_ropes(
-    config: Mapping[str, Any], layers: int, max_len: int, local: str
+    config: Mapping[str, Any], types: list[str] | None, max_len: int, local: str
 ) -> tuple[Rope, ...]:
     """Reads the RoPE of each layer, or one for all, from `rope_parameters` (transformers 5) or from
     `rope_theta`, `rope_scaling` and `partial_rotary_factor` (hubs).
 
-    local: see `Family.local_rope`. Errors: CheckpointError.
+    types: kinds of layers, if the config has any. local: see `Family.local_rope`. Errors:
+    CheckpointError.
     """
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    types = Fields(dict(config)).layer_types(layers)
     if not isinstance(parameters, dict):
         raise CheckpointError(f"rope_parameters: {parameters!r} is no object")
     if any(isinstance(value, dict) for value in parameters.values()):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import numpy as np
 
@@ -60,7 +61,10 @@ class AttentionSpec:
     of queries and keys, '' for none, 'head' for each head by itself (Qwen 3), 'all' over all heads
     (OLMo 2). scale: factor on q k; None is head_dim ** -0.5. softcap: bound of the logits, see
     `kernels.reference` (Gemma 2); 0: none. sinks: every query sees a key without a value, whose
-    logit is a parameter of the head (gpt-oss)."""
+    logit is a parameter of the head (gpt-oss). gate: a head's output is multiplied by the sigmoid
+    of as many numbers (Qwen3-Next)."""
+
+    has_pages: ClassVar[bool] = True
 
     qkv_bias: bool = False
     o_bias: bool = False
@@ -68,17 +72,19 @@ class AttentionSpec:
     scale: float | None = None
     softcap: float = 0.0
     sinks: bool = False
+    gate: bool = False
 
     def declare(self, sizes: Dimensions) -> dict[str, Declared]:
-        """`qkv` has the G query heads, key and value of each kv head side by side, so that
-        splitting the kv heads over tensor-parallel ranks splits all three."""
+        """`qkv` has the G query heads, their gates, key and value of each kv head side by side, so
+        that splitting the kv heads over tensor-parallel ranks splits all of them."""
         D = sizes.d_model
         K = sizes.kv_heads
         G = sizes.heads // sizes.kv_heads
         H = sizes.head_dim
-        declared = {"qkv": Declared((D, K, G + 2, H), ("embed", "kv_heads", None, None), inputs=1)}
+        rows = self.query_rows * G + 2
+        declared = {"qkv": Declared((D, K, rows, H), ("embed", "kv_heads", None, None), inputs=1)}
         if self.qkv_bias:
-            declared["qkv_bias"] = Declared((K, G + 2, H), ("kv_heads", None, None))
+            declared["qkv_bias"] = Declared((K, rows, H), ("kv_heads", None, None))
         if self.qk_norm == "head":
             norm = Declared((H,), (None,), wide=True)
             declared |= {"q_norm": norm, "k_norm": norm}
@@ -93,18 +99,24 @@ class AttentionSpec:
             declared["o_bias"] = Declared((D,), ("embed",))
         return declared
 
+    @property
+    def query_rows(self) -> int:
+        """Rows of a query head in `qkv`, each of a head's size: the query, and its gate."""
+        return 1 + self.gate
+
     def parts(self, sizes: Dimensions) -> dict[str, tuple[int, ...]]:
-        """Shapes of the parts, rows first, that the parameters are assembled of."""
+        """Shapes of the parts, rows first, that the parameters are assembled of; `q` has each
+        head's query, then its gate."""
         D = sizes.d_model
         queries = sizes.heads * sizes.head_dim
         keys = sizes.kv_heads * sizes.head_dim
         norms = (queries, keys) if self.qk_norm == "all" else (sizes.head_dim,) * 2
         return {
-            "q": (queries, D),
+            "q": (self.query_rows * queries, D),
             "k": (keys, D),
             "v": (keys, D),
             "o": (D, queries),
-            "q_bias": (queries,),
+            "q_bias": (self.query_rows * queries,),
             "k_bias": (keys,),
             "v_bias": (keys,),
             "o_bias": (D,),
@@ -116,6 +128,10 @@ class AttentionSpec:
     def splits(self, sizes: Dimensions, tp: int) -> bool:
         """Returns True if `tp` ranks can share the heads; kv heads may be repeated."""
         return heads_split(sizes, tp)
+
+    def share(self, tp: int) -> AttentionSpec:
+        """Returns the spec of one of `tp` ranks: sizes are those of `Dimensions`."""
+        return self
 
     def page(self, sizes: Dimensions) -> tuple[int, int]:
         """Vectors of a token and kv head on a page, and the numbers of each."""
@@ -136,6 +152,8 @@ class LatentAttentionSpec:
     q_rank: numbers of the latent of queries; None: there is none. plain, value: numbers of a head
     that are not rotated, and of its value. scale: factor on q k.
     """
+
+    has_pages: ClassVar[bool] = True
 
     q_rank: int | None
     kv_rank: int
@@ -188,6 +206,10 @@ class LatentAttentionSpec:
     def splits(self, sizes: Dimensions, tp: int) -> bool:
         """Returns True if `tp` ranks can share the heads; each has a copy of the latents."""
         return heads_split(sizes, tp)
+
+    def share(self, tp: int) -> LatentAttentionSpec:
+        """Returns the spec of one of `tp` ranks: sizes are those of `Dimensions`."""
+        return self
 
     def page(self, sizes: Dimensions) -> tuple[int, int]:
         """Vectors of a token and kv head on a page, and the numbers of each."""
@@ -384,7 +406,3 @@ class Multipliers:
     residual: float = 1.0
     logits_divisor: float = 1.0
     logits_softcap: float = 0.0
-
-
-MixerSpec = AttentionSpec | LatentAttentionSpec
-FeedForwardSpec = MlpSpec | ExpertsSpec

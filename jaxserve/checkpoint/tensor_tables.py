@@ -125,6 +125,36 @@ DEEPSEEK: Tensors = {
     ATTENTION + "kv_b_proj.weight": ("kv_b",),
 }
 
+_SHARED_EXPERT: Tensors = {
+    MLP + "shared_expert.gate_proj.weight": ("shared_gate_proj",),
+    MLP + "shared_expert.up_proj.weight": ("shared_up_proj",),
+    MLP + "shared_expert.down_proj.weight": ("shared_down_proj",),
+    MLP + "shared_expert_gate.weight": ("shared_gate",),
+}
+_DELTA = LAYER + "linear_attn."
+_DELTA_NET: Tensors = {
+    _DELTA + "conv1d.weight": ("conv_q", "conv_k", "conv_v"),
+    _DELTA + "A_log": ("a_log",),
+    _DELTA + "dt_bias": ("dt_bias",),
+    _DELTA + "norm.weight": ("delta_norm",),
+    _DELTA + "out_proj.weight": ("delta_o",),
+}
+QWEN_NEXT: Tensors = {
+    **QWEN_MOE,
+    **_SHARED_EXPERT,
+    **_DELTA_NET,
+    _DELTA + "in_proj_qkvz.weight": ("delta_qkvz",),
+    _DELTA + "in_proj_ba.weight": ("delta_ba",),
+}
+QWEN_35: Tensors = {
+    **LLAMA,
+    **_DELTA_NET,
+    _DELTA + "in_proj_qkv.weight": ("delta_q", "delta_k", "delta_v"),
+    _DELTA + "in_proj_z.weight": ("delta_z",),
+    _DELTA + "in_proj_b.weight": ("delta_b",),
+    _DELTA + "in_proj_a.weight": ("delta_a",),
+}
+QWEN_35_MOE: Tensors = {**QWEN_35, **QWEN_MOE, **_SHARED_EXPERT}
 _BLOCK = "blk.{layers}."
 _GGUF: Tensors = {
     "token_embd.weight": ("embed",),

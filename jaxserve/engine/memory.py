@@ -17,6 +17,7 @@ from jaxserve.engine import sampling
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.stage_programs import POOL_AXES
 from jaxserve.group.member import this_member
+from jaxserve.models.decoder import LayerCache
 from jaxserve.settings.schema import ConfigError
 from jaxserve.sharding.mesh import KVP, TP
 from jaxserve.sharding.rules import devices
@@ -56,13 +57,13 @@ def _likely_platform() -> str:
 
 
 def kv_bytes(plan: StagePlan, given_gib: float | None, share: float, room: DeviceRoom) -> int:
-    """Bytes of a device for pages. plan: with any number of them. given_gib: what the settings
-    say. share: of the device's memory for all that is there. Errors: ConfigError where nothing is
-    left."""
+    """Bytes of a device for pages and states. plan: with any number of pages. given_gib: what the
+    settings say. share: of the device's memory for all that is there. Errors: ConfigError where
+    nothing is left."""
     if given_gib is not None or room.bytes is None:
         return int((CPU_KV_GIB if given_gib is None else given_gib) * 2**30)
     needed = sizes(plan)
-    taken = needed.total - needed.kv + int(RESERVED_GIB * 2**30)
+    taken = needed.total - needed.kv - needed.states + int(RESERVED_GIB * 2**30)
     room_left = int(share * room.bytes) - taken
     if room_left <= 0:
         fault = (
@@ -76,17 +77,19 @@ def kv_bytes(plan: StagePlan, given_gib: float | None, share: float, room: Devic
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Bytes on the device that needs most. weights, kv (pages): exact. tables: page tables and
-    sampling state. work: estimate of the activations of the largest step."""
+    """Bytes on the device that needs most. weights, kv (pages), states (of all slots): exact.
+    tables: page tables and sampling state. work: estimate of the activations of the largest
+    step."""
 
     weights: int
     kv: int
     tables: int
     work: int
+    states: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.kv + self.tables + self.work
+        return self.weights + self.kv + self.tables + self.work + self.states
 
 
 def sizes(plan: StagePlan) -> Sizes:
@@ -99,15 +102,23 @@ def sizes(plan: StagePlan) -> Sizes:
         )
         for part in stages
     ]
-    layer = sum(
-        _part(x.shape, POOL_AXES, plan) * x.dtype.itemsize for x in jax.tree.leaves(plan.pool())
-    )
     return Sizes(
         max(weights),
-        max(map(len, stages)) * layer,
+        max(map(plan.model.paged_layers, stages)) * _pool_bytes(plan.pool(), plan),
         _tables(plan),
         _work(plan),
+        max(state_bytes(plan, part) for part in stages),
     )
+
+
+def state_bytes(plan: StagePlan, layers: range) -> int:
+    """Bytes on a device of the states of all slots, in some layers."""
+    stateful = [layer for layer in layers if not plan.model.mixer(layer).has_pages]
+    return sum(_pool_bytes(plan.cache(layer), plan) for layer in stateful)
+
+
+def _pool_bytes(pool: LayerCache, plan: StagePlan) -> int:
+    return sum(_part(x.shape, POOL_AXES, plan) * x.dtype.itemsize for x in jax.tree.leaves(pool))
 
 
 def _part(shape: tuple[int, ...], axes: Iterable[str | None], plan: StagePlan) -> int:

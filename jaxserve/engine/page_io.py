@@ -93,7 +93,7 @@ class PageIo:
             parts = []
             for stage in self._stages.stages:
                 program = self._stages.programs.get(*self._read_program(stage, size))
-                part = program(stage.pages, np.where(valid, ints, 0)[:, :size])
+                part = program(stage.caches, np.where(valid, ints, 0)[:, :size])
                 for array in jax.tree.leaves(part):
                     array.copy_to_host_async()
                 parts.append((stage.layers, part))
@@ -101,7 +101,7 @@ class PageIo:
 
     def _read_program(self, stage: Stage, size: int) -> Named:
         def lower() -> Any:
-            pages = self._stages.programs.page_shapes(stage)
+            pages = self._stages.programs.cache_shapes(stage)
             out = jax.tree.map(lambda _: spec(*BLOCK_AXES), pages[0])
             return lowered(_read, stage.mesh, (pages, self._ids(stage, size)), out)
 
@@ -134,11 +134,11 @@ class PageIo:
         """Issues copies of gathered blocks into the pools."""
         for stage, values in zip(self._stages.stages, blocks.parts):
             program = self._stages.programs.get(*self._write_program(stage))
-            stage.pages = program(stage.pages, blocks.ids, values)
+            stage.caches = program(stage.caches, blocks.ids, values)
 
     def _write_program(self, stage: Stage) -> Named:
         def lower() -> Any:
-            pages = self._stages.programs.page_shapes(stage)
+            pages = self._stages.programs.cache_shapes(stage)
             arguments = (pages, self._ids(stage, self.most), self._blocks(stage, self.most))
             pools = [spec(*POOL_AXES)] * len(pages)
             return lowered(_write, stage.mesh, arguments, pools, donate=(0,))

@@ -13,8 +13,9 @@ import numpy as np
 
 from jaxserve.checkpoint.model import ModelConfig, layers_of
 from jaxserve.engine.machine import fitted, local_devices
-from jaxserve.engine.memory import DeviceRoom, kv_bytes
+from jaxserve.engine.memory import DeviceRoom, kv_bytes, state_bytes
 from jaxserve.engine.stage_plan import StagePlan
+from jaxserve.engine.state_limits import check_states
 from jaxserve.engine.step_shapes import sample_sizes, shapes
 from jaxserve.group.member import this_member
 from jaxserve.kernels import ops
@@ -92,6 +93,8 @@ def make_plan(
     device; None: as this process has them. kept: weights that may stay quantised. Errors:
     ConfigError."""
     room = room or DeviceRoom.here()
+    if model.has_states:
+        check_states(config, model)
     model = dataclasses.replace(model, max_len=max_length(config, model))
     dtype = DTYPES[weights_dtype(config, model, room.platform)]
     size = config.cache.block_size
@@ -119,19 +122,25 @@ def _pages(config: EngineConfig, plan: StagePlan, blocks: int, room: DeviceRoom)
     """Counts the pages of a lane, for sequences of at most `blocks` blocks. Errors: ConfigError
     where a device holds too few."""
     model = plan.model
-    layers = max(map(len, layers_of(model, plan.mesh.spp)))
-    heads = model.kv_heads // plan.mesh.tp
     vectors, numbers = model.page
+    heads = model.kv_heads // plan.mesh.tp
     one = pool_shapes((vectors, heads, plan.block_size, numbers), plan.kv_dtype)
-    page = layers * sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(one))
+    page = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(one))
     given = config.cache.kv_memory_gib
     total = kv_bytes(plan, given, config.cache.gpu_memory_utilization, room)
-    pages = total // page
+    stages = layers_of(model, plan.mesh.spp)
+    layers = max(map(model.paged_layers, stages))
+    pages = min(
+        (total - state_bytes(plan, stage)) // (page * max(model.paged_layers(stage), 1))
+        for stage in stages
+    )
     if room.bytes is None or given is not None:  # more than all sequences can fill is for prefixes
         pages = min(pages, blocks * plan.slots)
     if pages < LEAST_PAGES:
+        states = max(state_bytes(plan, stage) for stage in stages)
+        beside = f" beside {states} bytes of states of {plan.slots} sequences" if states else ""
         fault = (
-            f"{total / 2**30:g} GiB hold {pages} pages of {page} bytes; "
+            f"{total / 2**30:g} GiB hold {max(pages, 0)} pages of {layers * page} bytes{beside}; "
             f"at least {LEAST_PAGES} are needed"
         )
         raise ConfigError("kv_memory_gib", fault)

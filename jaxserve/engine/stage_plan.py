@@ -8,6 +8,7 @@ from collections.abc import Set
 from typing import Any
 
 from jaxserve.api.batch import DEFAULT_EXCHANGE, Batch
+from jaxserve.checkpoint.delta_net import DeltaNetSpec
 from jaxserve.checkpoint.model import ModelConfig, declare, padded_vocab
 from jaxserve.checkpoint.specs import Declared
 from jaxserve.engine.command import CommandCodec
@@ -15,6 +16,8 @@ from jaxserve.engine.sampling_rows import mask_words
 from jaxserve.engine.step_demand import StepDemand
 from jaxserve.engine.step_shapes import StepShape
 from jaxserve.kernels.kv_pages import KVPages, pool_shapes
+from jaxserve.models.decoder import LayerCache
+from jaxserve.models.deltanet import state_shapes
 from jaxserve.settings.schema import MeshConfig
 from jaxserve.sharding.mesh import KVP, TP
 from jaxserve.weights.kept import Kept, KeptParameter
@@ -82,8 +85,16 @@ class StagePlan:
         """Words of 32 bits in the mask of the tokens that may be sampled."""
         return mask_words(padded_vocab(self.model, self.mesh.tp))
 
+    def cache(self, layer: int) -> LayerCache:
+        """Shapes of what a layer keeps of sequences, on all lanes: pages, or states of all
+        slots."""
+        mixer = self.model.mixer(layer)
+        if isinstance(mixer, DeltaNetSpec):
+            return state_shapes(mixer, self.mesh.kvp, self.slots, self.dtype)
+        return self.pool()
+
     def pool(self) -> KVPages:
-        """Shapes of one layer's pages, on all lanes."""
+        """Shapes of the pages of a layer that has some, on all lanes."""
         vectors, numbers = self.model.page
         tokens = self.mesh.kvp, self.pages, self.model.kv_heads, vectors, self.block_size
         return pool_shapes((*tokens, numbers), self.kv_dtype)

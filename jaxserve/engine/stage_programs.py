@@ -22,7 +22,7 @@ from jaxserve.engine.programs import Lower, Programs
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.step import HeadProgram, LayersProgram, Weights, write_table
 from jaxserve.engine.step_shapes import StepShape, layout
-from jaxserve.kernels.kv_pages import KVPages
+from jaxserve.models.decoder import LayerCache
 from jaxserve.sharding.exchange import compiler_options
 from jaxserve.sharding.mesh import KVP
 from jaxserve.sharding.rules import sharding, spec
@@ -42,7 +42,7 @@ class Stage:
     weights: Weights
     values: list[jax.Array]
     layers: range
-    pages: list[KVPages] = dataclasses.field(default_factory=list)
+    caches: list[LayerCache] = dataclasses.field(default_factory=list)  # by layer
     table: Any = None  # [lanes, 2, slots, W]
 
 
@@ -129,13 +129,11 @@ class StagePrograms(Programs):
 
     # --- shapes of arrays
 
-    def page_shapes(self, stage: Stage) -> list[KVPages]:
-        """Pages of each layer of a stage."""
+    def cache_shapes(self, stage: Stage) -> list[LayerCache]:
+        """Pages or states of each layer of a stage."""
         pool = sharding(stage.mesh, *POOL_AXES)
-        one = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=pool), self._plan.pool()
-        )
-        return [one] * len(stage.layers)
+        on_mesh = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=pool)
+        return [jax.tree.map(on_mesh, self._plan.cache(layer)) for layer in stage.layers]
 
     def table_shape(self, stage: Stage) -> jax.ShapeDtypeStruct:
         """Page table of a stage."""
@@ -175,12 +173,14 @@ class StagePrograms(Programs):
             x = self.sampled_shape(stage.mesh)
         ints = self._on_lanes(stage.mesh, layout(shape, plan.block_size).size)
         last = stage.index == plan.mesh.spp - 1
-        pages = self.page_shapes(stage)
+        caches = self.cache_shapes(stage)
         return lowered(
-            LayersProgram(stage.weights, plan.model, shape, last, plan.dtype).run,
+            LayersProgram(
+                stage.weights, plan.model, shape, last, plan.dtype, plan.pages, plan.block_size
+            ).run,
             stage.mesh,
-            (stage.values, pages, self.table_shape(stage), ints, x),
-            ((LANES,) * 3 if last else LANES, _specs(pages), LANES),
+            (stage.values, caches, self.table_shape(stage), ints, x),
+            ((LANES,) * 3 if last else LANES, _specs(caches), LANES),
             donate=(1, 2),
             exchange=shape.exchange,
         )

@@ -106,15 +106,15 @@ class Stages:
         return Stage(index, mesh, Weights.of(module), values, part)
 
     def reset(self) -> None:
-        """Replaces pages, page tables and sampling state by empty ones; for when those on the
-        devices may be lost. No step may be in flight."""
+        """Replaces pages, states, page tables and sampling state by empty ones; for when those on
+        the devices may be lost. No step may be in flight."""
         self._sampled.clear()
         self.sampling_state = None
         for stage in self.stages:
-            stage.pages = []
+            stage.caches = []
             stage.table = None
         for stage in self.stages:
-            stage.pages = jax.tree.map(_zeros, self.programs.page_shapes(stage))
+            stage.caches = jax.tree.map(_zeros, self.programs.cache_shapes(stage))
             stage.table = _zeros(self.programs.table_shape(stage))
         self._fed = None
         if not self.has_last:
@@ -139,7 +139,7 @@ class Stages:
                 x = None
                 continue
             program = self.programs.get(*self.programs.layers(stage, shape))
-            x, stage.pages, stage.table = program(stage.values, stage.pages, stage.table, rows, x)
+            x, stage.caches, stage.table = program(stage.values, stage.caches, stage.table, rows, x)
             self.newest = x
         return HiddenStates(*x) if self.has_last else None
 

@@ -20,9 +20,8 @@ from flax import nnx
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.engine import sampling, sampling_rows
 from jaxserve.engine.step_shapes import StepShape, layout
-from jaxserve.kernels.kv_pages import KVPages
 from jaxserve.lanes.exchange import EXCHANGES
-from jaxserve.models.decoder import Head, Stage, run_layers
+from jaxserve.models.decoder import Head, LayerCache, Stage, run_layers
 from jaxserve.sharding.lane_groups import LaneGroups
 from jaxserve.sharding.mesh import KVP
 from jaxserve.sharding.rows import Groups, local_rows, spread_rows
@@ -52,48 +51,49 @@ class Weights:
 @dataclasses.dataclass(frozen=True)
 class LayersProgram:
     """The layers of one stage, in steps of a shape. last: whether this is the last stage. dtype: of
-    hidden states."""
+    hidden states. pages, block_size: of a pool, and tokens of a page."""
 
     weights: Weights
     model: ModelConfig
     shape: StepShape
     last: bool
     dtype: Any
+    pages: int
+    block_size: int
 
     def run(
         self,
         values: list[jax.Array],
-        pages: list[KVPages],
+        caches: list[LayerCache],
         table: jax.Array,
         ints: jax.Array,
         x: jax.Array,
-    ) -> tuple[jax.Array | tuple, list[KVPages], jax.Array]:
+    ) -> tuple[jax.Array | tuple, list[LayerCache], jax.Array]:
         """Runs a step.
 
-        values: the stage's weights. pages: KV pages per layer, with a leading axis of 1. table [1,
-        2, slots, W]: page table. ints [1, size]: the step, see `step_shapes.layout`. x: hidden
-        states [1, T, D]; in the first stage the last sampled tokens [1, slots]. Returns hidden
-        states [1, T, D], pages and table; the last stage returns, in place of the hidden states,
-        (all of them, those to sample from [1, S, D], and for each its token, slot and position [1,
-        S, 3]).
+        values: the stage's weights. caches: KV pages or states per layer, with a leading axis of 1.
+        table [1, 2, slots, W]: page table. ints [1, size]: the step, see `step_shapes.layout`. x:
+        hidden states [1, T, D]; in the first stage the last sampled tokens [1, slots]. Returns
+        hidden states [1, T, D], caches and table; the last stage returns, in place of the hidden
+        states, (all of them, those to sample from [1, S, D], and for each its token, slot and
+        position [1, S, 3]).
         """
         shape = self.shape
         stage: Stage = self.weights.module(values)
-        _, count, _, _, size, _ = pages[0].kv.shape
-        view = layout(shape, size).views(ints[0])
+        view = layout(shape, self.block_size).views(ints[0])
         table = write_table(table, view["deltas"])
-        groups = _groups(view, shape, table[0], count, size)
+        groups = _groups(view, shape, table[0], self.pages, self.block_size)
         x = x[0]
         if stage.is_first:
             x = stage.embed_tokens(_tokens(view, shape, x))
         moves = view["moves"] if shape.moves else None
         x = x.astype(self.dtype)
         positions = _positions(view, shape)
-        x, pages = run_layers(stage, self.model, x, positions, groups, pages, moves)
+        x, caches = run_layers(stage, self.model, x, positions, groups, caches, moves)
         if not self.last:
-            return x[None], pages, table
+            return x[None], caches, table
         samples = view["samples"]
-        return (x[None], x[samples[:, 0]][None], samples[None]), pages, table
+        return (x[None], x[samples[:, 0]][None], samples[None]), caches, table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,17 +194,23 @@ def _groups(
     local = []
     spread = []
     row = 0
-    for rows, width in shape.local:
-        mine = view["rows"][row : row + rows]
-        local.append(local_rows(mine, width, table, pages, size))
-        row += rows
+    for group, apart in ((shape.decode, True), (shape.prefill, False)):
+        rows, width = group
+        if rows:
+            mine = view["rows"][row : row + rows]
+            local.append(local_rows(mine, width, table, pages, size, apart))
+            row += rows
     first = row
     lanes = LaneGroups(shape.group_size)
-    for rows, width in shape.spread:
+    for group, apart in ((shape.spread_decode, True), (shape.spread_prefill, False)):
+        rows, width = group
+        if not rows:
+            continue
         held = view["held"][row - first : row - first + rows]
         mine = jnp.concatenate([view["rows"][row : row + rows], held], 1)
         mine = lanes.gather_rows(mine)  # each lane of a group needs all its spread rows
         settled = EXCHANGES[shape.exchange].settled and width > 1
-        spread.append(spread_rows(mine, lanes.index(), width, table, pages, size, settled))
+        lane = lanes.index()
+        spread.append(spread_rows(mine, lane, width, table, pages, size, settled, apart))
         row += rows
     return Groups(tuple(local), tuple(spread), table, shape.exchange, lanes, shape.room)

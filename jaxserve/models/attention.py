@@ -50,11 +50,13 @@ class Attention(nnx.Module):
         """Hidden states [T, D] at positions [T] (-1: padding) and this layer's KV pages (leading
         axis of 1) -> this rank's part of the output, and the pages with the new keys and values.
         cos_sin: None for a layer without positions."""
-        q, kv = self._project(x, positions, cos_sin)
+        q, gate, kv = self._project(x, positions, cos_sin)
         sinks = None
         if self.spec.sinks:
             sinks = self.sinks[...]
         out, pages = attention(q, kv, pages, groups, self.attend, sinks)
+        if gate is not None:
+            out = out * jax.nn.sigmoid(gate)
         out = matmul(out.reshape(len(x), -1), self.o_proj, 3, positions)
         if self.spec.o_bias:
             out = out + jnp.where(jax.lax.axis_index(TP) == 0, self.o_bias[...], 0)
@@ -65,13 +67,16 @@ class Attention(nnx.Module):
         x: jax.Array,
         positions: jax.Array,
         cos_sin: tuple[jax.Array, jax.Array] | None,
-    ) -> tuple[jax.Array, jax.Array]:
-        """Projects x [T, D] to q [T, K, G, H] and kv [T, K, 2, H], with norms and RoPE on queries
-        and keys."""
+    ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+        """Projects x [T, D] to q [T, K, G, H], its gate, if there is one, and kv [T, K, 2, H], with
+        norms and RoPE on queries and keys."""
         qkv = matmul(x, self.qkv, 1, positions)
         if self.spec.qkv_bias:
             qkv = qkv + self.qkv_bias[...]
         q, k, v = jnp.split(qkv, (qkv.shape[2] - 2, qkv.shape[2] - 1), 2)
+        gate = None
+        if self.spec.gate:
+            q, gate = jnp.split(q, 2, 2)
         if self.spec.qk_norm == "head":
             q = rms_norm(q, self.q_norm[...], self.eps)
             k = rms_norm(k, self.k_norm[...], self.eps)
@@ -80,7 +85,7 @@ class Attention(nnx.Module):
         if cos_sin is not None:
             q = rotate(q, *cos_sin)
             k = rotate(k, *cos_sin)
-        return q, jnp.concatenate([k, v], 2)
+        return q, gate, jnp.concatenate([k, v], 2)
 
     def _norm_over_heads(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
         """RMSNorm of q [T, K, G, H] and k [T, K, 1, H] over the heads of all ranks together."""

@@ -4,8 +4,8 @@ A pipeline stage is a `Stage`: some `Block`s, with the embedding in the first st
 `Head` beside the last. Modules of a block are chosen by the specs of its layer; parameters are
 those that the specs declare, with logical axis names that `sharding.rules` maps to mesh axes.
 Modules run on local arrays inside shard_map, so the shape of a weight, not the config, says how
-many heads a device has. KV pages are never module state: a block takes the pages of its KV cache
-and returns them.
+many heads a device has. What a layer keeps of sequences, KV pages or states, is never module state:
+a block takes it and returns it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxserve.checkpoint.delta_net import DeltaNetSpec
 from jaxserve.checkpoint.model import ModelConfig, declare
 from jaxserve.checkpoint.rope import Rope
 from jaxserve.checkpoint.specs import (
@@ -31,6 +32,7 @@ from jaxserve.kernels import ops
 from jaxserve.kernels.kv_pages import KVPages
 from jaxserve.kernels.quantised import Quantised
 from jaxserve.models.attention import Attention
+from jaxserve.models.deltanet import GatedDeltaNet, States
 from jaxserve.models.experts import Experts
 from jaxserve.models.latent import LatentAttention
 from jaxserve.models.layers import capped, rms_norm, rope_cos_sin
@@ -41,8 +43,13 @@ from jaxserve.sharding.page_moves import move_pages
 from jaxserve.sharding.rows import Groups
 
 # modules by spec
-MIXERS = {AttentionSpec: Attention, LatentAttentionSpec: LatentAttention}
+MIXERS = {
+    AttentionSpec: Attention,
+    LatentAttentionSpec: LatentAttention,
+    DeltaNetSpec: GatedDeltaNet,
+}
 MLPS = {MlpSpec: GatedMlp, ExpertsSpec: Experts}
+LayerCache = KVPages | States  # what a layer keeps of sequences
 
 
 class Block(nnx.Module):
@@ -68,14 +75,14 @@ class Block(nnx.Module):
         positions: jax.Array,
         cos_sin: tuple[jax.Array, jax.Array] | None,
         groups: Groups,
-        pages: KVPages,
-    ) -> tuple[jax.Array, KVPages]:
-        """Hidden states [T, D] at positions [T] (-1: padding) and this layer's KV pages (leading
-        axis of 1) -> both, updated."""
+        cache: LayerCache,
+    ) -> tuple[jax.Array, LayerCache]:
+        """Hidden states [T, D] at positions [T] (-1: padding) and this layer's KV pages or states
+        (leading axis of 1) -> both, updated."""
         h = x
         if self.norms.before:
             h = rms_norm(x, self.attn_norm[...], self.norms.eps)
-        out, pages = self.attention(h, positions, cos_sin, groups, pages)
+        out, cache = self.attention(h, positions, cos_sin, groups, cache)
         out = axis_sum(out, TP)
         if self.norms.after:
             out = rms_norm(out, self.attn_post_norm[...], self.norms.eps)
@@ -85,7 +92,7 @@ class Block(nnx.Module):
         out = axis_sum(self.mlp(h, positions), TP)
         if self.norms.after:
             out = rms_norm(out, self.mlp_post_norm[...], self.norms.eps)
-        return x + _scaled(out, self.residual), pages
+        return x + _scaled(out, self.residual), cache
 
 
 class Stage(nnx.Module):
@@ -158,14 +165,15 @@ def run_layers(
     x: jax.Array,
     positions: jax.Array,
     groups: Groups,
-    pages: list[KVPages],
+    caches: list[LayerCache],
     moves: jax.Array | None = None,
 ):
     """Runs hidden states x [T, D] at positions [T] (-1: padding) through the stage's layers.
 
-    pages: KV pages, one pool per layer. moves [2, size, m]: pages to move between lanes before
-    attention, as in `move_pages`; they do not depend on the hidden states, so the compiler may
-    overlap them with the layers' matrix products (Tetris, section 4.1). Returns x and the pools.
+    caches: KV pages or states, one pool per layer. moves [2, size, m]: pages to move between lanes
+    before attention, as in `move_pages`; they do not depend on the hidden states, so the compiler
+    may overlap them with the layers' matrix products (Tetris, section 4.1). Returns x and the
+    caches.
     """
     clipped = jnp.maximum(positions, 0)
     cos_sin: dict[Rope | None, tuple[jax.Array, jax.Array]] = {
@@ -173,11 +181,11 @@ def run_layers(
         for rope in dict.fromkeys(block.rope for block in stage.layers)
         if rope is not None
     }
-    pages = list(pages) if moves is None else move_pages(pages, moves, groups.lanes)
+    caches = list(caches) if moves is None else move_pages(caches, moves, groups.lanes)
     for i, block in enumerate(stage.layers):
         table = cos_sin.get(block.rope)
-        x, pages[i] = _run_block(*nnx.split(block), x, positions, table, groups, pages[i])
-    return x, pages
+        x, caches[i] = _run_block(*nnx.split(block), x, positions, table, groups, caches[i])
+    return x, caches
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -188,11 +196,11 @@ def _run_block(
     positions: jax.Array,
     cos_sin: tuple[jax.Array, jax.Array] | None,
     groups: Groups,
-    pages: KVPages,
+    cache: LayerCache,
 ):
     """Runs one block. Jitted by itself so that equal blocks are traced only once; the compiler
     inlines it."""
-    return nnx.merge(graphdef, state)(x, positions, cos_sin, groups, pages)
+    return nnx.merge(graphdef, state)(x, positions, cos_sin, groups, cache)
 
 
 def _scaled(x: jax.Array, factor: float) -> jax.Array:

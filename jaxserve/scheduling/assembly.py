@@ -129,11 +129,13 @@ class ReplicaSizes:
 @dataclasses.dataclass(frozen=True)
 class CachedModel:
     """A model as its cache and scheduler know it. ascending: rows of blocks must ascend, as for
-    sliding windows."""
+    sliding windows. states: layers keep states, so that blocks alone do not bring a prefix back,
+    and one lane computes all of a sequence."""
 
     identity: CacheIdentity = ANONYMOUS
     ascending: bool = False
     eos_ids: Iterable[int] = ()
+    states: bool = False
 
 
 def assemble(
@@ -144,13 +146,16 @@ def assemble(
 ) -> Scheduler:
     """Makes a scheduler and its cache, both empty. profile: None if it is not known what steps
     cost. lower: tiers below the devices."""
+    config = sizes.cache
+    if model.states:
+        config = dataclasses.replace(config, prefix_caching=False)
     cache = CacheManager(
-        sizes.cache,
+        config,
         sizes.mesh.kvp,
         sizes.scheduler.max_seqs,
         model.identity,
         lower,
-        LaneRules(sizes.stripe(profile), sizes.moves, model.ascending),
+        LaneRules(sizes.stripe(profile), sizes.moves, model.ascending, model.states),
     )
     return Scheduler(
         sizes.scheduler,

@@ -129,6 +129,8 @@ class PrefillChunks:
             return ChunkPlace(home)
         blocks = per_lane.tolist()
         dealt = step.dealt.get(sequence.number)
+        if self.cache.at_home:
+            dealt = range(home, home + 1)
         for lane in (*lanes, *(dealt or ())):
             blocks[lane] = max(blocks[lane], 1)
         place = ChunkPlace(home, blocks, dealt)
@@ -175,7 +177,10 @@ class PrefillChunks:
         else:
             size = max(size, len(place.group))
         step.budget.add(place, candidate.start, length)
-        step.chunks.append(self._issue(step, sequence, length, size, place.dealt))
+        dealt = place.dealt
+        if self.cache.at_home:  # also where its blocks have just come to lie on other lanes
+            dealt = range(place.home, place.home + 1)
+        step.chunks.append(self._issue(step, sequence, length, size, dealt))
         return True
 
     def length_with_pages(self, sequence: Sequence, limit: int, reserve: int) -> int:

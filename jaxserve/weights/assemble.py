@@ -14,7 +14,10 @@ from typing import Protocol
 
 import numpy as np
 
+from jaxserve.checkpoint.delta_net import DeltaNetSpec
 from jaxserve.checkpoint.families import layout
+from jaxserve.checkpoint.specs import AttentionSpec
+from jaxserve.weights import delta_net
 from jaxserve.weights.sources import Index, Rows, Sources, empty, places, transpose
 
 
@@ -151,7 +154,8 @@ def _numbers(rows: slice) -> np.ndarray:
 
 
 def _qkv(sources: Sources, index: Index) -> list[Rows]:
-    """[D, K, G + 2, H]: for each kv head its G query heads, its key, its value."""
+    """[D, K, G + 2, H]: for each kv head its G query heads, its key, its value; with gates, those
+    of its query heads follow these."""
     return _heads(sources, index[1], index[0])
 
 
@@ -162,9 +166,11 @@ def _qkv_bias(sources: Sources, index: Index) -> np.ndarray:
 
 
 def _heads(sources: Sources, kv: slice, columns: slice | None) -> list[Rows]:
-    """Rows of queries [K, G, H], keys and values [K, 1, H] for the kv heads `kv`."""
+    """Rows of queries and their gates [K, G or 2 G, H], keys and values [K, 1, H] for the kv heads
+    `kv`."""
     query, key, value = sources.parts
-    queries = _query_heads(sources, kv)
+    assert isinstance(sources.mixer, AttentionSpec)
+    queries = _query_heads(sources, kv, sources.mixer.query_rows)
     keys = values = _kv_heads(sources, kv)
     if layout(sources.stored).interleaved:
         dims = sources.rotated or sources.model.head_dim  # the order is that of all layers
@@ -181,11 +187,13 @@ def _in_halves(heads: np.ndarray, dims: int) -> np.ndarray:
     return heads[:, :, order]
 
 
-def _query_heads(sources: Sources, kv: slice) -> np.ndarray:
-    """Numbers of rows [K, G, H]."""
+def _query_heads(sources: Sources, kv: slice, rows: int = 1) -> np.ndarray:
+    """Numbers of rows [K, rows * G, H]: of the G heads, then of what else each has, as gates."""
     G = sources.model.heads // sources.model.kv_heads
     H = sources.model.head_dim
-    return np.arange(kv.start * G * H, kv.stop * G * H).reshape(-1, G, H)
+    size = G * rows * H
+    heads = np.arange(kv.start * size, kv.stop * size).reshape(-1, G, rows, H)
+    return heads.swapaxes(1, 2).reshape(-1, rows * G, H)
 
 
 def _kv_heads(sources: Sources, kv: slice) -> np.ndarray:
@@ -224,6 +232,7 @@ def _k_norm(sources: Sources, index: Index) -> np.ndarray:
 def _o_proj(sources: Sources, index: Index) -> list[Rows]:
     """[K, G, H, D]."""
     G = sources.model.heads // sources.model.kv_heads
+    assert not isinstance(sources.mixer, DeltaNetSpec)
     H = sources.mixer.value_dim(sources.model)
     columns = slice(index[0].start * G * H, index[0].stop * G * H)
     return [Rows(sources.parts[0], _numbers(index[3]), columns)]
@@ -330,6 +339,17 @@ TABLE: dict[str, Assembly] = {
     "layers.{layers}.attention.kv_a_norm": Built(("kv_a_norm",), _vector),
     "layers.{layers}.attention.k_up": Built(("kv_b", "k_b"), _k_up),
     "layers.{layers}.attention.v_up": Built(("kv_b", "v_b"), _v_up),
+    "layers.{layers}.attention.qkvz": Matrix(
+        ("delta_qkvz", "delta_q", "delta_k", "delta_v", "delta_z"), delta_net.qkvz, axis=1
+    ),
+    "layers.{layers}.attention.ba": Matrix(
+        ("delta_ba", "delta_b", "delta_a"), delta_net.ba, axis=1
+    ),
+    "layers.{layers}.attention.conv": Built(("conv_q", "conv_k", "conv_v"), delta_net.conv),
+    "layers.{layers}.attention.a_log": Built(("a_log",), delta_net.of_value_heads),
+    "layers.{layers}.attention.dt_bias": Built(("dt_bias",), delta_net.of_value_heads),
+    "layers.{layers}.attention.out_norm": Built(("delta_norm",), _vector),
+    "layers.{layers}.attention.out_proj": Matrix(("delta_o",), delta_net.out_proj),
     "layers.{layers}.mlp_norm": Built(("mlp_norm",), _norm),
     "layers.{layers}.mlp_post_norm": Built(("mlp_post_norm",), _norm),
     "layers.{layers}.mlp.gate_up": Matrix(("gate", "up"), _gate_up),

@@ -14,9 +14,10 @@ from typing import Protocol
 
 import numpy as np
 
+from jaxserve.checkpoint.delta_net import DeltaNetSpec
 from jaxserve.checkpoint.families import layout
-from jaxserve.checkpoint.model import ModelConfig
-from jaxserve.checkpoint.specs import LatentAttentionSpec, MixerSpec
+from jaxserve.checkpoint.model import MixerSpec, ModelConfig
+from jaxserve.checkpoint.specs import LatentAttentionSpec
 from jaxserve.checkpoint.tensor_tables import Alternating, Stacked
 from jaxserve.weights.quantised import Blocks, Encoding
 
@@ -94,6 +95,12 @@ class Sources:
     def latent(self) -> LatentAttentionSpec:
         """Spec of the layer's latent attention."""
         assert isinstance(self.mixer, LatentAttentionSpec)
+        return self.mixer
+
+    @property
+    def delta_net(self) -> DeltaNetSpec:
+        """Spec of the layer's Gated DeltaNet, of all ranks."""
+        assert isinstance(self.mixer, DeltaNetSpec)
         return self.mixer
 
     @property

@@ -376,7 +376,7 @@ def test_sizes_are_those_of_the_arrays_of_an_engine(mesh):
     held = {}
     kinds = {
         "weights": [[stage.values for stage in stages.stages], stages.head.values],
-        "kv": [stage.pages for stage in stages.stages],
+        "kv": [stage.caches for stage in stages.stages],
         "tables": [[stage.table for stage in stages.stages], stages.sampling_state],
     }
     for kind, arrays in kinds.items():

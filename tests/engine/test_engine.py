@@ -332,7 +332,7 @@ def test_logits_that_are_not_finite_end_their_request_and_no_other(real, fields)
     )
     stage = real.worker.stages.stages[0]
     page = real.scheduler.cache.layouts[slot].pages[0]
-    stage.pages[0] = jax.tree.map(lambda pool: pool.at[0, page].set(jnp.nan), stage.pages[0])
+    stage.caches[0] = jax.tree.map(lambda pool: pool.at[0, page].set(jnp.nan), stage.caches[0])
     while real.step():
         real.scheduler.check()
     ended = bad.finished()
@@ -349,7 +349,7 @@ def test_logits_that_are_not_finite_end_their_request_and_no_other(real, fields)
     # nothing of it was kept
     assert again.finished().reason == "length" and again.finished().usage.cached == 0
     assert_empty(real)
-    stage.pages[0] = jax.tree.map(jnp.zeros_like, stage.pages[0])
+    stage.caches[0] = jax.tree.map(jnp.zeros_like, stage.caches[0])
 
 
 def test_pages_that_held_what_is_not_finite_do_no_harm_to_their_next_holder(real):
@@ -357,11 +357,11 @@ def test_pages_that_held_what_is_not_finite_do_no_harm_to_their_next_holder(real
     while real.step():
         pass
     stage = real.worker.stages.stages[0]
-    clean = list(stage.pages)
-    stage.pages = jax.tree.map(lambda pool: jnp.full_like(pool, jnp.nan), clean)
+    clean = list(stage.caches)
+    stage.caches = jax.tree.map(lambda pool: jnp.full_like(pool, jnp.nan), clean)
     again = fresh(real, "grow")
     listener = ask(again, "b", 100, max_tokens=20)
     while again.step():
         pass
     assert listener.tokens == right.tokens and len(right.tokens) == 20
-    stage.pages = jax.tree.map(jnp.zeros_like, clean)
+    stage.caches = jax.tree.map(jnp.zeros_like, clean)

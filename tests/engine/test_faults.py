@@ -32,7 +32,7 @@ def running():
 def lose(real: Engine) -> None:
     """Deletes the pools that a step was given, as it does before it fails."""
     for stage in real.worker.stages.stages:
-        for array in jax.tree.leaves(stage.pages):
+        for array in jax.tree.leaves(stage.caches):
             array.delete()
 
 

@@ -501,7 +501,7 @@ def assert_eight_bits_cost_little(source, cases, plain, tokens: int, meshes) -> 
     right = log_probabilities(plain, cases)
     for mesh, placement in meshes:
         real = engine(source, mesh, placement=placement, kv_cache_dtype="fp8", **FIRST_LAYERS)
-        pools = real.worker.stages.stages[0].pages[0]
+        pools = real.worker.stages.stages[0].caches[0]
         assert (
             str(pools.kv.dtype) == "float8_e4m3fn" and pools.kv.nbytes == 32 * pools.scales.nbytes
         )
@@ -553,7 +553,7 @@ def assert_sixteen_bits_cost_little(source, cases, plain, tokens: int, mesh: str
     states and KV are in bfloat16, sums in f32. tokens: least number of them."""
     right = log_probabilities(plain, cases)
     real = engine(source, mesh, dtype="bfloat16", **FIRST_LAYERS)
-    assert str(real.worker.stages.stages[0].pages[0].kv.dtype) == "bfloat16"
+    assert str(real.worker.stages.stages[0].caches[0].kv.dtype) == "bfloat16"
     differences = np.concatenate(
         [one - other for one, other in zip(log_probabilities(real, cases), right)]
     )

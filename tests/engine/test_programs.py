@@ -129,7 +129,7 @@ def test_shapes_without_spread_rows_need_no_other_lane(lanes):
 def test_pages_are_donated_and_never_copied_in_any_shape(which, request):
     small, large = request.getfixturevalue(which)
     held = lambda real: (
-        sum(pool.nbytes for pool in jax.tree.leaves(real.worker.stages.stages[0].pages))
+        sum(pool.nbytes for pool in jax.tree.leaves(real.worker.stages.stages[0].caches))
         // real.config.mesh.kvp
     )
     one = held(small)
@@ -149,13 +149,13 @@ def test_pages_stay_where_they_are_while_steps_run(alone):
     real = fresh(alone[0], "grow")
     places = lambda: [
         pool.addressable_shards[0].data.unsafe_buffer_pointer()
-        for pool in jax.tree.leaves(real.worker.stages.stages[0].pages)
+        for pool in jax.tree.leaves(real.worker.stages.stages[0].caches)
     ]
     runner = Runner(real)
     runner.submit(range(3, 10), max_tokens=1)
     runner.run()  # the first step begins with pages of its own
     before = places()
-    pools = jax.tree.leaves(real.worker.stages.stages[0].pages)
+    pools = jax.tree.leaves(real.worker.stages.stages[0].caches)
     runner.submit(range(3, 100), max_tokens=5)
     runner.submit(range(3, 20), max_tokens=5)
     runner.run()

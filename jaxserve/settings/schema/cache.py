@@ -19,7 +19,7 @@ class CacheConfig(Settings):
     pages: int | None = option(None, "KV pages per lane; default: from kv_memory_gib", low=2)
     kv_memory_gib: float | None = option(
         None,
-        "memory for KV pages per device (GiB), where pages is not given; default: what "
+        "memory for KV pages and states per device (GiB), where pages is not given; default: what "
         "gpu_memory_utilization leaves, 1 on CPUs and under launch",
         low=0.001,
     )

@@ -41,12 +41,12 @@ class Case:
         """Makes random tensors, f32, with which every part matters: logits of a few units, norms
         that are not one. A tied embedding is small and the last norm large: else a token is
         followed by itself for ever."""
-        less_one = self.config["model_type"].startswith("gemma")
+        less_one = self.config["model_type"].startswith(("gemma", "qwen3_next", "qwen3_5"))
         found = {}
         for name, shape in shapes.items():
             noise = np.random.default_rng([self.seed, zlib.crc32(name.encode())])
             mean, spread = _scale(name, shape, self.config["tie_word_embeddings"])
-            if "norm" in name and less_one:
+            if "norm" in name and "linear_attn" not in name and less_one:
                 mean -= 1
             found[name] = (mean + spread * noise.standard_normal(shape)).astype(np.float32)
         return found
@@ -88,6 +88,22 @@ _LATENT = dict(
     moe_intermediate_size=40,
     n_shared_experts=2,
     first_k_dense_replace=1,
+)
+_DELTA_NET = dict(
+    head_dim=32,
+    partial_rotary_factor=0.25,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=16,
+    linear_value_head_dim=24,
+    linear_conv_kernel_dim=4,
+    full_attention_interval=4,
+)
+_QWEN_EXPERTS = dict(
+    num_experts=16,
+    num_experts_per_tok=4,
+    moe_intermediate_size=40,
+    shared_expert_intermediate_size=48,
 )
 CASES = {
     "phi3": case("Phi3ForCausalLM", "phi3", sliding_window=40, **_PHI),
@@ -202,6 +218,22 @@ CASES = {
         routed_scaling_factor=1.7,
         **_LATENT,
     ),
+    "qwen3_next": case(
+        "Qwen3NextForCausalLM",
+        "qwen3_next",
+        norm_topk_prob=True,
+        mlp_only_layers=[1],
+        decoder_sparse_step=1,
+        **_DELTA_NET,
+        **_QWEN_EXPERTS,
+    ),
+    "qwen3_5": case(
+        "Qwen3_5ForCausalLM",
+        "qwen3_5_text",
+        seed=1,
+        **_DELTA_NET | {"linear_num_value_heads": 6, "linear_conv_kernel_dim": 3},
+    ),
+    "qwen3_5_moe": case("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", **_DELTA_NET, **_QWEN_EXPERTS),
     "glm": case(
         "GlmForCausalLM", "glm", seed=1, head_dim=32, attention_bias=True, partial_rotary_factor=0.5
     ),

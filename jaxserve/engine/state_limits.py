@@ -1,0 +1,38 @@
+"""Refuses settings that a model with states does not go with, and says what it goes without."""
+
+from __future__ import annotations
+
+import logging
+
+from jaxserve.api.log_once import LogOnce
+from jaxserve.checkpoint.model import ModelConfig
+from jaxserve.lanes.exchange import EXCHANGES
+from jaxserve.settings.schema import ConfigError, EngineConfig
+
+notes = LogOnce(logging.getLogger(__name__))
+
+
+def check_states(config: EngineConfig, model: ModelConfig) -> None:
+    """Refuses settings by which blocks of KV would have to bring a sequence back without its state,
+    or by which several lanes would compute its tokens. Errors: ConfigError that names the
+    setting."""
+    cache = config.cache
+    scheduler = config.scheduler
+    blocks = f"{model.name} also keeps states, which do not come back with blocks of KV"
+    tokens = f"{model.name} keeps states, so that one lane computes all tokens of a sequence"
+    at_home = [row.name for row in EXCHANGES.values() if not row.settled]
+    for name, refused, reason in (
+        ("host_cache_gib", cache.host_cache_gib > 0, blocks),
+        ("prefix_copies", cache.prefix_copies, blocks),
+        ("role", config.role != "mixed", blocks),
+        ("planner", scheduler.planner != "none", tokens),
+        (
+            "exchange",
+            scheduler.exchange not in at_home,
+            f"{tokens}; one of {', '.join(at_home)} does so",
+        ),
+    ):
+        if refused:
+            raise ConfigError(name, reason)
+    if cache.prefix_caching:
+        notes.warning("%s: prefixes are computed again (no prefix caching)", blocks)

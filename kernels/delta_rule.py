@@ -1,0 +1,114 @@
+"""The gated delta rule (Yang et al., 2024), in XLA.
+
+A head's state is a matrix [key, value]. A token multiplies it by a decay, then corrects what it
+gives for the token's key k towards the token's value v: state += k (beta (v - k state))^T. Its
+output is q state. Each of K key heads has G value heads with states of their own.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+PIECE = 64  # tokens that are computed together
+
+
+class DeltaTokens(NamedTuple):
+    """Tokens, all f32: queries and keys [..., K, key], values [..., K, G, value]; beta and the
+    logarithm of the decay [..., K, G]. A token with both 0 changes no state."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    beta: jax.Array
+    log_decay: jax.Array
+
+
+class _Pieces(NamedTuple):
+    """Effect of a piece's tokens on any state. Outputs are from_state state + among new, where
+    `new` = values - from_keys state are the corrections of all its tokens; the state after the
+    piece is decay state + keys^T new. Arrays [K, G, PIECE, ...]; decay [K, G]."""
+
+    values: jax.Array
+    from_keys: jax.Array
+    from_state: jax.Array
+    among: jax.Array
+    keys: jax.Array
+    decay: jax.Array
+
+
+_product = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+
+
+def advance(tokens: DeltaTokens, states: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Computes one token each of R sequences, whose states are [R, K, G, key, value]: outputs [R,
+    K, G, value] and states."""
+    q, k, v, beta, log_decay = tokens
+    decay = jnp.exp(log_decay)[..., None]
+    both = _product("rknh,rkghv->nrkgv", jnp.stack([q, k], 2), states)  # reads states once
+    from_state, known = both * decay
+    new = beta[..., None] * (v - known)
+    out = from_state + _product("rkh,rkh->rk", q, k)[..., None, None] * new
+    return out, states * decay[..., None] + k[:, :, None, :, None] * new[:, :, :, None]
+
+
+def advance_row(tokens: DeltaTokens, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Computes T consecutive tokens of a sequence, whose state is [K, G, key, value]: outputs [T,
+    K, G, value] and the state after them.
+
+    Tokens are taken in pieces: the corrections of a piece's tokens depend on each other by a
+    triangular system, whose solution turns them into products of matrices.
+    """
+    T = len(tokens.q)
+    size = min(PIECE, T)
+    cut = functools.partial(_cut, size=size)
+    pieces = jax.vmap(_prepared)(DeltaTokens(*map(cut, tokens)))
+    state, out = lax.scan(_run_piece, state, pieces)  # out [pieces, K, G, size, value]
+    return jnp.moveaxis(out, 3, 1).reshape(-1, *tokens.v.shape[1:])[:T], state
+
+
+def _cut(x: jax.Array, size: int) -> jax.Array:
+    """Cuts [T, ...] into pieces [n, size, ...]; tokens that fill up the last one change nothing."""
+    padding = [(0, -len(x) % size)] + [(0, 0)] * (x.ndim - 1)
+    return jnp.pad(x, padding).reshape(-1, size, *x.shape[1:])
+
+
+def _prepared(tokens: DeltaTokens) -> _Pieces:
+    """Solves a piece's system, for any state."""
+    q, k = (jnp.moveaxis(x, 0, 1) for x in tokens[:2])  # [K, T, key]
+    v = jnp.moveaxis(tokens.v, 0, 2)  # [K, G, T, value]
+    beta, log_decay = (jnp.moveaxis(x, 0, 2)[..., None] for x in tokens[3:])  # [K, G, T, 1]
+    total = jnp.cumsum(log_decay, 2)
+    before = jnp.tril(jnp.ones((q.shape[1], q.shape[1]), bool))
+    since = jnp.exp(jnp.where(before, total - total.swapaxes(2, 3), -jnp.inf))
+    products = _product("nkth,kuh->nktu", jnp.stack([q, k]), k)[:, :, None] * since
+    system = jnp.tril(beta * products[1], -1)
+    wide_k = jnp.broadcast_to(k[:, None], (*v.shape[:3], k.shape[-1]))
+    wanted = jnp.concatenate([beta * v, beta * jnp.exp(total) * wide_k], -1)
+    solved = lax.linalg.triangular_solve(
+        system, wanted, left_side=True, lower=True, unit_diagonal=True
+    )
+    values, from_keys = jnp.split(solved, [v.shape[-1]], -1)
+    last = total[:, :, -1:]
+    return _Pieces(
+        values,
+        from_keys,
+        jnp.exp(total) * q[:, None],
+        products[0],
+        jnp.exp(last - total) * wide_k,
+        jnp.exp(last[..., 0, 0]),
+    )
+
+
+def _run_piece(state: jax.Array, piece: _Pieces) -> tuple[jax.Array, jax.Array]:
+    """Returns the state after a piece, and its outputs [K, G, PIECE, value]."""
+    both = jnp.concatenate([piece.from_keys, piece.from_state], 2)
+    known, from_state = jnp.split(_product("kgth,kghv->kgtv", both, state), 2, 2)
+    new = piece.values - known
+    out = from_state + _product("kgtu,kguv->kgtv", piece.among, new)
+    added = _product("kgth,kgtv->kghv", piece.keys, new)
+    return piece.decay[..., None, None] * state + added, out

@@ -1,0 +1,122 @@
+"""States of Gated DeltaNet layers follow their sequences, whatever becomes of these."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jaxserve.checkpoint.model import ModelConfig
+from jaxserve.checkpoint.model_config import from_hf
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.memory import DeviceRoom, sizes, state_bytes
+from jaxserve.engine.sizing import make_plan
+from jaxserve.settings.options import make
+from jaxserve.settings.schema import ConfigError, EngineConfig
+from tests.engine.harness import Runner, assert_empty, engine
+from tests.models import oracle
+from tests.models.oracle.cases import CASES
+from tests.models.test_families import write_model
+
+NAME = "qwen3_5"
+CPU = DeviceRoom("cpu", None)
+NEXT_80B = {  # its config.json, as far as it says something
+    "architectures": ["Qwen3NextForCausalLM"],
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "max_position_embeddings": 262144,
+    "vocab_size": 151936,
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Engine:
+    """An engine for two sequences, with pages for one and a half of the longest."""
+    folder = write_model(tmp_path_factory.mktemp("states") / "model", NAME)
+    return engine(folder, chunk=32, seqs=2, pages=14, block=8, max_len=80)
+
+
+@pytest.fixture
+def answer() -> oracle.Answer:
+    return oracle.load(NAME)
+
+
+def test_preempted_sequences_begin_again_and_say_the_same(tiny, answer):
+    runner = Runner(tiny)
+    asked = dict(max_tokens=len(answer.tokens), ignore_eos=True)
+    ids = [runner.submit(answer.prompt, **asked) for _ in range(4)]
+    runner.run(chunks=(3, 8, 32))
+    assert tiny.scheduler.slots.preemptions > 0
+    assert [runner.ids(id) for id in ids] == [answer.tokens] * 4
+    assert_empty(tiny)
+
+
+def test_a_slot_forgets_the_state_of_a_cancelled_sequence(tiny, answer):
+    runner = Runner(tiny)
+    asked = dict(max_tokens=len(answer.tokens), ignore_eos=True)
+    gone = [runner.submit([5 + i] * 40, **asked) for i in range(2)]
+    for _ in range(3):
+        tiny.step()
+    for id in gone:
+        tiny.cancel(id)
+    after = runner.submit(answer.prompt, **asked)
+    runner.run()
+    assert runner.ids(after) == answer.tokens
+    assert_empty(tiny)
+
+
+def test_each_completion_of_a_request_has_its_own_state(tiny, answer):
+    runner = Runner(tiny)
+    sampled = dict(max_tokens=8, ignore_eos=True, temperature=1.0, seed=3)
+    together = runner.submit(answer.prompt, n=3, **sampled)
+    runner.run()
+    again = runner.submit(answer.prompt, n=3, **sampled)
+    runner.run(chunks=(5, 7))
+    completions = [runner.ids(together, i) for i in range(3)]
+    assert len(set(map(tuple, completions))) == 3
+    assert completions == [runner.ids(again, i) for i in range(3)]
+    assert_empty(tiny)
+
+
+def planned(model: ModelConfig, room: DeviceRoom = CPU, **settings):
+    config = make(EngineConfig, settings)
+    return make_plan(config, model.with_tp(config.mesh.tp), room)
+
+
+def test_memory_for_states_is_set_aside_before_that_for_pages():
+    model = from_hf(NEXT_80B)
+    assert model.paged_layers() == 12 and model.state_bytes == 36 * 32 * 128 * 128 * 4
+    gpu = DeviceRoom("gpu", 141 * 10**9)
+    small, large = (planned(model, gpu, mesh="tp=2", max_seqs=n) for n in (16, 64))
+    window = 36 * 3 * (2 * 2048 + 4096) * 2
+    assert state_bytes(large, range(48)) == 64 * (model.state_bytes + window) // 2
+    assert sizes(small).kv - sizes(large).kv >= sizes(large).states - sizes(small).states > 0
+    assert sizes(large).total < 0.9 * gpu.bytes
+    with pytest.raises(ConfigError, match=r"kv_memory_gib: 1 GiB hold 0 pages .* of 64 sequences"):
+        planned(model, max_seqs=64)
+
+
+@pytest.mark.parametrize(
+    "name, settings",
+    [
+        ("host_cache_gib", {"host_cache_gib": 1.0}),
+        ("prefix_copies", {"prefix_copies": True, "mesh": "kvp=2"}),
+        ("role", {"role": "prefill"}),
+        ("planner", {"planner": "cdsp", "placement": "striped", "mesh": "kvp=2"}),
+        ("exchange", {"exchange": "pass_kv", "mesh": "kvp=2"}),
+        ("exchange", {"exchange": "auto", "mesh": "kvp=2"}),
+    ],
+)
+def test_settings_that_states_rule_out_are_refused_by_name(name, settings):
+    model = dataclasses.replace(from_hf(CASES[NAME].config), name="mine")
+    with pytest.raises(ConfigError, match=rf"{name}: mine .*states"):
+        planned(model, **settings)
+
+
+def test_bytes_of_kv_are_those_of_layers_with_pages():
+    model = from_hf(NEXT_80B)
+    assert model.kv_bytes_per_token() == 12 * 2 * 2 * 256 * 2
+    made = planned(model, mesh="tp=2", pages=10, max_seqs=4, dtype="bfloat16")
+    assert sizes(made).kv == 10 * 16 * model.kv_bytes_per_token() // 2
+    assert np.prod(made.cache(0).state.shape) == 4 * model.state_bytes // 36 // 4
