@@ -38,6 +38,11 @@ MAX_DIGITS = 20  # of these
 JsonObject = dict[str, Any]
 NOT_AN_OBJECT = "the body must be a JSON object"
 _NUMBER_FAULTS = ("BIGINT_ERROR", "NUMBER_ERROR")
+_STRING_FAULT = "STRING_ERROR"
+# what begins with a backslash: another escape, a pair of halves, a half
+_HALF = re.compile(
+    rb"\\[^u]|\\u[dD][89abAB]\w\w\\u[dD][c-fC-F]\w\w|(?P<half>\\u[dD][89a-fA-F]\w\w)"
+)
 _DIGITS = re.compile(rb"\d+")
 _TO_ZEROS = bytes.maketrans(b"0123456789", b"0" * 10)
 _LONG = b"0" * (MAX_DIGITS - 1)
@@ -66,9 +71,22 @@ def _document(body: bytes) -> Any:
     try:
         return simdjson.Parser().parse(body)
     except (ValueError, RuntimeError) as error:
-        if not str(error).startswith(_NUMBER_FAULTS):
-            raise
+        message = str(error)
+    if message.startswith(_STRING_FAULT):
+        return _document_of_whole_characters(body)
+    if message.startswith(_NUMBER_FAULTS):
         return simdjson.Parser().parse(_with_floats(body))
+    raise ValueError(message)
+
+
+def _document_of_whole_characters(body: bytes) -> Any:
+    """The parsed body with a replacement character for each half of one, which JSON can write and
+    UTF-8 cannot: clients cut texts there. Errors: ValueError, RuntimeError."""
+    return simdjson.Parser().parse(_HALF.sub(_replaced, body))
+
+
+def _replaced(escape: re.Match[bytes]) -> bytes:
+    return b"\\ufffd" if escape["half"] else escape[0]
 
 
 def _with_floats(body: bytes) -> bytes:

@@ -22,7 +22,7 @@ from jaxserve.text.template_sandbox import Budget, Sandbox
 from jaxserve.text.tool_prompt import with_tools_told
 
 PROBE_ITERATIONS = 10_000  # of one that only tries what the template takes
-MAX_VALUE_CHARS = 256
+MAX_VALUE_CHARS = 2**14  # of a variable, in JSON
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "iterations_left")
 MAX_WRAPPING = 2**20  # characters that a template may add, besides four times those of the messages
 END = "\ue0f0\ue0f1"  # behind the text that is continued, in letters that no text has
@@ -155,14 +155,10 @@ def _continued(rendered: str) -> str:
 
 def _values(values: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in values.items():
-        if (
-            name in RESERVED
-            or not isinstance(value, (bool, int, float, str))
-            or len(str(value)) > MAX_VALUE_CHARS
-        ):
+        if name in RESERVED or len(json.dumps(value, ensure_ascii=False)) > MAX_VALUE_CHARS:
             raise RequestError(
                 "chat_template_kwargs",
-                f"{name[:100]!r} must be a number, true, false or a text of at most "
-                f"{MAX_VALUE_CHARS} characters, and none of {', '.join(RESERVED)}",
+                f"{name[:100]!r} must have at most {MAX_VALUE_CHARS} characters in JSON, and be "
+                f"none of {', '.join(RESERVED)}",
             )
     return dict(values)

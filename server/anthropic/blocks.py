@@ -131,6 +131,9 @@ def _text(block: Any, where: str) -> str:
             return text
         case {"type": "document", "source": {"type": "content", "content": str(text)}}:
             return text
+        case {"type": "document", "source": {"type": "content", "content": [*parts]}}:
+            place = f"{where}.source.content"
+            return "\n".join(_text(part, f"{place}.{i}") for i, part in enumerate(parts))
         case {"type": "search_result", "content": [*parts]}:
             texts = [_text(part, f"{where}.content.{i}") for i, part in enumerate(parts)]
             heads = [block.get(name) for name in ("title", "source")]

@@ -29,6 +29,7 @@ from jaxserve.server.generation.tools import (
     MAX_TYPE_CHARS,
     NAME,
     anything,
+    repeated,
     unjudged,
 )
 from jaxserve.server.json_body import JsonObject
@@ -90,6 +91,14 @@ class Message(OpenModel):
     role: Literal["user", "assistant", "system"]
     content: str | list[dict[str, Any]]
 
+    @model_validator(mode="before")
+    @classmethod
+    def _given(cls, message: Any) -> Any:
+        """A message whose content is null, of an assistant, has none."""
+        if isinstance(message, dict) and message.get("role") == "assistant":
+            return {**message, "content": message.get("content") or []}
+        return message
+
     @property
     def left_out(self) -> Iterable[str]:
         types = left_out(self.content) if self.role == "assistant" else ()
@@ -129,6 +138,10 @@ class CountRequest(OpenModel):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: JsonFormat | None = Field(None, description="as output_config.format")
+
+    @property
+    def left_out(self) -> Iterable[str]:
+        return repeated(tool.name for tool in self.tools or () if tool.name)
 
     def as_chat(self) -> ChatRequest:
         """Returns the chat that this asks for. Errors: RequestError."""

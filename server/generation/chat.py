@@ -3,7 +3,7 @@ call that it asks for."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
@@ -24,6 +24,7 @@ from jaxserve.server.generation.tools import (
     NamedFunction,
     NamedTool,
     Tool,
+    repeated,
 )
 from jaxserve.server.http_app import first_fault
 from jaxserve.server.json_body import JsonObject
@@ -76,6 +77,10 @@ class ChatRequest(GenerateRequest):
             return cls.model_validate({**values, **fields})
         except ValidationError as error:
             raise first_fault(error.errors()[0]) from None
+
+    @property
+    def left_out(self) -> Iterable[str]:
+        return repeated(tool.function.name for tool in self.tools or () if tool.function)
 
     @property
     def chosen_tools(self) -> ChosenTools:

@@ -6,8 +6,9 @@ are left out of what it sees, and reported as fields without effect are.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
@@ -18,7 +19,7 @@ from jaxserve.server.json_body import JsonObject
 
 FUNCTION: Literal["function"] = "function"
 ALLOWED = "allowed_tools"
-MAX_TOOLS = 128
+MAX_TOOLS = 1024  # OpenAI's limit of 128 is short for agents with several MCP servers
 MAX_TYPE_CHARS = 64
 # as long as Anthropic allows, in all protocols: OpenAI's limit of 64 is short for MCP
 NAME = r"^[A-Za-z0-9_.:/-]{1,128}$"
@@ -145,7 +146,24 @@ class AllowedChoice(OpenModel):
     allowed_tools: AllowedTools
 
 
-Choice = Literal["none", "auto", "required"] | NamedTool | AllowedChoice | OtherTool
+def plain_choice(choice: Any) -> Any:
+    """Returns a choice as OpenAI has it, also if it was written as Mistral or Anthropic do."""
+    if isinstance(choice, dict) and choice.keys() == {"type"} and choice["type"] in CHOICES:
+        choice = choice["type"]
+    return "required" if choice == "any" else choice
+
+
+CHOICES = ("none", "auto", "required", "any")
+Choice = Annotated[
+    Literal["none", "auto", "required"] | NamedTool | AllowedChoice | OtherTool,
+    BeforeValidator(plain_choice),
+]
+
+
+def repeated(names: Iterable[str]) -> list[str]:
+    """The names that come more than once, as they are reported: the first tool counts."""
+    counts = collections.Counter(names)
+    return [f"tools.{name} (repeated)" for name, count in counts.items() if count > 1]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -176,14 +194,11 @@ class ChosenTools:
         return self.choice.function.name if isinstance(self.choice, NamedTool) else None
 
     def check(self) -> None:
-        """Refuses functions of one name, and a choice that is not among them. Errors:
-        RequestError."""
+        """Refuses a choice that is not among the functions. Errors: RequestError."""
         names = [function.name for function in self._functions]
         left_out = ""
         if others := {tool.type for tool in self.tools} - {FUNCTION}:
             left_out = f"; tools of type {', '.join(sorted(others))[:100]!a} are left out"
-        if len(set(names)) < len(names):
-            raise RequestError("tools", "has two functions of one name")
         if isinstance(self.choice, OtherTool):
             raise RequestError("tool_choice", f"{self.choice.type!a:.80} is no function{left_out}")
         for name in self._names:
@@ -194,7 +209,9 @@ class ChosenTools:
 
     @property
     def _functions(self) -> list[Function]:
-        return [tool.function for tool in self.tools if tool.function is not None]
+        """Functions by their names; of two of one name the first."""
+        functions = [tool.function for tool in self.tools if tool.function is not None]
+        return list({function.name: function for function in reversed(functions)}.values())[::-1]
 
     @property
     def _names(self) -> Sequence[str]:

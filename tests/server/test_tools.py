@@ -202,6 +202,32 @@ def test_names_are_those_that_tool_servers_use(http, name):
         assert f'"{name}"' in post(client, path, whole).text
 
 
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_of_two_functions_of_one_name_the_first_counts_and_the_other_is_said(http, protocol):
+    path, body, function = PROTOCOLS[protocol]
+    client = http(script=[*CALL.encode(), EOS])
+    told_once = post(client, path, {**body, "tools": [function("x"), function()]})
+    prompt = told(client)
+    again = {**function(), "description": "another"}
+    twice = post(client, path, {**body, "tools": [function("x"), function(), again]})
+    assert "x-jaxserve-ignored" not in told_once.headers
+    assert twice.status_code == 200, twice.text
+    assert "tools.plan (repeated)" in twice.headers["x-jaxserve-ignored"]
+    assert told(client) == prompt
+
+
+@pytest.mark.parametrize("protocol", ["chat", "responses"])
+@pytest.mark.parametrize("choice", ["any", {"type": "any"}, {"type": "required"}])
+def test_a_call_may_be_demanded_in_the_words_of_other_protocols(http, protocol, choice):
+    path, body, function = PROTOCOLS[protocol]
+    client = http(script=[*CALL.encode(), EOS])
+    answer = post(client, path, {**body, "tools": [function()], "tool_choice": choice})
+    assert answer.status_code == 200, answer.text
+    assert "Monday" in answer.text
+    auto = post(client, path, {**body, "tools": [function()], "tool_choice": {"type": "auto"}})
+    assert auto.status_code == 200, auto.text
+
+
 @pytest.mark.parametrize("parameters", [None, {}, True, {"type": "object", "properties": {}}])
 def test_functions_may_have_no_parameters(http, parameters):
     client = http(script=[*b'{"name": "plan", "arguments": {}}', EOS])
@@ -312,7 +338,8 @@ def test_functions_of_a_namespace_are_called_with_it(http):
     made = post(client, path, {**wanted, "tool_choice": choice}).json()
     assert made["output"][0]["namespace"] == "mcp__files"
     twice = post(client, path, {**wanted, "tools": [tools[1], tools[1]]})
-    assert (twice.status_code, twice.json()["error"]["param"]) == (400, "tools")
+    ignored = twice.headers["x-jaxserve-ignored"]
+    assert "tools.mcp__files.plan (repeated), tools.mcp__files.edit (repeated)" in ignored
 
 
 def test_a_text_of_a_custom_tool_that_is_cut_off_is_as_far_as_it_goes(http):

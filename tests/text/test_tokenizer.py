@@ -339,6 +339,15 @@ def test_templates_take_tools_as_their_authors_wrote_them(source, text):
     assert TOOLS[0]["function"]["parameters"]["required"] == ["at"]
 
 
+def test_variables_of_a_request_are_json_of_a_limited_length():
+    template = ChatTemplate("{{ names | join('-') }}{{ more.a }}", {})
+    chat = [{"role": "user", "content": "x"}]
+    assert template.render(chat, values={"names": ["a", "b"], "more": {"a": 1}}) == "a-b1"
+    for wrong in ({"names": ["x" * 2**14]}, {"messages": []}):
+        with pytest.raises(RequestError, match="chat_template_kwargs"):
+            template.render(chat, values=wrong)
+
+
 def test_templates_that_need_a_list_of_tools_have_an_empty_one():
     source = "{% for tool in tools %}{{ tool.function.name }}{% endfor %}{{ tools | length }}"
     assert (with_tools(source, []), with_tools(source, TOOLS)) == ("0", "look1")

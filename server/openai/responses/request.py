@@ -23,7 +23,12 @@ from jaxserve.server.generation.fields import (
 from jaxserve.server.generation.tools import MAX_TOOLS
 from jaxserve.server.json_body import JsonObject
 from jaxserve.server.openai.responses.items import is_read, messages_of
-from jaxserve.server.openai.responses.tools import FunctionTool, ToolsChoice, chat_tools
+from jaxserve.server.openai.responses.tools import (
+    FunctionTool,
+    ToolsChoice,
+    chat_tools,
+    repeated_tools,
+)
 
 
 class TextFormat(OpenModel):
@@ -97,7 +102,7 @@ class ResponsesRequest(OpenModel):
         types = dict.fromkeys(
             str(item.get("type")) for item in self.input_items if not is_read(item)
         )
-        return [f"input.{kind}" for kind in types]
+        return [*(f"input.{kind}" for kind in types), *repeated_tools(self.tools)]
 
     def as_chat(self, earlier: Sequence[JsonObject] = ()) -> ChatRequest:
         """Returns the chat that this asks for. earlier: items of the conversation that it

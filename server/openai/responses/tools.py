@@ -9,7 +9,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from jaxserve.api.errors import RequestError
 from jaxserve.server.generation.fields import OpenModel
 from jaxserve.server.generation.tools import (
     ALLOWED,
@@ -18,6 +17,8 @@ from jaxserve.server.generation.tools import (
     OtherTool,
     anything,
     flat,
+    plain_choice,
+    repeated,
     unjudged,
 )
 from jaxserve.server.json_body import JsonObject
@@ -109,13 +110,21 @@ class CallableTool:
 
 
 def callables(tools: Sequence[FunctionTool] | None) -> dict[str, CallableTool]:
-    """Returns what the model may call of some tools, by the name by which it knows it. Errors:
-    RequestError for two of one name."""
-    found = [each for tool in tools or () for each in tool.callable()]
-    by_name = {each.name: each for each in found}
-    if len(by_name) < len(found):
-        raise RequestError("tools", "has two functions of one name")
+    """Returns what the model may call of some tools, by the name by which it knows it: of two of
+    one name the first."""
+    by_name: dict[str, CallableTool] = {}
+    for each in _found(tools):
+        by_name.setdefault(each.name, each)
     return by_name
+
+
+def repeated_tools(tools: Sequence[FunctionTool] | None) -> list[str]:
+    """The names of tools that come more than once, as they are reported."""
+    return repeated(each.name for each in _found(tools))
+
+
+def _found(tools: Sequence[FunctionTool] | None) -> list[CallableTool]:
+    return [each for tool in tools or () for each in tool.callable()]
 
 
 def qualified(namespace: str | None, name: str | None) -> str:
@@ -163,9 +172,10 @@ def chat_tools(tools: Sequence[FunctionTool] | None) -> list[JsonObject]:
     return called + [{"type": tool.type} for tool in tools or () if tool.ignored_as]
 
 
-ToolsChoice = (
-    Literal["none", "auto", "required"] | NamedFunctionTool | AllowedFunctionTools | OtherNamedTool
-)
+ToolsChoice = Annotated[
+    Literal["none", "auto", "required"] | NamedFunctionTool | AllowedFunctionTools | OtherNamedTool,
+    BeforeValidator(plain_choice),
+]
 
 
 def input_of(arguments: str) -> str:
