@@ -9,12 +9,13 @@ reads them, lays the weights out as its programs want them, and puts them on --t
 less: `load_file` of safetensors.numpy makes one array after the other, in the layout of the files;
 `read` reads the files from end to end into one buffer, which is the least that anybody can do. All
 take turns in every round, each in a process of its own. GB are those of the files. Peak memory is
-what the process holds beside the page cache, with the loaded weights in it. CPU time is sturdier
-than seconds where others use the machine."""
+what the process holds, with the loaded weights in it; files that it maps count too. CPU time is
+sturdier than seconds where others use the machine."""
 
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 import statistics
@@ -31,7 +32,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import ml_dtypes
 import numpy as np
 
 from experiments.script import command_line, keep
@@ -64,8 +64,8 @@ READ_BYTES = 16 << 20
 
 
 class Figure(NamedTuple):
-    """seconds, cpu: wall and CPU seconds of loading. memory: most bytes held beside the page
-    cache."""
+    """seconds, cpu: wall and CPU seconds of loading. memory: most bytes held, more than before
+    it."""
 
     seconds: float
     cpu: float
@@ -73,21 +73,30 @@ class Figure(NamedTuple):
 
 
 def write_model(folder: Path, config: ModelConfig) -> int:
-    """Writes a Hugging Face folder of random weights in bfloat16; returns the bytes of the
-    files."""
-    from safetensors.numpy import save_file
-
+    """Writes a Hugging Face folder of random weights in bfloat16, with no more than one tensor in
+    memory; returns the bytes of the files."""
     shapes = list(tensors_of(config).items())
     random = np.random.Generator(np.random.SFC64(0))
     each = -(-len(shapes) // FILES)
     for number in range(FILES):
-        tensors = {
-            name: random.integers(0, 2**16, shape, np.uint16).view(ml_dtypes.bfloat16)
-            for name, shape in shapes[number * each : (number + 1) * each]
-        }
-        save_file(tensors, folder / f"model-{number + 1:05}-of-{FILES:05}.safetensors")
+        path = folder / f"model-{number + 1:05}-of-{FILES:05}.safetensors"
+        write_file(path, dict(shapes[number * each : (number + 1) * each]), random)
     (folder / "config.json").write_text(json.dumps(to_hf(config)))
     return sum(file.stat().st_size for file in files_of(folder))
+
+
+def write_file(path: Path, shapes: dict[str, tuple[int, ...]], random: np.random.Generator) -> None:
+    """Writes a safetensors file of random bfloat16."""
+    header: dict[str, Any] = {}
+    end = 0
+    for name, shape in shapes.items():
+        begin, end = end, end + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for shape in shapes.values():
+            file.write(random.integers(0, 2**16, math.prod(shape), np.uint16).data)
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -140,14 +149,15 @@ def measure(way: str, folder: Path, dtype: str, tp: int) -> Figure:
 
 @contextmanager
 def peak_memory() -> Iterator[list[int]]:
-    """Yields a list whose one entry is the most memory that this process has held since, without
-    files that it maps, in bytes."""
-    peak = [held_memory()]
+    """Yields a list whose one entry is the most memory that this process has held since, more than
+    it does now, in bytes."""
+    before = held_memory()
+    peak = [0]
     ended = threading.Event()
 
     def watch() -> None:
         while not ended.wait(SAMPLE_SECONDS):
-            peak[0] = max(peak[0], held_memory())
+            peak[0] = max(peak[0], held_memory() - before)
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
@@ -156,13 +166,13 @@ def peak_memory() -> Iterator[list[int]]:
     finally:
         ended.set()
         thread.join()
-        peak[0] = max(peak[0], held_memory())
+        peak[0] = max(peak[0], held_memory() - before)
 
 
 def held_memory() -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     fields = dict(line.split(":", 1) for line in lines)
-    return int(fields["RssAnon"].split()[0]) << 10
+    return int(fields["VmRSS"].split()[0]) << 10
 
 
 def drop_from_page_cache(folder: Path) -> None:
@@ -201,6 +211,7 @@ def rows(found: dict[tuple[str, str], list[Figure]], size: int) -> list[list[str
                 way,
                 f"{middle:.1f} ({seconds[0]:.1f} to {seconds[-1]:.1f})",
                 f"{size / middle / 1e9:.2f}",
+                ratios(figures, found["read", cache]),
                 f"{statistics.median(each.cpu for each in figures) / size * 1e9:.2f}",
                 f"{max(each.memory for each in figures) / 1e9:.1f}",
             ]
@@ -208,7 +219,21 @@ def rows(found: dict[tuple[str, str], list[Figure]], size: int) -> list[list[str
     return listed
 
 
-HEAD = ["page cache", "", "s: median (range)", "GB/s", "CPU s/GB", "peak GB"]
+def ratios(figures: list[Figure], reads: list[Figure]) -> str:
+    """Speed as a share of that of reading alone in the same round: median and range."""
+    shares = sorted(read.seconds / each.seconds for each, read in zip(figures, reads))
+    return f"{statistics.median(shares):.2f} ({shares[0]:.2f} to {shares[-1]:.2f})"
+
+
+HEAD = ["page cache", "", "s: median (range)", "GB/s", "of read", "CPU s/GB", "peak GB"]
+
+
+def held_bytes(config: ModelConfig, values: dict[str, Any]) -> int:
+    """Bytes of the loaded weights."""
+    dtype = jax.numpy.dtype(values["dtype"])
+    split = config.with_tp(values["tp"])
+    declared = declare(split, range(config.layers), values["tp"])
+    return sum(each.size * each.dtype(dtype).itemsize for each in declared.values())
 
 
 def run(values: dict[str, Any]) -> int:
@@ -220,7 +245,8 @@ def run(values: dict[str, Any]) -> int:
     print(described(machine()))
     print(
         f"{size / 1e9:.2f} GB in {FILES} files, {config.layers} layers of {config.name} to "
-        f"{values['dtype']} on {values['tp']} devices, {values['rounds']} rounds; "
+        f"{values['dtype']} on {values['tp']} devices ({held_bytes(config, values) / 1e9:.2f} GB), "
+        f"{values['rounds']} rounds; "
         f"load {os.getloadavg()[0]:.1f}\n"
     )
     print(table(HEAD, rows(found, size)))
@@ -228,7 +254,7 @@ def run(values: dict[str, Any]) -> int:
         {"way": way, "page_cache": cache, "rounds": [each._asdict() for each in rounds]}
         for (way, cache), rounds in found.items()
     ]
-    keep(values, bytes=size, figures=figures)
+    keep(values, bytes=size, weights=held_bytes(config, values), figures=figures)
     return 0
 
 

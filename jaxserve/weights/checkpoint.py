@@ -54,6 +54,9 @@ class Checkpoint(Protocol):
         keep; None otherwise. Without rows nothing is read but the encoding. columns: in
         whole groups; None: all. expert: whose matrix, if the tensor has those of all experts."""
 
+    def release(self) -> None:
+        """Gives back the memory of what was read so far, which else counts as the process's."""
+
 
 def open_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoint | OrbaxFolder:
     """Opens a model: a path (folder or .gguf file), a name or hub id (downloaded unless cached), or

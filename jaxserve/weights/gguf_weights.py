@@ -17,6 +17,7 @@ from jaxserve.checkpoint.gguf_config import ROPE_TENSORS, from_gguf
 from jaxserve.checkpoint.gguf_file import GgufTensor, read_header
 from jaxserve.checkpoint.model_paths import CheckpointError, reason
 from jaxserve.weights import quantised
+from jaxserve.weights.mapped_file import MappedFile
 
 _ALL = slice(None)
 # biases of all experts, which are read as one vector
@@ -34,7 +35,7 @@ class GgufFile:
         self._counting = threading.Lock()
         self.path = path
         self.tokenizer = path
-        self._data = np.memmap(path, np.uint8, "r")
+        self._file = MappedFile(path)
         self._check_kinds(header.tensors)
         factors = {
             tensor: self._floats(place, slice(0, 1), _ALL).ravel().tolist()
@@ -73,6 +74,10 @@ class GgufFile:
             return None
         return quantised.from_gguf(self._raw(place, rows, columns or _ALL), place.kind)
 
+    def release(self) -> None:
+        """Gives back the memory of what was read so far."""
+        self._file.release()
+
     def _floats(self, place: GgufTensor, rows: slice, columns: slice) -> np.ndarray:
         """A slice of a matrix, dequantised to f32."""
         block = GGML_QUANT_SIZES[place.kind][0]
@@ -87,7 +92,9 @@ class GgufFile:
         """The blocks that cover a slice of a matrix, as bytes [rows, bytes]."""
         block, size = GGML_QUANT_SIZES[place.kind]
         left, right, _ = columns.indices(place.shape[-1])
-        table = self._data[place.start : place.stop].reshape(-1, place.shape[-1] // block * size)
+        table = self._file.bytes[place.start : place.stop].reshape(
+            -1, place.shape[-1] // block * size
+        )
         raw = table[rows, left // block * size : -(-right // block) * size]
         with self._counting:
             self.bytes_read += raw.nbytes

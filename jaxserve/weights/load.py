@@ -84,7 +84,9 @@ class Loading:
             shards = Shards(parameter.shape, functools.partial(self._build, path, parameter))
             placed = jax.make_array_from_callback(parameter.shape, self.shardings[path], shards)
         # waits, so that no more host memory is held than that of the parameters under way
-        return jax.block_until_ready(placed)
+        jax.block_until_ready(placed)
+        self.checkpoint.release()
+        return placed
 
     def _build(self, path: str, parameter: Declared, index: Index) -> np.ndarray:
         dtype = parameter.dtype(self.dtype)

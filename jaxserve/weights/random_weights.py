@@ -45,6 +45,9 @@ class RandomWeights:
     ) -> None:
         """Returns None: nothing is quantised."""
 
+    def release(self) -> None:
+        """Does nothing: there are no files."""
+
     def _matrix(
         self, name: str, shape: tuple[int, ...], rows: slice, columns: slice | None = None
     ) -> np.ndarray:

@@ -19,6 +19,7 @@ import numpy as np
 
 from jaxserve.checkpoint.model_files import MAX_JSON_BYTES, refuse_pointer
 from jaxserve.checkpoint.model_paths import CheckpointError
+from jaxserve.weights.mapped_file import MappedFile
 
 FLOATS = {
     "F64": np.dtype("<f8"),
@@ -62,7 +63,7 @@ class MappedTensors:
         self._counting = threading.Lock()
         self._places = places
         files = {place.file for place in places.values()}
-        self._maps = {file: np.memmap(file, np.uint8, "r") for file in files}
+        self._files = {file: MappedFile(file) for file in files}
 
     @functools.cached_property
     def types(self) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -73,11 +74,16 @@ class MappedTensors:
         """Returns a view of a part of a tensor, in its stored dtype. shape: as which it is taken;
         None: its own."""
         place = self._places[name]
-        memory = self._maps[place.file][place.start : place.stop]
+        memory = self._files[place.file].bytes[place.start : place.stop]
         values = memory.view(_DTYPES[place.dtype]).reshape(shape or place.shape)[index]
         with self._counting:
             self.bytes_read += values.nbytes
         return values
+
+    def release(self) -> None:
+        """Gives back the memory of what was read so far."""
+        for file in self._files.values():
+            file.release()
 
 
 def safetensors_header(file: Path) -> dict[str, TensorPlace]:

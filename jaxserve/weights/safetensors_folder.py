@@ -91,6 +91,10 @@ class SafetensorsFolder:
             expert = None  # the tensor is that of one
         return tensor.blocks(self._files, *_limits(tensor.matrix, rows, columns), expert)
 
+    def release(self) -> None:
+        """Gives back the memory of what was read so far."""
+        self._files.release()
+
 
 def _limits(shape: tuple[int, ...], rows: slice, columns: slice | None) -> tuple[slice, slice]:
     """Slices of a matrix with start and stop."""

@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
+import ml_dtypes
 import numpy as np
 
 from jaxserve.checkpoint.delta_net import DeltaNetSpec
@@ -23,6 +24,8 @@ from jaxserve.weights.quantised import Blocks, Encoding
 
 Index = tuple[slice, ...]  # of a parameter; slices with start and stop
 _ROWS_AT_ONCE = 64  # converted and transposed together: faster than all rows, and less memory
+_MOVED = np.dtype(np.uint64)
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _ALIGNMENT = 64  # bytes: JAX's CPU devices take over arrays at such addresses, and copy others
 
 
@@ -220,10 +223,24 @@ def _by_turns(
 
 
 def transpose(rows: np.ndarray, out: np.ndarray) -> None:
-    """Writes the transpose of a matrix to `out`, in the dtype of `out`."""
+    """Writes the transpose of a matrix to `out`, in the dtype of `out`. Neighbours in `out` are
+    moved together: numpy moves one element at a time, which is most of the time of loading."""
+    together = _MOVED.itemsize // out.itemsize
     for first in range(0, len(rows), _ROWS_AT_ONCE):
-        block = rows[first : first + _ROWS_AT_ONCE].astype(out.dtype, copy=False)
-        out[:, first : first + _ROWS_AT_ONCE] = block.T
+        block = converted(rows[first : first + _ROWS_AT_ONCE], out.dtype)
+        whole = len(block) // together * together
+        neighbours = block[:whole].reshape(whole // together, together, block.shape[1])
+        moved = np.ascontiguousarray(neighbours.swapaxes(1, 2)).view(_MOVED)[..., 0]
+        out[:, first : first + whole].view(_MOVED)[...] = moved.T
+        out[:, first + whole : first + _ROWS_AT_ONCE] = block[whole:].T
+
+
+def converted(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Returns values in a dtype; those that have it as they are. The bits of a bfloat16 are the
+    upper ones of its float32, and shifting them is faster than what ml_dtypes does."""
+    if values.dtype == _BFLOAT16 and dtype == np.float32:
+        return (values.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return values.astype(dtype, copy=False)
 
 
 def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
