@@ -25,13 +25,15 @@ BEST = 20  # log-probabilities of each position
 class Answer:
     """The answer of transformers. config: as it saves it. prompt, tokens: ids, and those that
     follow greedily. best, logprobs [positions, BEST]: ids and log-probabilities of what may follow
-    each token but the last."""
+    each token but the last. gap: smallest distance between the ranks of an expert (or a group) that
+    is chosen and one that is not, over all tokens and layers; infinite without experts."""
 
     config: dict[str, Any]
     prompt: list[int]
     tokens: list[int]
     best: np.ndarray
     logprobs: np.ndarray
+    gap: float = np.inf
 
     def save(self, name: str) -> None:
         np.savez_compressed(
@@ -41,6 +43,7 @@ class Answer:
             tokens=self.tokens,
             best=self.best,
             logprobs=self.logprobs,
+            gap=self.gap,
         )
 
 
@@ -53,4 +56,5 @@ def load(name: str) -> Answer:
             file["tokens"].tolist(),
             file["best"],
             file["logprobs"],
+            float(file.get("gap", np.inf)),
         )
