@@ -386,6 +386,14 @@ def test_reasoning_is_split_from_the_answer(form):
     assert read(OutputFormat(), text) == [Text(text)]
 
 
+def test_an_end_of_reasoning_without_a_beginning_is_no_text():
+    form = OutputFormat(THINKING[0], FORMATS["hermes"])
+    assert read(form, "So it is.</think>\nYes") == [Text("So it is.\nYes")]
+    for mentions in ("Write <think>a</think> or </think>", "<think>a</think>b</think>c"):
+        written = "".join(p.text for p in read(form, mentions) if isinstance(p, Text))
+        assert written == mentions.removeprefix("<think>a</think>")
+
+
 def test_marks_around_an_answer_are_not_part_of_it():
     form = OutputFormat(reasoning_format("", "kimi_k3"), FORMATS["kimi_k3"], in_reasoning=True)
     text = (
@@ -561,6 +569,12 @@ MALFORMED = [  # format, text, parts
     ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=n", []),
     ("glm", "<tool_call>f<arg_key>n</arg_key>\n<arg_va", []),
     ("glm", "<tool_call>f<arg_key>text</arg_key><arg_value>a", [CallBegin("f"), {"text": "a"}]),
+    (
+        "glm",
+        "<tool_call>f<arg_key>text</arg_key>a b</arg_value><arg_key>n</arg_key>1</arg_value>"
+        "</tool_call>",
+        [CallBegin("f"), {"text": "a b", "n": 1}],
+    ),
     ("llama3", '[{"name": "f", "parameters": {"n": 1}}] Done', [*F1, Text("Done")]),
     ("pythonic", "[f(n=1), g(text=", F1),
     ("pythonic", '[f(text="""a\n"b" """)]', [CallBegin("f"), {"text": 'a\n"b" '}]),
@@ -579,6 +593,7 @@ def test_reasoning_without_an_end_ends_at_a_call():
     written = '<tool_call>{"name": "g", "arguments": {}}</tool_call>'
     expected = [Reasoning("a "), *call("g", "{}")]
     assert read(form, f"<think>a {written}") == expected
+    assert read(form, f"<think>a {written}</think>\n\nb") == [*expected, Text("\n\nb")]
     assert read(form, "<think>a <tool_call> b") == [Reasoning("a <tool_call> b")]
     assert read(form, "<think>\n\n</think>\n<think>a </think>\n" + written) == expected
 

@@ -58,7 +58,10 @@ def glm(suffix: str = "", behind_name: str = "") -> ParameterSyntax:
         re.compile(rf"\s*(?P<name>[^\s<{{}}\[\]]+)\s*{behind_name or following}"),
         re.compile(r"\s*(?:[^\s<{}\[\]]+\s*(?:<[a-z/_:0-9]*)?)?"),
         f"<arg_key{suffix}>",
-        re.compile(f"<arg_key{suffix}>(?P<key>[^<]*)</arg_key{suffix}>\\s*<arg_value{suffix}>"),
+        re.compile(
+            rf"<arg_key{suffix}>(?P<key>[^<]*)</arg_key{suffix}>"
+            rf"(?:\s*<arg_value{suffix}>|(?!\s){_not_begun(f'<arg_value{suffix}>')})"
+        ),
         (f"</arg_value{suffix}>",),
     )
 

@@ -21,6 +21,7 @@ from jaxserve.text.chat_output.source import (
 )
 from jaxserve.text.chat_output.tool_formats import HARMONY, NO_TOOLS, ToolFormat
 
+_NO_REASONING = ReasoningFormat("none", "", "")
 MAX_PIECE = 4096  # characters that are read at once: what is taken of them moves the others
 MAX_CALLS = 64  # of one completion; what looks like a further one is text
 
@@ -96,36 +97,21 @@ def _reasoning(source: Source, form: ReasoningFormat, begun: bool, answer: _Answ
         space = yield from spaces(source)
         if space and not (yield from next_mark(source, (form.end,))):
             yield Reasoning(space)
-        yield from up_to(source, (form.end, *answer.beginnings), Reasoning)
-        mark = yield from _place_of(source, form.end)
-        if mark < 0:
-            yield from answer.parts(Reasoning)
-            return
-        if mark:
-            yield Reasoning(source.take(mark))
-        source.take(len(form.end))
+        yield from answer.parts(Reasoning)
         yield from next_char(source)
-    if form.end:
+    if not answer.has_reasoning:
         yield from take_mark(source, form.end)
     for begin in form.answer_begins:
         if (yield from take_mark(source, begin)):
             return
 
 
-def _place_of(source: Source, mark: str) -> Parser[int]:
-    """Returns the index of a mark; a negative one where the text ends without it."""
-    searched = 0
-    while (place := source.text.find(mark, searched)) < 0 and not source.ended:
-        searched = max(0, len(source.text) - len(mark))
-        yield None
-    return place
-
-
 class _Answer:
     """Reads text and calls.
 
     Marks around a call, and white space between these, are no text. What looks like the beginning
-    of a call is text if it turns out to be none, and nothing if it was cut off.
+    of a call is text if it turns out to be none, and nothing if it was cut off. has_reasoning: a
+    block of reasoning was read to its end.
     """
 
     def __init__(self, source: Source, form: OutputFormat) -> None:
@@ -133,18 +119,24 @@ class _Answer:
         self.beginnings = (*tools.calls, *tools.openings)
         self._source = source
         self._tools = tools
-        self._answer_ends = form.reasoning.answer_ends if form.reasoning else ()
-        self._marks = (*self.beginnings, *tools.closings, *self._answer_ends)
-        self._scope = Scope(form.schemas, self._marks)
+        self.has_reasoning = False
+        reasoning = form.reasoning or _NO_REASONING
+        self._answer_ends = reasoning.answer_ends
+        self._reasoning_begin = reasoning.begin
+        self._reasoning_end = reasoning.end
+        outer = (*self.beginnings, *tools.closings, *self._answer_ends)
+        self._marks = (*outer, *filter(None, (reasoning.begin, reasoning.end)))
+        self._scope = Scope(form.schemas, outer)
         self._bare_scope = dataclasses.replace(self._scope, marked=form.forced)
         self._held = ""  # text unless a call follows
         self._tries = 0
         self._in_call = False  # of the marks so far the newest that may begin a call did
 
     def parts(self, kind: type[Text] | type[Reasoning] = Text) -> Parser[None]:
-        """Yields text and calls. kind: what the text before the first call is."""
+        """Yields text and calls. kind: what the text before the first call is. Reasoning is read up
+        to its end, behind which there is more."""
         self._held = yield from spaces(self._source)
-        is_bare = self._source.text[:1] in tuple(self._tools.bare)
+        is_bare = kind is Text and self._source.text[:1] in tuple(self._tools.bare)
         if is_bare and (yield from self._try(self._tools.bare_calls, self._bare_scope)):
             kind = Text
         while not self._source.exhausted:
@@ -153,6 +145,9 @@ class _Answer:
             parse = self._tools.calls.get(mark)
             if parse is not None and (yield from self._try(parse, self._scope)):
                 kind = Text
+            elif kind is Reasoning and mark and mark == self._reasoning_end:
+                self.has_reasoning = True
+                break
             elif mark:
                 self._hold(mark)
             elif self._source.text and not self._is_cut_mark():
@@ -162,6 +157,7 @@ class _Answer:
                 yield from up_to(self._source, self._marks, kind)
         if self._held and not self._is_cut():
             yield kind(self._held)
+        self._held = ""
 
     def _try(self, parse: CallParser, scope: Scope) -> Parser[bool]:
         """Tries to read a call, or several in a row; returns whether there was one."""
@@ -182,9 +178,16 @@ class _Answer:
         return read
 
     def _hold(self, mark: str) -> None:
-        """Holds a mark back that began no call; drops one that ends a call."""
+        """Holds a mark back that began no call; drops one that ends a call, the answer, or
+        reasoning that had no beginning."""
         ends = mark not in self.beginnings
-        if (ends and self._in_call) or mark in self._answer_ends:
+        if mark in self._answer_ends:
+            self._held = ""
+        elif mark in (self._reasoning_begin, self._reasoning_end):
+            if mark == self._reasoning_begin or self.has_reasoning:
+                self._held += mark
+            self.has_reasoning = True
+        elif ends and self._in_call:
             self._held = ""
         else:
             self._held += mark
