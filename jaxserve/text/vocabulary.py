@@ -2,13 +2,14 @@
 text before merging.
 
 Two kinds exist among the models served here: byte-level BPE with merges ('gpt2': SmolLM, Llama 3,
-Qwen) and SentencePiece BPE with scores ('llama': Llama 2, Mistral). Names that are not known here
-are refused: a guess would silently give wrong tokens.
+Qwen, gpt-oss, ...) and SentencePiece BPE with scores ('llama': Llama 2, Mistral, Gemma). Names that
+are not known here are refused: a guess would silently give wrong tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from tokenizers import (
@@ -28,50 +29,87 @@ from jaxserve.checkpoint.tokenizer_files import TokenizerFacts
 # values of tokenizer.ggml.token_type
 _CONTROL = 3
 _USER_DEFINED = 4
-_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| "
-    r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 _SPACE = "\u2581"
+_SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_BLANKS = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+_SIGNS = r"| ?[^\s\p{L}\p{N}]+"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_WORDS = _SUFFIX + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+_END = _SIGNS + r"[\r\n]*" + _BLANKS
+_END_WITH_SLASH = _SIGNS + r"[\r\n/]*" + _BLANKS
 
 
-def _split(pattern: str) -> pre_tokenizers.PreTokenizer:
-    words = pre_tokenizers.Split(Regex(pattern), "isolated")
-    return pre_tokenizers.Sequence(
-        [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
+def _cased(suffix: str, but: str = "") -> str:
+    """Pattern of words that begin with capitals or consist of them. suffix: what may follow them.
+    but: letters that are not meant."""
+    upper = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}" + but + "]"
+    lower = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}" + but + "]"
+    before = r"[^\r\n\p{L}\p{N}]?"
+    return f"{before}{upper}*{lower}+{suffix}|{before}{upper}+{lower}*{suffix}"
 
 
-def _smollm(tokenizer: Tokenizer) -> None:
-    digits = pre_tokenizers.Digits(individual_digits=True)
-    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
+_O200K = _cased(_SUFFIX + "?") + r"|\p{N}{1,3}" + _END_WITH_SLASH
+_TEKKEN = _cased("") + r"|\p{N}" + _END_WITH_SLASH
+_KIMI = r"\p{Han}+|" + _cased(_SUFFIX + "?", r"&&[^\p{Han}]") + r"|\p{N}{1,3}" + _END
+_QWEN35 = (
+    _SUFFIX + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*" + _BLANKS
+)
+_DEEPSEEK_V2 = (
+    r"[\r\n]",
+    r"\s?[\p{Lu}\p{Ll}\p{Lt}]+",
+    r"\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+    r"\s+$",
+    r"[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
+    r"\p{N}",
+)
+_DEEPSEEK = (
+    r"\p{N}{1,3}",
+    r"[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"
+    r" ?[\p{P}\p{S}]+[\r\n]*" + _BLANKS,
+)
 
 
-def _gpt2(tokenizer: Tokenizer) -> None:
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+@dataclass(frozen=True)
+class Splitting:
+    """Rules by which text is split into words before tokens are merged. patterns: each splits what
+    the one before it left. whole: a word that is a token is that token, whatever merges say.
+    composed: text is put in normal form C. begins: files that do not say so want a first token."""
+
+    patterns: tuple[str, ...]
+    whole: bool = False
+    composed: bool = False
+    begins: bool = False
+
+    def apply(self, tokenizer: Tokenizer) -> None:
+        """Sets the rules of a tokenizer of bytes."""
+        splits = [pre_tokenizers.Split(Regex(each), "isolated") for each in self.patterns]
+        last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, last])
+        tokenizer.model.ignore_merges = self.whole
+        if self.composed:
+            tokenizer.normalizer = normalizers.NFC()
 
 
-def _llama3(tokenizer: Tokenizer) -> None:
-    tokenizer.pre_tokenizer = _split(_WORDS % "{1,3}")
-    # a word that is a token is that token, whatever merges say
-    tokenizer.model.ignore_merges = True
-
-
-def _qwen2(tokenizer: Tokenizer) -> None:
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = _split(_WORDS % "")
-
-
-PRE: dict[str, Callable[[Tokenizer], None]] = {
-    "smollm": _smollm,
-    "gpt-2": _gpt2,
-    "llama-bpe": _llama3,
-    "llama3": _llama3,
-    "llama-v3": _llama3,
-    "qwen2": _qwen2,
+_THREE_DIGITS = _WORDS + "{1,3}" + _END
+_ONE_DIGIT = _WORDS + _END
+_LLAMA3 = Splitting((_THREE_DIGITS,), whole=True, begins=True)
+_CODE = Splitting((r"\p{N}", _GPT2))
+PRE = {  # by tokenizer.ggml.pre
+    "gpt-2": Splitting((_GPT2,)),
+    **dict.fromkeys(("smollm", "refact", "starcoder"), _CODE),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), _LLAMA3),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), Splitting((_THREE_DIGITS,))),
+    "glm4": Splitting((_THREE_DIGITS,), whole=True),
+    "qwen2": Splitting((_ONE_DIGIT,), composed=True),
+    "deepseek-r1-qwen": Splitting((_ONE_DIGIT,), composed=True),
+    "qwen35": Splitting((_QWEN35,)),
+    **dict.fromkeys(("gpt-4o", "minimax-m2"), Splitting((_O200K,))),
+    "tekken": Splitting((_TEKKEN,), whole=True, begins=True),
+    "kimi-k2": Splitting((_KIMI,)),
+    "deepseek-llm": Splitting(_DEEPSEEK_V2),
+    "deepseek-v3": Splitting(_DEEPSEEK),
 }
-_BOS_BY_DEFAULT = ("llama-bpe", "llama3", "llama-v3")
 
 
 def from_fields(fields: Mapping[str, Any]) -> Tokenizer:
@@ -125,7 +163,7 @@ def _byte_level(fields: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
             )
         pairs.append((left, right))
     tokenizer = Tokenizer(models.BPE({t: i for i, t in enumerate(tokens)}, pairs))
-    PRE[pre](tokenizer)
+    PRE[pre].apply(tokenizer)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
@@ -172,10 +210,7 @@ def _merges(vocabulary: Mapping[str, int], scores: Any) -> list[tuple[str, str]]
 
 def _add_ends(tokenizer: Tokenizer, fields: Mapping[str, Any], tokens: list[str]) -> None:
     """Adds the first and last token that the model wants around a text."""
-    default = (
-        fields["tokenizer.ggml.model"] == "llama"
-        or fields.get("tokenizer.ggml.pre") in _BOS_BY_DEFAULT
-    )
+    default = fields["tokenizer.ggml.model"] == "llama" or PRE[fields["tokenizer.ggml.pre"]].begins
     names = TokenizerFacts.of_gguf(fields).specials
     begin = end = None
     if fields.get("tokenizer.ggml.add_bos_token", default):

@@ -204,10 +204,38 @@ def test_sentencepiece_vocabularies_merge_by_score_and_fall_back_to_bytes():
         assert not any("\ufffd" in part for part in parts)
 
 
+DIGITS = ("1", "2", "3", "4")
+THREE = ("123", "4")
+CASED = (" Hello", "World")
+SLASHES = (" a", "/b", "//\n\n", " x")
+SINGLE = (" a", "/", "b", "//", "\n\n", " x")
+
+
+@pytest.mark.parametrize(
+    "pre, words",
+    [
+        ("gpt-2", ("I", "'", "LL", " HelloWorld", " 1234", " 中文の", *SINGLE)),
+        ("smollm", ("I", "'", "LL", " HelloWorld", " ", *DIGITS, " 中文の", *SINGLE)),
+        ("llama3", ("I", "'LL", " HelloWorld", " ", *THREE, " 中文の", *SLASHES)),
+        ("qwen2", ("I", "'LL", " HelloWorld", " ", *DIGITS, " 中文の", *SLASHES)),
+        ("qwen35", ("I", "'LL", " HelloWorld", " ", *DIGITS, " 中文の", *SLASHES)),
+        ("gpt-4o", ("I'LL", *CASED, " ", *THREE, " 中文の", *SLASHES)),
+        ("tekken", ("I", "'LL", *CASED, " ", *DIGITS, " 中文の", *SLASHES)),
+        ("kimi-k2", ("I'LL", *CASED, " ", *THREE, " ", "中文", "の", *SLASHES)),
+        ("deepseek-v3", ("I", "'LL", " HelloWorld", " ", *THREE, " ", "中文の", *SLASHES)),
+    ],
+)
+def test_text_is_split_into_the_words_of_each_rule(pre, words):
+    library = vocabulary.from_fields(byte_level(pre))
+    text = "I'LL HelloWorld 1234 中文の a/b//\n\n x"
+    found = library.pre_tokenizer.pre_tokenize_str(text)
+    assert tuple(text[first:last] for _, (first, last) in found) == words
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"tokenizer.ggml.pre": "dbrx"}, "pre: 'dbrx' is not one of smollm"),
+        ({"tokenizer.ggml.pre": "falcon"}, "pre: 'falcon' is not one of gpt-2, smollm"),
         ({"tokenizer.ggml.pre": None}, "None is not one of"),
         ({"tokenizer.ggml.model": "t5"}, "'t5' is not one of gpt2, llama"),
         ({"tokenizer.ggml.tokens": None}, "is missing"),
