@@ -568,6 +568,23 @@ MALFORMED = [  # format, text, parts
     ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=n>\n12", []),
     ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=n", []),
     ("glm", "<tool_call>f<arg_key>n</arg_key>\n<arg_va", []),
+    ("qwen3_coder", '<tool_call><function=f>\n{"n": 1}</function></tool_call>.', [*F1, Text(".")]),
+    ("deepseek_v32", '<｜DSML｜invoke name="f">{"n": 1</｜DSML｜invoke> x', [*F1, Text(" x")]),
+    ("deepseek_v31", '<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{"n": 1}\n```', F1),
+    ("deepseek_v3", '<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"n": 1}<｜tool▁call▁end｜>', F1),
+    (
+        "kimi_k2",
+        "<|tool_call_section_begin|><|tool_call_begin|>f<|tool_call_argument_begin|>{'n': 1}"
+        "<|tool_call_end|><|tool_call_section_end|>",
+        F1,
+    ),
+    (
+        "kimi_k2",
+        '<|tool_calls_section_begin|>functions.f:0<|tool_call_argument_begin|>{"n": 1}'
+        "<|tool_calls_section_end|>",
+        F1,
+    ),
+    ("gemma4", "<|tool_call>call:f{n:1}<tool_call|><|tool_response>", F1),
     ("glm", "<tool_call>f<arg_key>text</arg_key><arg_value>a", [CallBegin("f"), {"text": "a"}]),
     (
         "glm",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 from jaxserve.text.chat_output.calls import CallParser, Scope, begin_call
+from jaxserve.text.chat_output.json_calls import object_arguments
+from jaxserve.text.chat_output.json_strings import JSON
 from jaxserve.text.chat_output.json_values import json_text
 from jaxserve.text.chat_output.parameter_syntax import TEXT_TYPES, ParameterSyntax
 from jaxserve.text.chat_output.parameter_types import ParameterTypes, value_of
@@ -14,8 +17,10 @@ from jaxserve.text.chat_output.source import (
     Parser,
     Source,
     held,
+    next_char,
     next_mark,
     spaces,
+    take_mark,
     take_match,
 )
 
@@ -28,8 +33,16 @@ def parameter_calls(syntax: ParameterSyntax) -> CallParser:
 
     def parse(source: Source, scope: Scope) -> Parser[None]:
         head = yield from take_match(source, syntax.head, syntax.head_begun)
-        if head is not None:
-            yield from _Call(source, scope, syntax, _bare_name(head["name"])).parts()
+        if head is None:
+            return
+        name = _bare_name(head["name"])
+        if (yield from next_char(source)) == "{":  # as in other formats
+            yield from begin_call(source, name)
+            ends = tuple(filter(None, (syntax.call_end, *scope.ends)))
+            yield from object_arguments(source, dataclasses.replace(scope, ends=ends), JSON)
+            yield from take_mark(source, syntax.call_end)
+        else:
+            yield from _Call(source, scope, syntax, name).parts()
 
     return parse
 

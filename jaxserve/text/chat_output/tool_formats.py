@@ -87,6 +87,14 @@ TOLD = dataclasses.replace(HERMES, signs=())
 FORCED = ToolFormat("forced", (), {}, bare="{")
 _DEEPSEEK_OPENINGS = ("<｜tool▁calls▁begin｜>",)
 _DEEPSEEK_CLOSINGS = ("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "```")
+_DEEPSEEK = named_calls(
+    r"\s*(?:function<｜tool▁sep｜>)?(?P<name>[^\n<]+)(?:<｜tool▁sep｜>|\n)\s*(?:```(?:json)?)?",
+    r"[^{]*",
+)
+_KIMI = named_calls(
+    r"\s*(?:functions\.)?(?P<name>[^\s<]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>",
+    r"\s*[^\s<]*\s*(?:<[a-z_|]*)?",
+)
 TOOL_FORMATS = (  # the first one that a template shows signs of is the model's
     ToolFormat(HARMONY, (("<|channel|>",),), {}),
     ToolFormat(
@@ -161,17 +169,15 @@ TOOL_FORMATS = (  # the first one that a template shows signs of is the model's
     ToolFormat(
         "kimi_k2",
         (("<|tool_call_argument_begin|>",),),
-        {
-            "<|tool_call_begin|>": named_calls(
-                r"\s*(?:functions\.)?(?P<name>[^\s<]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>",
-                r"\s*[^\s<]*\s*(?:<[a-z_|]*)?",
-            )
-        },
-        ("<|tool_call_end|>", "<|tool_calls_section_end|>"),
-        ("<|tool_calls_section_begin|>",),
+        {"<|tool_call_begin|>": _KIMI, "<|tool_calls_section_begin|>": _KIMI},
+        ("<|tool_call_end|>", "<|tool_calls_section_end|>", "<|tool_call_section_end|>"),
+        ("<|tool_call_section_begin|>",),
     ),
     ToolFormat(
-        "gemma4", (("<|tool_call>",),), {"<|tool_call>": _gemma('<|"|>')}, ("<tool_call|>",)
+        "gemma4",
+        (("<|tool_call>",),),
+        {"<|tool_call>": _gemma('<|"|>')},
+        ("<tool_call|>", "<|tool_response>"),
     ),
     ToolFormat(
         "functiongemma",
@@ -272,18 +278,14 @@ TOOL_FORMATS = (  # the first one that a template shows signs of is the model's
     ToolFormat(
         "deepseek_v3",
         (("<｜tool▁call▁begin｜>", "```json"),),
-        {
-            "<｜tool▁call▁begin｜>": named_calls(
-                r"\s*function<｜tool▁sep｜>(?P<name>[^\n<]+)\n(?:```(?:json)?)?", r"[^{]*"
-            )
-        },
+        {"<｜tool▁call▁begin｜>": _DEEPSEEK},
         _DEEPSEEK_CLOSINGS,
         _DEEPSEEK_OPENINGS,
     ),
     ToolFormat(
         "deepseek_v31",
         (("<｜tool▁call▁begin｜>",),),
-        {"<｜tool▁call▁begin｜>": named_calls(r"\s*(?P<name>[^\n<]+)<｜tool▁sep｜>", r"[^\n{]*")},
+        {"<｜tool▁call▁begin｜>": _DEEPSEEK},
         _DEEPSEEK_CLOSINGS,
         _DEEPSEEK_OPENINGS,
     ),
