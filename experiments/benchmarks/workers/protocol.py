@@ -3,7 +3,7 @@ on standard output.
 
     settings  first argument: model (folder or file), dtype, threads, vocab, context, steps,
     chunk_tokens,
-              most_sequences, longest
+              most_sequences, longest, and quantization if it is not auto
     first     {"versions": {...}} when the model is loaded measure   {"kind": "prefill" | "decode",
     "size": N, "seconds": S}: {"rates": [...]} tokens/s, repeated for this many seconds generate
     {"kind": "generate", "prompt": [...], "tokens": N}: {"ids": [...]}, greedy, or null where the

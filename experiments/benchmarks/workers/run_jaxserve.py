@@ -15,6 +15,7 @@ engine = build(
         {
             "model": SETTINGS["model"],
             "dtype": SETTINGS["dtype"],
+            "quantization": SETTINGS.get("quantization", "auto"),
             "max_model_len": SETTINGS["longest"],
             "max_seqs": SETTINGS["most_sequences"],
             "chunk_tokens": SETTINGS["chunk_tokens"],
