@@ -1,7 +1,8 @@
 """The kernels for CPUs beside each other, one call at a time: decode attention over pages of each
-type, and attention over latents beside XLA's.
+type, attention over latents beside XLA's, products with quantised weights beside those with f32,
+and products of groups.
 
-    python -m experiments.benchmarks.cpu_kernels --parts=pages,latents --json=cpu_kernels.json
+    python -m experiments.benchmarks.cpu_kernels --parts=pages,quantised --json=cpu_kernels.json
 
 All that is compared takes turns, call by call, so that what others do on the machine happens to all
 of it. Milliseconds are the best and the median of all calls, and the middle half of them; those of
@@ -10,6 +11,7 @@ CPU time, the median, are sturdier where others use the machine.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import sys
@@ -20,23 +22,28 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from gguf.constants import GGML_QUANT_SIZES
+from gguf.constants import GGMLQuantizationType as Kind
 
 from experiments.script import command_line, keep
 from jaxserve.cli.display import table
 from jaxserve.kernels import ops
 from jaxserve.kernels.kv_pages import KVPages, quantize
+from jaxserve.kernels.quantised import Quantised
 from jaxserve.observe.machine import described, machine
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option
+from jaxserve.weights.quantised import Blocks, from_gguf, pack
 
 OPTIONS = {
     "cpu_kernels": [
-        Option("parts", str, "pages", "what to measure"),
+        Option("parts", str, "pages,latents,quantised,grouped", "what to measure"),
         Option("seconds", float, 4.0, "for which the calls of a row take turns", 0),
         Option("json", str, None, "file for all figures"),
     ]
 }
-MIB = 2**20
+KINDS = (Kind.Q8_0, Kind.Q4_1, Kind.Q4_K, Kind.Q6_K)
+SIDE = 4096  # inputs and outputs of the measured matrix
 
 Call = Callable[[], jax.Array]
 
@@ -144,9 +151,72 @@ def _latent_calls(heads: int, queries: int) -> dict[str, Call]:
     return calls | {"a sum over the latents, float32": lambda: read(kv)}
 
 
+def quantised(seconds: float) -> list[dict[str, Any]]:
+    """Products with a matrix of 4096 x 4096 in f32 and quantised, beside reading its bytes."""
+    dice = np.random.default_rng(0)
+    plain = jnp.asarray(dice.standard_normal((SIDE, SIDE)), jnp.float32)
+    kept = {kind.name: random_matrix(kind, SIDE, dice) for kind in KINDS}
+    linear = jax.jit(ops.linear)
+    total = jax.jit(jnp.sum)
+    rows = []
+    for count in (1, 4, 8, 256):
+        x = jnp.asarray(dice.standard_normal((count, SIDE)), jnp.float32)
+        calls = {"float32": lambda x=x: linear(x, plain)}
+        calls |= {name: lambda x=x, w=w: linear(x, w) for name, w in kept.items()}
+        rows += figures(f"product of {count} rows", in_turns(calls, seconds))
+    read = {"float32": lambda: total(plain)}
+    read |= {name: lambda w=w: total(w.codes) for name, w in kept.items()}
+    return rows + figures("sum of the codes", in_turns(read, seconds))
+
+
+def grouped(seconds: float) -> list[dict[str, Any]]:
+    """Products of 1 to 8 tokens with 4 of 64 experts of 1024 x 512 each, beside one of as many
+    bytes as the experts in use have."""
+    experts, active, inputs, outputs = 64, 4, 1024, 512
+    dice = np.random.default_rng(0)
+    w = jnp.asarray(dice.standard_normal((experts, inputs, outputs)), jnp.float32)
+    kept = [random_matrix(Kind.Q8_0, inputs, dice, outputs) for _ in range(experts)]
+    quantised_w = jax.tree.map(lambda *x: jnp.stack(x), *kept)
+    ours = jax.jit(ops.grouped)
+    xla = jax.jit(jax.lax.ragged_dot)
+    total = jax.jit(jnp.sum)
+    rows = []
+    for tokens in (1, 2, 4, 8):
+        chosen = [dice.permutation(experts)[:active] for _ in range(tokens)]
+        counts = jnp.asarray(np.bincount(np.concatenate(chosen), minlength=experts), jnp.int32)
+        x = jnp.asarray(dice.standard_normal((tokens * active, inputs)), jnp.float32)
+        used = w[: int((counts > 0).sum())].copy()
+        calls = {
+            "float32": lambda x=x, counts=counts: ours(x, w, counts),
+            "Q8_0": lambda x=x, counts=counts: ours(x, quantised_w, counts),
+            "sum of as many bytes": lambda used=used: total(used),
+            "jax.lax.ragged_dot": lambda x=x, counts=counts: xla(x, w, counts),
+        }
+        rows += figures(f"experts of {tokens} tokens", in_turns(calls, seconds))
+    return rows
+
+
+def random_matrix(
+    kind: Kind, inputs: int, dice: np.random.Generator, outputs: int = SIDE
+) -> Quantised:
+    """A matrix of random codes, with scales that are numbers."""
+    block, size = GGML_QUANT_SIZES[kind]
+    raw = dice.integers(0, 256, (outputs, inputs // block * size), np.uint8)
+    blocks = from_gguf(raw, kind)
+    halves = [field.name for field in dataclasses.fields(blocks) if _is_half(blocks, field.name)]
+    ones = {name: np.full_like(getattr(blocks, name), 0.01) for name in halves}
+    return jax.tree.map(jnp.asarray, pack(dataclasses.replace(blocks, **ones)))
+
+
+def _is_half(blocks: Blocks, name: str) -> bool:
+    return getattr(getattr(blocks, name), "dtype", None) == np.float16
+
+
 PARTS: dict[str, Callable[[float], list[dict[str, Any]]]] = {
     "pages": pages,
     "latents": latents,
+    "quantised": quantised,
+    "grouped": grouped,
 }
 
 
