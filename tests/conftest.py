@@ -7,7 +7,6 @@ import gc
 import json
 import os
 import sys
-import time
 from collections.abc import Generator
 from importlib import metadata
 from pathlib import Path
@@ -16,6 +15,7 @@ import hypothesis
 import pytest
 
 from tests.examples import examples
+from tests.times import LABORATORY, Times
 
 HERE = Path(__file__).parent
 # XLA's optimising passes take most of the suite's time, and a program of a test runs for
@@ -27,8 +27,6 @@ QUICK_COMPILES: tuple[str, ...] = (
 # A third of the time of each compile; later releases of jaxlib end the process over this flag.
 if metadata.version("jaxlib").startswith("0.10."):
     QUICK_COMPILES += ("--xla_cpu_use_fusion_emitters=false",)
-# Folders of tests that serving does not need. They carry the mark `lab`, all others `serving`.
-LABORATORY = ("lab/", "experiments/")
 # Files that take longest: they start first, so that no process is left with one at the end.
 LONGEST = (
     "engine/test_golden.py",
@@ -107,26 +105,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
 
 
-class Parts:
-    """Times the suite's two parts, by when their last tests end."""
-
-    def __init__(self) -> None:
-        self.began = time.monotonic()
-        self.ended: dict[str, float] = {}
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        is_lab = report.nodeid.removeprefix("tests/").startswith(LABORATORY)
-        self.ended["lab" if is_lab else "serving"] = time.monotonic()
-
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        if len(self.ended) == 2:
-            times = (f"{part} after {at - self.began:.0f} s" for part, at in self.ended.items())
-            terminalreporter.write_line(f"over: {', '.join(times)}")
-
-
 def pytest_configure(config: pytest.Config) -> None:
-    if not hasattr(config, "workerinput"):  # not in the processes of pytest-xdist
-        config.pluginmanager.register(Parts())
+    config.pluginmanager.register(Times())
 
 
 @pytest.fixture(scope="session")
