@@ -52,11 +52,12 @@ def engine(
     dtype: str = "float32",
     quantization: str = "auto",
     planned: bool = False,
+    profiled: bool = True,
     expert_parallel: bool = False,
     **cache,
 ) -> Engine:
     """An engine whose programs are compiled when first used. planned: those that move pages are
-    among them; who plans is said to `fresh`."""
+    among them; who plans is said to `fresh`. profiled: measured where settings ask for it."""
     planner = "cdsp" if planned else "none"
     if planned:
         cache.setdefault("placement", "striped")
@@ -78,7 +79,7 @@ def engine(
             planner=planner,
         ),
     )
-    return build(config, progress=False, warm_up=False, profiled=not planned)
+    return build(config, progress=False, warm_up=False, profiled=profiled and not planned)
 
 
 def fresh(
@@ -145,7 +146,7 @@ def shapes_of(real: Engine) -> list[StepShape]:
 
 
 def hidden_states_of(real: Engine) -> list[HiddenStates]:
-    """What the last stage returns, for each step from now on."""
+    """Collects what the last stage returns for each step from now on."""
     hidden: list[HiddenStates] = []
     stages = real.worker.stages
     step = stages.step

@@ -9,6 +9,7 @@ import re
 import pytest
 
 from jaxserve.engine.build import build
+from jaxserve.engine.engine import Engine
 from jaxserve.lanes.planner import LanePlanner, PlanPart
 from jaxserve.settings.schema import (
     CacheConfig,
@@ -47,8 +48,8 @@ def right(alone):
 def lanes():
     return engine(
         mesh=f"kvp={LANES}",
-        chunk=256,
-        seqs=8,
+        chunk=64,
+        seqs=4,
         pages=60,
         max_len=1024,
         exchange="pass_kv",
@@ -124,16 +125,22 @@ def test_a_plan_that_is_cut_short_leaves_every_page_accounted_for(lanes, right, 
     assert (full > 0) == (pages == 7)
 
 
-@pytest.mark.parametrize("tokens", [32, pytest.param(128, marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("tokens", [32, 128])
 def test_the_planner_gives_long_prompts_more_lanes(tokens, alone, tmp_path, monkeypatch):
-    """As the engine is built: profile, latencies by size of group, plans. tokens: of a step."""
+    """The engine measures its profile and fits latencies by size of group, from which it plans.
+    tokens: of a step."""
     monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path))
     config = EngineConfig(
         ModelSource("random:tiny", max_model_len=1024),
         MeshConfig(kvp=4),
         CacheConfig(pages=100, placement="striped"),
         SchedulerConfig(
-            max_seqs=2, chunk_tokens=tokens, exchange="pass_q", planner="cdsp", improvement=0.05
+            max_seqs=2,
+            chunk_tokens=tokens,
+            exchange="pass_q",
+            planner="cdsp",
+            improvement=0.05,
         ),
         compile_cache=str(tmp_path),
     )
@@ -162,17 +169,20 @@ def test_the_planner_gives_long_prompts_more_lanes(tokens, alone, tmp_path, monk
     prompts = [list(reversed(prompt)) for prompt in PROMPTS]
     assert generate(real, prompts, max_tokens=6) == generate(alone, prompts, max_tokens=6)
     assert sum(count for shape, count in zip(shapes, moves) if shape.moves) > 10
-    program = next(
-        program.as_text()
-        for name, program in real.worker.stages.programs.compiled.items()
-        if "moves" in name
-    )
-    assert_moves_need_no_layer(program, real.worker.plan)
+    assert_moves_need_no_layer(real)
 
 
-def assert_moves_need_no_layer(text: str, plan) -> None:
-    """What is sent of each layer's pages is read off the pages that came in: on no path from a
-    product of the layers."""
+def test_pages_move_beside_the_layers_of_a_step(lanes):
+    assert_moves_need_no_layer(lanes)
+
+
+def assert_moves_need_no_layer(real: Engine) -> None:
+    """Checks that the pages of each layer are sent as they came in: on no path from a product of
+    the layers."""
+    plan = real.worker.plan
+    programs = real.worker.stages.programs
+    moving = next((name, lower) for name, lower in programs.all() if "moves" in name)
+    text = programs.get(*moving).as_text()
     made = dict(
         re.findall(r"^\s*(?:ROOT )?%([\w.-]+) = (.*)$", text[text.index("\nENTRY") :], re.M)
     )

@@ -125,7 +125,7 @@ RATES = ExchangeRates(1e15, 1e6, 1e-6, LINK, LINK, LINK)
 
 @pytest.fixture(scope="module")
 def rings():
-    return engine(mesh="kvp=4", decode_exchange="auto", **MESH)
+    return engine(mesh="kvp=4", decode_exchange="auto", profiled=False, **MESH)
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,7 @@ def two_lanes():
         ModelSource("random:tiny", max_model_len=MAX_LEN),
         MeshConfig(kvp=2),
         CacheConfig(pages=PAGES, block_size=8, lane_tokens=64, placement="striped"),
-        SchedulerConfig(**SETTINGS, exchange="auto"),
+        SchedulerConfig(max_seqs=4, chunk_tokens=32, min_chunk=32, exchange="auto"),
     )
     return build(config, progress=False, warm_up=False)
 

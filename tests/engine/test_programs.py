@@ -124,7 +124,12 @@ def test_shapes_without_spread_rows_need_no_other_lane(lanes):
 
 @pytest.mark.parametrize(
     "which",
-    ["alone", "small_floats", "lanes", "ring_kv", pytest.param("ring_q", marks=pytest.mark.matrix)],
+    [
+        "alone",
+        "small_floats",
+        "lanes",
+        *(pytest.param(which, marks=pytest.mark.matrix) for which in ("ring_kv", "ring_q")),
+    ],
 )
 def test_pages_are_donated_and_never_copied_in_any_shape(which, request):
     small, large = request.getfixturevalue(which)
@@ -214,9 +219,9 @@ def test_nothing_is_compiled_after_warm_up_whatever_is_asked(lanes, compiled):
     for placement in ("grow", "random"):
         real = fresh(base, placement)
         runner = Runner(real)
-        for length in range(1, 201):
+        for length in range(2, 201, 3):
             requests(runner, length)
-            if length % 9 == 0:  # alone, in pairs, in crowds
+            if length % 15 == 2:  # alone, in pairs, in crowds
                 runner.run(chunks=(1, 5, 32) if length % 2 else ())
         runner.run()
         # a long prefix hit
@@ -224,7 +229,7 @@ def test_nothing_is_compiled_after_warm_up_whatever_is_asked(lanes, compiled):
         runner.run()
         assert runner.completion(again).finished.usage.cached >= 176
         assert_empty(real)
-        assert len(runner.events) == 201
+        assert len(runner.events) == 68
     assert not compiled
     assert programs.compiles == len(names)
     assert base.worker.compiles == len(names)
