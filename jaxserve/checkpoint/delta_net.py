@@ -86,6 +86,13 @@ class DeltaNetSpec:
         heads = -(-self.key_heads // tp)
         return replace(self, key_heads=heads, value_heads=heads * self.group)
 
+    def inner(self, itemsize: int) -> int:
+        """Numbers of `itemsize` bytes that a token takes at once: the projection, and in f32 what
+        is convolved, what enters the pieces and what their solution is."""
+        projected = self.key_heads * (self.channels + self.group * self.value)
+        wide = 3 * self.key_heads * self.group * (2 * self.key + self.value)
+        return projected + wide * 4 // itemsize
+
     @property
     def state(self) -> tuple[int, ...]:
         """Shape of a sequence's state, which is f32."""

@@ -89,6 +89,12 @@ _EXPERTS: Tensors = {
     _EXPERT + "up_proj.weight": ("expert_up",),
     _EXPERT + "down_proj.weight": ("expert_down",),
 }
+# tensors [experts, outputs, inputs] in which a checkpoint may hold `_EXPERTS` of a layer, and the
+# parts of these names that are stacked in an expert's outputs
+STACKED_EXPERTS = {
+    "experts.gate_up_proj": ("gate_proj.weight", "up_proj.weight"),
+    "experts.down_proj": ("down_proj.weight",),
+}
 _SHARED_EXPERTS: Tensors = {
     MLP + "shared_experts.gate_proj.weight": ("shared_gate_proj",),
     MLP + "shared_experts.up_proj.weight": ("shared_up_proj",),
@@ -104,6 +110,13 @@ MIXTRAL: Tensors = {
     _SPARSE + "experts.{experts}.w2.weight": ("expert_down",),
 }
 QWEN_MOE: Tensors = {**LLAMA, **_ROUTER, **_EXPERTS}
+
+
+def names_experts(tensors: Tensors) -> bool:
+    """Returns True if each expert has tensors of its own under the names of `_EXPERTS`."""
+    return tensors.keys() >= _EXPERTS.keys()
+
+
 GLM_MOE: Tensors = {**QWEN_MOE, **_SHARED_EXPERTS}
 GPT_OSS: Tensors = {
     **LLAMA,

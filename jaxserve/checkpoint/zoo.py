@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from jaxserve.checkpoint.delta_net import DeltaNetSpec
 from jaxserve.checkpoint.families import FAMILIES
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.checkpoint.rope import Rope, RopeScaling, llama3_scaling
@@ -194,6 +195,23 @@ _GPT_OSS = dict(
     ropes=(Rope(150000.0, RopeScaling("yarn", 32.0, 4096, truncate=False)),),
     eos_ids=(200002, 199999, 200012),
 )
+_QWEN3_NEXT = _QWEN3 | dict(
+    family="qwen3_next",
+    layers=48,
+    d_model=2048,
+    kv_heads=2,
+    head_dim=256,
+    d_ff=5632,
+    max_len=262144,
+    mixers=(
+        *(DeltaNetSpec(16, 32, 128, 128, 4),) * 3,
+        AttentionSpec(qk_norm="head", gate=True),
+    )
+    * 12,
+    mlps=(ExpertsSpec(512, 10, 512, shared=512, shared_gate=True),),
+    ropes=(Rope(1e7, share=0.25),),
+    tied=False,
+)
 _ROWS: dict[str, dict[str, Any]] = {
     "tiny": _TINY,
     "tiny-window": _TINY | dict(family="mistral", windows=(64,)),
@@ -229,6 +247,7 @@ _ROWS: dict[str, dict[str, Any]] = {
     "qwen3-235b-a22b": _QWEN3_MOE
     | dict(layers=94, d_model=4096, heads=64, d_ff=12288, mlps=(ExpertsSpec(128, 8, 1536),)),
     "mixtral-8x7b": _MIXTRAL,
+    "qwen3-next-80b-a3b": _QWEN3_NEXT,
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),
 }

@@ -21,6 +21,9 @@ from jaxserve.lanes.work import ITEM, PARTIAL
 from jaxserve.settings.schema import ConfigError
 
 FILE = Path(__file__).with_name("profiles.json")
+# of a token, per byte of an f32 state: it gives what is known of a key, takes the correction, and
+# gives the output
+STATE_FLOPS = 3 * 2 / 4
 
 
 def elementwise_bytes(model: ModelConfig, tp: int = 1) -> float:
@@ -74,14 +77,17 @@ class Device:
     error: dict[str, float]
 
     def costs(self, model: ModelConfig, tp: int) -> Costs:
-        """Computed from the model. Errors: ConfigError for a degree above those that were
+        """Computed from the model, averaged over its layers: only some may attend, and others have
+        states, which decodes read and write. Errors: ConfigError for a degree above those that were
         measured."""
         heads, kv_heads = model.rank_heads(tp)
+        attending = model.paged_layers() / model.layers
+        state = model.share(tp).state_bytes / model.layers  # of a sequence
         weights = ITEM * model.dense_weights(tp)
         experts = ITEM * model.expert_weights(tp)
         active = weights + experts * model.active_experts
-        pair = 4 * heads * model.head_dim / self.attention_flops_per_s
-        kv = 2 * ITEM * kv_heads * model.kv_head_dim
+        pair = attending * 4 * heads * model.head_dim / self.attention_flops_per_s
+        kv = attending * 2 * ITEM * kv_heads * model.kv_head_dim
         head = model.head_weights(tp)
         return dataclasses.replace(
             self.messages(model, tp),
@@ -92,14 +98,15 @@ class Device:
             expert_floor=experts / self.weight_bytes_per_s,
             expert_base=experts / self.base_bytes_per_s,
             active_experts=model.active_experts,
-            linear_token=active / self.product_flops_per_s
+            linear_token=(active + STATE_FLOPS * state) / self.product_flops_per_s
             + elementwise_bytes(model, tp) / self.elementwise_bytes_per_s,
             chunk=self.chunk_seconds,
             chunk_token=pair * self.attention_tile,
             pair=pair,
             read=kv / self.read_bytes_per_s,
             decode=self.decode_seconds,
-            decode_seq=kv_heads * self.decode_kv_head_seconds,
+            decode_seq=attending * kv_heads * self.decode_kv_head_seconds
+            + 2 * state / self.decode_bytes_per_s,
             decode_kv=kv / self.decode_bytes_per_s,
             head=self.sample + ITEM * head / self.weight_bytes_per_s,
             head_token=2 * head / self.product_flops_per_s,

@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from jaxserve.checkpoint.delta_net import DeltaNetSpec
 from jaxserve.checkpoint.model import layers_of, padded_vocab
 from jaxserve.engine import sampling
 from jaxserve.engine.stage_plan import StagePlan
@@ -140,12 +141,14 @@ def _tables(plan: StagePlan) -> int:
 
 def _work(plan: StagePlan) -> int:
     """Bytes of the largest step: four copies of its hidden states, three of what is widest in a
-    layer (heads, or the MLP's inner states), and three of the logits in f32."""
+    layer (heads, or the MLP's inner states; or what Gated DeltaNet has), and three of the logits in
+    f32."""
     model = plan.model
     tp = plan.mesh.tp
     item = np.dtype(plan.dtype).itemsize
     tokens = max(shape.tokens for shape in plan.shapes)
     heads = 3 * (model.heads + 2 * model.kv_heads) * model.head_dim // tp
-    widest = max(heads, model.inner(tp))
+    deltas = [spec.share(tp) for spec in model.mixers if isinstance(spec, DeltaNetSpec)]
+    widest = max(heads, model.inner(tp), *(spec.inner(item) for spec in deltas))
     logits = max(plan.samples) * padded_vocab(model, tp) // tp
     return tokens * (4 * model.d_model + widest) * item + 3 * logits * F32

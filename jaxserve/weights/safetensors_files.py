@@ -55,6 +55,30 @@ class TensorPlace(NamedTuple):
     stop: int
 
 
+def by_expert(
+    places: Mapping[str, TensorPlace], stacked: Mapping[str, tuple[str, ...]]
+) -> dict[str, TensorPlace]:
+    """Cuts tensors [experts, outputs, inputs] into a matrix of each expert and part. stacked: parts
+    of outputs by the ends of such tensors' names, as in 'experts.down_proj'."""
+    found: dict[str, TensorPlace] = {}
+    for name, place in places.items():
+        end = ".".join(name.split(".")[-2:])
+        parts = stacked.get(end, ())
+        if not parts or len(place.shape) != 3 or place.shape[1] % len(parts):
+            found[name] = place
+            continue
+        experts, outputs, inputs = place.shape
+        size = (place.stop - place.start) // max(experts * len(parts), 1)
+        prefix = name.removesuffix(end.split(".")[1])
+        for number in range(experts * len(parts)):
+            expert, part = divmod(number, len(parts))
+            start = place.start + number * size
+            found[f"{prefix}{expert}.{parts[part]}"] = place._replace(
+                shape=(outputs // len(parts), inputs), start=start, stop=start + size
+            )
+    return found
+
+
 class MappedTensors:
     """Tensors in mapped files. `bytes_read` counts what `read` returned."""
 

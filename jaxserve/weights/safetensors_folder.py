@@ -12,18 +12,25 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxserve.checkpoint.families import layout
 from jaxserve.checkpoint.generation_config import generation_fields
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.checkpoint.model_config import from_hf
 from jaxserve.checkpoint.model_files import notes, read_json, read_object
 from jaxserve.checkpoint.model_paths import CheckpointError, reason
 from jaxserve.checkpoint.quantization import read_quantization
+from jaxserve.checkpoint.tensor_tables import STACKED_EXPERTS, names_experts
 from jaxserve.checkpoint.tokenizer_files import eos_id
 from jaxserve.weights.names import family_names
 from jaxserve.weights.quantised import Blocks
 from jaxserve.weights.quantised_layouts import quantised_tensors
 from jaxserve.weights.quantised_tensors import QuantisedTensor
-from jaxserve.weights.safetensors_files import MappedTensors, TensorPlace, safetensors_header
+from jaxserve.weights.safetensors_files import (
+    MappedTensors,
+    TensorPlace,
+    by_expert,
+    safetensors_header,
+)
 from jaxserve.weights.sources import places
 
 _WHOLE = "model.safetensors"
@@ -47,9 +54,10 @@ class SafetensorsFolder:
             notes.warning(
                 f"{folder}: left out tensors of other parts than the decoder: {others[:20]}"
             )
-        self._files = MappedTensors(
-            {names[name]: place for name, place in stored.items() if name in names}
-        )
+        places = {names[name]: place for name, place in stored.items() if name in names}
+        if names_experts(layout(config).tensors):
+            places = by_expert(places, STACKED_EXPERTS)
+        self._files = MappedTensors(places)
         quantization = read_quantization(read_object(folder / "config.json"))
         self._quantised: dict[str, QuantisedTensor] = {}
         if quantization is not None:

@@ -92,6 +92,16 @@ def test_a_step_of_few_tokens_reads_few_experts():
     )
 
 
+def test_only_layers_that_attend_cost_more_with_context_and_states_cost_each_sequence_the_same():
+    hybrid = MODELS["qwen3-next-80b-a3b"]
+    attends = dataclasses.replace(hybrid, mixers=hybrid.mixers[3:4])
+    found, whole = (costs("h100", model, 1) for model in (hybrid, attends))
+    assert found.decode_kv == pytest.approx(whole.decode_kv / 4)
+    assert found.pair == pytest.approx(whole.pair / 4)
+    states = 2 * hybrid.state_bytes / hybrid.layers / devices()["h100"].decode_bytes_per_s
+    assert found.decode_seq == pytest.approx(whole.decode_seq / 4 + states)
+
+
 @ROWS
 def test_errors_of_the_parts_are_small(row):
     limits = {"linear": 0.05, "prefill attention": 0.16, "decode attention": 0.18, "head": 0.13}

@@ -23,7 +23,8 @@ TIE = 1e-4  # experts whose ranks are nearer may change places by rounding
 ALL_AXES = "spp=2,kvp=2,tp=2"
 MESHES = ("", "tp=2", "tp=4", "spp=2", "kvp=2", "kvp=2,tp=2", ALL_AXES)
 # each on one device, or on the mesh that its special parts need: norms over all heads and experts
-# over ranks; soft caps, windows, latents and layers without positions over lanes
+# over ranks; soft caps, windows, latents, states and layers without positions over lanes; a stage
+# without pages
 DEFAULT = {
     "phi3": ("",),
     "phi3-short": ("",),
@@ -40,9 +41,8 @@ DEFAULT = {
     "minimax_m2": ("",),
     "deepseek_v2": ("",),
     "deepseek_v3": ("kvp=2,tp=2",),
-    "qwen3_next": (ALL_AXES,),
-    "qwen3_5": ("",),
-    "qwen3_5_moe": ("tp=2",),
+    "qwen3_next": ("kvp=2,tp=2",),
+    "qwen3_5": ("spp=2",),
 }
 
 
@@ -199,6 +199,39 @@ def test_the_text_part_of_a_multimodal_checkpoint_is_read(text, head, tmp_path):
         np.testing.assert_array_equal(found.read(name), wanted.read(name))
 
 
+def test_checkpoints_of_qwen_35_hold_the_experts_of_a_layer_in_one_tensor(tmp_path):
+    wanted = open_checkpoint(write_model(tmp_path / "text", "qwen3_5_moe"))
+    config = CASES["qwen3_5_moe"].config
+    both = tmp_path / "both"
+    both.mkdir()
+    multimodal = {
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "model_type": "qwen3_5_moe",
+        "text_config": {key: value for key, value in config.items() if key != "architectures"},
+        "vision_config": {"depth": 2},
+    }
+    (both / "config.json").write_text(json.dumps(multimodal))
+    tensors = {name: wanted.read(name) for name in wanted.tensors()}
+    for layer in range(4):
+        experts = f"model.layers.{layer}.mlp.experts."
+        gate, up, down = (
+            np.stack([tensors.pop(f"{experts}{i}.{part}_proj.weight") for i in range(16)])
+            for part in ("gate", "up", "down")
+        )
+        tensors[experts + "gate_up_proj"] = np.concatenate([gate, up], 1)
+        tensors[experts + "down_proj"] = down
+    renamed = {
+        name.replace("model.", "model.language_model.", 1): value for name, value in tensors.items()
+    }
+    others = dict.fromkeys(("model.visual.x", "mtp.norm.weight"), np.zeros(3, np.float32))
+    save_file(renamed | others, both / "model.safetensors")
+    found = open_checkpoint(both)
+    assert found.config == from_hf(config, name="both")
+    check(found, found.config)
+    for name in wanted.tensors():
+        np.testing.assert_array_equal(found.read(name), wanted.read(name))
+
+
 @pytest.mark.parametrize(
     "name, change, message",
     [
@@ -216,6 +249,11 @@ def test_the_text_part_of_a_multimodal_checkpoint_is_read(text, head, tmp_path):
         ("deepseek_v3", {"architectures": ["DeepseekV32ForCausalLM"]}, "an indexer chooses"),
         ("deepseek_v3", {"topk_method": "greedy"}, "topk_method: 'greedy'"),
         ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq: 2"),
+        ("qwen3_next", {"layer_types": ["linear_attention"] * 4}, "layer with full_attention"),
+        ("qwen3_5", {"layer_types": ["sliding_attention"] * 4}, "layer_types: must be linear"),
+        ("qwen3_5", {"linear_num_value_heads": 5}, "5 is no multiple of 2 key heads"),
+        ("qwen3_5", {"attn_output_gate": False}, "attn_output_gate: false"),
+        ("gemma3", {"layer_types": ["linear_attention"] * 4}, "layer_types: must be sliding"),
         ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method: 'noaux_tc'"),
         ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob: True"),
         ("glm4", {"text_config": 1}, "text_config: must be an object"),
