@@ -9,12 +9,20 @@ import pytest
 
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.checkpoint.model_config import from_hf
+from jaxserve.engine.build import build
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.memory import DeviceRoom, sizes, state_bytes
 from jaxserve.engine.sizing import make_plan
 from jaxserve.settings.options import make
-from jaxserve.settings.schema import ConfigError, EngineConfig
-from tests.engine.harness import Runner, assert_empty, engine
+from jaxserve.settings.schema import (
+    CacheConfig,
+    ConfigError,
+    EngineConfig,
+    MeshConfig,
+    ModelSource,
+    SchedulerConfig,
+)
+from tests.engine.harness import Runner, assert_empty
 from tests.models import oracle
 from tests.models.oracle.cases import CASES
 from tests.models.test_families import write_model
@@ -32,9 +40,17 @@ NEXT_80B = {  # its config.json, as far as it says something
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> Engine:
-    """An engine for two sequences, with pages for one and a half of the longest."""
+    """An engine for two sequences, with pages for one and a half of the longest, which keeps none
+    free for what sequences will put out."""
     folder = write_model(tmp_path_factory.mktemp("states") / "model", NAME)
-    return engine(folder, chunk=32, seqs=2, pages=14, block=8, max_len=80)
+    config = EngineConfig(
+        ModelSource(str(folder), max_model_len=80, dtype="float32"),
+        MeshConfig(),
+        CacheConfig(block_size=8, pages=14),
+        SchedulerConfig(max_seqs=2, chunk_tokens=32, decode_reserve=0.0),
+        profile="none",
+    )
+    return build(config, progress=False, warm_up=False)
 
 
 @pytest.fixture
@@ -44,11 +60,18 @@ def answer() -> oracle.Answer:
 
 def test_preempted_sequences_begin_again_and_say_the_same(tiny, answer):
     runner = Runner(tiny)
-    asked = dict(max_tokens=len(answer.tokens), ignore_eos=True)
-    ids = [runner.submit(answer.prompt, **asked) for _ in range(4)]
+    asked = dict(max_tokens=60, ignore_eos=True)
+    prompts = [answer.prompt[first : first + 8] for first in (0, 8, 16)]
+    alone = []
+    for prompt in prompts:
+        id = runner.submit(prompt, **asked)
+        runner.run()
+        alone.append(runner.ids(id))
+    before = tiny.scheduler.slots.preemptions
+    ids = [runner.submit(prompt, **asked) for prompt in prompts]
     runner.run(chunks=(3, 8, 32))
-    assert tiny.scheduler.slots.preemptions > 0
-    assert [runner.ids(id) for id in ids] == [answer.tokens] * 4
+    assert tiny.scheduler.slots.preemptions > before
+    assert [runner.ids(id) for id in ids] == alone
     assert_empty(tiny)
 
 

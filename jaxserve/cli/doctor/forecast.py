@@ -129,8 +129,9 @@ def _sampling(defaults: Mapping[str, float]) -> str:
 
 
 def memory(sizes: Any) -> str:
+    states = f", states {gib(sizes.states)}" if sizes.states else ""
     return (
-        f"{gib(sizes.total)} (weights {gib(sizes.weights)}, KV {gib(sizes.kv)}, tables "
+        f"{gib(sizes.total)} (weights {gib(sizes.weights)}, KV {gib(sizes.kv)}{states}, tables "
         f"{gib(sizes.tables)}, work about "
         f"{gib(sizes.work)})"
     )
