@@ -585,6 +585,12 @@ MALFORMED = [  # format, text, parts
         F1,
     ),
     ("gemma4", "<|tool_call>call:f{n:1}<tool_call|><|tool_response>", F1),
+    (
+        "lfm2",
+        '<|tool_call_start|>[{"name": "f", "arguments": {"n": 1}}, {"name": "g"}]<|tool_call_end|>',
+        [*F1, *G],
+    ),
+    ("pythonic", '[{"name": "Ann"}]', [Text('[{"name": "Ann"}]')]),
     ("glm", "<tool_call>f<arg_key>text</arg_key><arg_value>a", [CallBegin("f"), {"text": "a"}]),
     (
         "glm",

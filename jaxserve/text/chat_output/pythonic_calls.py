@@ -6,6 +6,7 @@ import ast
 import re
 
 from jaxserve.text.chat_output.calls import Scope, begin_call
+from jaxserve.text.chat_output.json_calls import json_calls
 from jaxserve.text.chat_output.json_values import json_text
 from jaxserve.text.chat_output.parts import Arguments
 from jaxserve.text.chat_output.source import Parser, Source, next_char, take_match
@@ -18,10 +19,13 @@ _LITERALS = {"true": True, "false": False, "null": None}
 
 
 def pythonic_calls(source: Source, scope: Scope) -> Parser[None]:
-    """A list of calls, or, behind a mark, lines of them: [f(a=1), g()]."""
+    """A list of calls, or, behind a mark, lines of them: [f(a=1), g()]; also such as are JSON."""
     listed = (yield from next_char(source)) == "["
     if listed:
         source.take(1)
+    if (yield from next_char(source)) == "{":
+        yield from json_calls(source, scope)
+        return
     several = listed or scope.marked
     while (yield from _pythonic_call(source, scope)):
         source.begin_trial()
