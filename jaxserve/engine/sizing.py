@@ -25,6 +25,7 @@ from jaxserve.sharding.mesh import ensure_devices
 from jaxserve.weights import open_checkpoint
 from jaxserve.weights.checkpoint import Checkpoint
 from jaxserve.weights.kept import Kept
+from jaxserve.weights.quantise import METHODS
 from jaxserve.weights.store import OrbaxFolder
 
 log = logging.getLogger(__name__)
@@ -73,14 +74,22 @@ def split_model(config: EngineConfig, model: ModelConfig) -> ModelConfig:
 def kept_weights(
     config: EngineConfig, checkpoint: Checkpoint | OrbaxFolder, room: DeviceRoom | None = None
 ) -> Kept | None:
-    """Returns the weights that stay quantised on devices, if any may. room: as of `make_plan`."""
-    if config.source.quantization == "none" or isinstance(checkpoint, OrbaxFolder):
+    """Returns the weights that stay quantised on devices, if any may. room: as of `make_plan`.
+    Errors: ConfigError where weights should be quantised and cannot be."""
+    quantization = config.source.quantization
+    if quantization == "none":
         return None
     reason = ops.quantised_unavailable((room or DeviceRoom.here()).platform)
+    if quantization in METHODS and reason is not None:
+        raise ConfigError("quantization", f"{quantization} is not possible here: {reason}")
+    if isinstance(checkpoint, OrbaxFolder):
+        if quantization in METHODS:
+            raise ConfigError("quantization", "give the original checkpoint, not a saved folder")
+        return None
     if reason is not None:
         log.info("quantised weights are dequantised at load: %s", reason)
         return None
-    return Kept(checkpoint, checkpoint.config)
+    return Kept(checkpoint, checkpoint.config, quantization if quantization in METHODS else "")
 
 
 def make_plan(

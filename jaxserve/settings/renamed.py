@@ -40,7 +40,21 @@ SEVERAL = ("served_model_name",)  # settings whose flag may be followed by sever
 VALUE_ALIASES: Mapping[str, Mapping[str, str]] = {  # setting -> as in vLLM -> value
     "dtype": {"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16"},
     "kv_cache_dtype": {"fp8_e4m3": "fp8"},
-    "quantization": {"gguf": "auto"},  # a file's format is known
+    # the format of a checkpoint is known from its files
+    "quantization": dict.fromkeys(
+        (
+            "gguf",
+            "gptq",
+            "gptq_marlin",
+            "awq",
+            "awq_marlin",
+            "compressed-tensors",
+            "mxfp4",
+            "modelopt",
+            "fbgemm_fp8",
+        ),
+        "auto",
+    ),
     "tool_call_parser": {
         "llama3_json": "llama3",
         "llama4_json": "llama3",

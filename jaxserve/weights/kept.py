@@ -33,10 +33,12 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """The weights of a checkpoint, of which those stay quantised that a device can use so."""
+    """The weights of a checkpoint, of which those stay quantised that a device can use so. method:
+    by which those in floats are quantised, see `Sources`."""
 
     reader: Reader
     stored: ModelConfig
+    method: str = ""
 
     def parameters(
         self, declared: Mapping[str, Declared], model: ModelConfig, degrees: Mapping[str, int]
@@ -50,6 +52,7 @@ class Kept:
             assembly, sources = sources_of(
                 path, self.reader, self.stored, model, np.dtype(np.float32)
             )
+            sources = dataclasses.replace(sources, method=self.method)
             if parameter.wide or not isinstance(assembly, Matrix):
                 continue
             matrices = []

@@ -20,6 +20,7 @@ from jaxserve.checkpoint.families import layout
 from jaxserve.checkpoint.model import MixerSpec, ModelConfig
 from jaxserve.checkpoint.specs import LatentAttentionSpec
 from jaxserve.checkpoint.tensor_tables import Alternating, Stacked
+from jaxserve.weights.quantise import quantised
 from jaxserve.weights.quantised import Blocks, Encoding
 
 Index = tuple[slice, ...]  # of a parameter; slices with start and stop
@@ -80,7 +81,8 @@ class Place:
 class Sources:
     """Sources of a parameter. reader: reads tensors. numbers: those in the parameter's
     path, by what they number. parts: see `Assembly`. stored, model: the config of the checkpoint,
-    and the one after `with_tp`. dtype: to convert to."""
+    and the one after `with_tp`. dtype: to convert to. method: quantises matrices of layers that are
+    stored as floats, a key of `quantise.METHODS`; '': none."""
 
     reader: Reader
     numbers: dict[str, str]
@@ -88,6 +90,7 @@ class Sources:
     stored: ModelConfig
     model: ModelConfig
     dtype: np.dtype
+    method: str = ""
 
     @property
     def mixer(self) -> MixerSpec:
@@ -146,7 +149,7 @@ class Sources:
         return values.reshape(*rows.numbers.shape, *values.shape[1:])
 
     def blocks(self, rows: Rows) -> Blocks:
-        """Reads rows of a part that is quantised, in their order: [numbers, columns]."""
+        """Reads rows of a part that has an encoding, in their order: [numbers, columns]."""
         place = places(self.stored)[rows.part]
         found, order = self._found(rows)
         first = place.row + place.stride * (rows.expert or 0)
@@ -155,7 +158,8 @@ class Sources:
             some = slice(found.start * place.turns, found.stop * place.turns)
         name = self.tensor(rows.part, rows.expert)
         blocks = self.reader.blocks(name, some, rows.columns, rows.expert)
-        assert blocks is not None, f"{name} is not quantised"
+        if blocks is None:
+            return quantised(self.take(rows).reshape(-1, rows.width), self.method)
         if place.turns:
             blocks = blocks.rows(slice(place.row, None, place.turns))
         if order is not None:
@@ -164,10 +168,12 @@ class Sources:
         return blocks
 
     def encoding(self, rows: Rows) -> Encoding | None:
-        """Returns how a part is stored; None where it is not quantised."""
+        """Returns how a part is quantised; None where it is not."""
         blocks = self.reader.blocks(
             self.tensor(rows.part, rows.expert), slice(0, 0), None, rows.expert
         )
+        if blocks is None and self.method and rows.part not in ("embed", "head"):
+            blocks = quantised(np.zeros((0, rows.width), np.float32), self.method)
         return None if blocks is None else blocks.encoding
 
     def _found(self, rows: Rows) -> tuple[slice, np.ndarray | None]:

@@ -495,6 +495,20 @@ def log_probabilities(real, cases) -> list[np.ndarray]:
     ]
 
 
+@pytest.mark.matrix
+@pytest.mark.parametrize("method, most", [("int8", 0.1), ("fp8", 0.25)])
+def test_weights_quantised_while_loading_cost_little(method, most, golden, smollm2_folder):
+    """The mean difference of the log-probabilities of given tokens."""
+    cases = [with_tokens(case, 40) for case in golden["cases"][:6]]
+    real = engine(smollm2_folder, chunk=256, pages=300, quantization=method)
+    found = np.concatenate(log_probabilities(real, cases))
+    real.close()
+    plain = engine(smollm2_folder, chunk=256, pages=300, quantization="none")
+    expected = np.concatenate(log_probabilities(plain, cases))
+    plain.close()
+    assert 0 < np.abs(found - expected).mean() < most
+
+
 def assert_eight_bits_cost_little(source, cases, plain, tokens: int, meshes) -> None:
     """The mean log-probability of so many tokens; single ones differ by what 4 significant bits of
     keys and values make of them. meshes: each with a placement of blocks."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +22,7 @@ pytestmark = pytest.mark.skipif(
 )
 DENSE = replace(MODELS["tiny"], d_ff=128, max_len=512)
 FEW = 12  # tokens
+MATRICES = {"qkv", "o_proj", "gate_up", "down"}
 
 
 def written(folder: Path, form: str, case: str = "") -> tuple[Path, Path]:
@@ -38,21 +39,35 @@ def written(folder: Path, form: str, case: str = "") -> tuple[Path, Path]:
     return write_both(folder, config, CASES[case].weights(tensors_of(from_hf(config))), form)
 
 
-def tokens(folder: Path, mesh: str, **options) -> tuple[list[list[int]], set[str]]:
-    """Greedy tokens of two requests at once, and the names of parameters that are quantised."""
+@dataclass(frozen=True)
+class Said:
+    """Greedy tokens of two requests at once, log-probabilities of their prompts' tokens, and the
+    names of parameters that are quantised."""
+
+    tokens: list[list[int]]
+    logprobs: np.ndarray
+    kept: set[str]
+
+
+def say(folder: Path, mesh: str, **options) -> Said:
     noise = np.random.default_rng(0)
     real = engine(folder, mesh, chunk=32, seqs=4, pages=64, max_len=256, **options)
     runner = Runner(real)
     prompts = [noise.integers(3, 128, length).tolist() for length in (40, 7)]
-    requests = [runner.submit(prompt, max_tokens=FEW, ignore_eos=True) for prompt in prompts]
+    requests = [
+        runner.submit(prompt, max_tokens=FEW, ignore_eos=True, prompt_logprobs=0)
+        for prompt in prompts
+    ]
     runner.run()
-    found = [runner.ids(request) for request in requests]
+    scored = [runner.completion(request).finished.prompt_logprobs[1:] for request in requests]
+    logprobs = np.array([token.chosen for tokens in scored for token in tokens])
     plan = real.worker.plan
     parameters = plan.parameters(range(plan.model.layers))
     kept = {path for path, parameter in parameters.items() if isinstance(parameter, KeptParameter)}
     assert_empty(real)
     real.close()
-    return found, {path.split(".")[-1] for path in kept}
+    tokens = [runner.ids(request) for request in requests]
+    return Said(tokens, logprobs, {path.split(".")[-1] for path in kept})
 
 
 @pytest.mark.parametrize(
@@ -68,9 +83,9 @@ def tokens(folder: Path, mesh: str, **options) -> tuple[list[list[int]], set[str
 )
 def test_a_dense_model_says_what_its_floats_say(form, mesh, tmp_path):
     quantised, floats = written(tmp_path, form)
-    found, kept = tokens(quantised, mesh)
-    assert kept == {"qkv", "o_proj", "gate_up", "down"}
-    assert found == tokens(floats, mesh)[0]
+    said = say(quantised, mesh)
+    assert said.kept == MATRICES
+    assert said.tokens == say(floats, mesh).tokens
 
 
 @pytest.mark.parametrize(
@@ -84,6 +99,19 @@ def test_a_dense_model_says_what_its_floats_say(form, mesh, tmp_path):
 def test_experts_say_what_their_floats_say(case, form, expected, tmp_path):
     quantised, floats = written(tmp_path, form, case)
     mesh = "kvp=2,tp=2"
-    found, kept = tokens(quantised, mesh, expert_parallel=True)
-    assert {name for name in kept if "expert" in name} == expected
-    assert found == tokens(floats, mesh, expert_parallel=True)[0]
+    said = say(quantised, mesh, expert_parallel=True)
+    assert {name for name in said.kept if "expert" in name} == expected
+    assert said.tokens == say(floats, mesh, expert_parallel=True).tokens
+
+
+@pytest.mark.parametrize(
+    "method, most", [("int8", 0.05), pytest.param("fp8", 0.3, marks=pytest.mark.matrix)]
+)
+def test_floats_may_be_quantised_while_they_are_loaded(method, most, tmp_path):
+    """The largest difference of a log-probability of a tiny random model."""
+    _, floats = written(tmp_path, "int8")
+    said = say(floats, "tp=2", quantization=method)
+    assert said.kept == MATRICES
+    plain = say(floats, "tp=2")
+    assert not plain.kept
+    assert 0 < np.abs(said.logprobs - plain.logprobs).max() < most

@@ -27,8 +27,9 @@ class ModelSource(Settings):
     quantization: str = option(
         "auto",
         "weights on devices; auto: as the checkpoint has them, also quantised where the platform "
-        "multiplies by such; none: dequantised to dtype",
-        choices=("auto", "none"),
+        "multiplies by such; none: dequantised to dtype; int8, fp8: matrices of layers that the "
+        "checkpoint has in floats are quantised while they are loaded",
+        choices=("auto", "none", "int8", "fp8"),
     )
     max_model_len: int | None = option(
         None,
