@@ -71,6 +71,8 @@ CLIENTS = (
         ("llama-index-core", "llama-index-llms-openai-like", "llama-index-llms-openai"),
     ),
     Client("litellm", "run_litellm.py", ("litellm", "mcp")),
+    Client("litellm-proxy", "run_litellm_proxy.py", ("litellm[proxy]",)),
+    Client("lm-eval", "run_lm_eval.py", ("lm-eval[api]", "transformers")),
     Client("instructor", "run_instructor.py", ("instructor",)),
     Client("pydantic-ai", "run_pydantic_ai.py", ("pydantic-ai-slim[openai]",)),
     Client("llm", "run_llm.py", ("llm",)),

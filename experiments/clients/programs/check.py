@@ -10,15 +10,18 @@ CHECK_TOKENIZER (a folder with the model's tokenizer in the form of Hugging Face
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
+import urllib.request
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -63,6 +66,24 @@ def command(program: str, *arguments: str, **environment: str) -> str:
     print(done.stdout, done.stderr, sep="\n", flush=True)
     assert not done.returncode, (done.stderr or done.stdout)[-REASON:]
     return done.stdout
+
+
+def running_server(program: str, *arguments: str, ready: str) -> str:
+    """Starts a server of this environment on a free port, which its flag --port gets; returns its
+    address once it answers at the path `ready`. The runner ends it. Errors: TimeoutError."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = str(Path(sys.executable).parent / program)
+    process = subprocess.Popen([place, *arguments, "--port", str(port)])
+    address = f"http://127.0.0.1:{port}"
+    until = time.monotonic() + SECONDS
+    while time.monotonic() < until and process.poll() is None:
+        with contextlib.suppress(OSError):
+            urllib.request.urlopen(f"{address}{ready}", timeout=10).read()
+            return address
+        time.sleep(0.5)
+    raise TimeoutError(f"{program} did not start in {SECONDS} s")
 
 
 def scratch() -> str:
