@@ -67,13 +67,18 @@ def save(
     (`config` is before `with_tp`), and the files of `tokenizer`, a file or folder that
     `Tokenizer.load` takes.
 
-    Errors: CheckpointError where the folder holds parameters already.
+    Errors: CheckpointError where the folder holds parameters already, or some are quantised.
     """
     import orbax.checkpoint as ocp
 
     folder = Path(folder).absolute()
     if (folder / _PARAMS).exists():
         raise CheckpointError(f"{folder} holds saved parameters already")
+    if quantised := [path for path, value in params.items() if not isinstance(value, jax.Array)]:
+        raise CheckpointError(
+            f"{quantised[0]} is quantised, and folders hold floats: load the model with "
+            "quantization=none to save it"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         checkpointer.save(folder / _PARAMS, dict(params))

@@ -5,10 +5,14 @@ import numpy as np
 import pytest
 
 from jaxserve.engine.memory import sizes
+from jaxserve.kernels.cpu import library
 from tests.engine.harness import Runner, engine
 from tests.weights.models import tensors, write_gguf
 from tests.weights.test_kept import KINDS, MODELS
 
+pytestmark = pytest.mark.skipif(
+    library.unavailable() is not None, reason="weights stay quantised where kernels are compiled"
+)
 SMALL = dict(chunk=32, seqs=2, pages=64, max_len=256)
 
 

@@ -112,3 +112,11 @@ def test_a_file_of_floats_keeps_nothing(tmp_path):
     file = write_gguf(tmp_path / "m.gguf", DENSE, tensors(DENSE), "F16")
     _, parameters, _ = kept(file)
     assert not any(isinstance(parameter, KeptParameter) for parameter in parameters.values())
+
+
+def test_quantised_parameters_are_not_saved_as_floats_by_mistake(tmp_path):
+    file = write_gguf(tmp_path / "m.gguf", DENSE, tensors(DENSE), "Q8_0")
+    checkpoint, _, params = kept(file)
+    with pytest.raises(weights.CheckpointError, match=r"embed is quantised, .*=none"):
+        weights.save(tmp_path / "saved", params, checkpoint.config)
+    assert not (tmp_path / "saved").exists()
