@@ -235,9 +235,10 @@ def transpose(rows: np.ndarray, out: np.ndarray) -> None:
     for first in range(0, len(rows), _ROWS_AT_ONCE):
         block = converted(rows[first : first + _ROWS_AT_ONCE], out.dtype)
         whole = len(block) // together * together
-        neighbours = block[:whole].reshape(whole // together, together, block.shape[1])
-        moved = np.ascontiguousarray(neighbours.swapaxes(1, 2)).view(_MOVED)[..., 0]
-        out[:, first : first + whole].view(_MOVED)[...] = moved.T
+        moved = np.empty((whole // together, block.shape[1], together), out.dtype)
+        for i in range(together):  # long rows: an inner loop over few neighbours is slow
+            moved[:, :, i] = block[i:whole:together]
+        out[:, first : first + whole].view(_MOVED)[...] = moved.view(_MOVED)[..., 0].T
         out[:, first + whole : first + _ROWS_AT_ONCE] = block[whole:].T
 
 
