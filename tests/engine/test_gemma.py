@@ -20,7 +20,7 @@ from tests.engine.harness import Runner, assert_empty, engine
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "gemma3_270m_f32.json").read_text())
 CASES = GOLDEN["cases"]
 
-pytestmark = pytest.mark.matrix
+pytestmark = [pytest.mark.matrix, pytest.mark.timeout(1200)]  # 18 layers are compiled
 
 
 @pytest.fixture(scope="module")
