@@ -19,7 +19,8 @@ from tests.models.oracle import BEST, Answer
 from tests.models.oracle.cases import CASES, Case
 
 NEW = 24  # tokens
-SCORES = {"softmax": lambda x: x.softmax(-1), "sigmoid": torch.sigmoid, "chosen": lambda x: x}
+# to rank experts: softmax keeps the order of logits
+SCORES = {"softmax": lambda x: x, "sigmoid": torch.sigmoid, "chosen": lambda x: x}
 
 
 def answer(case: Case) -> Answer:
