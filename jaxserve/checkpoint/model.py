@@ -198,10 +198,14 @@ class ModelConfig(Dimensions):
         return 4 * sum(math.prod(spec.state) for spec in specs if isinstance(spec, DeltaNetSpec))
 
     @property
+    def paged_mixer(self) -> AttentionSpec | LatentAttentionSpec:
+        """Spec of the first layer that keeps keys and values on pages."""
+        return next(spec for spec in self.mixers if not isinstance(spec, DeltaNetSpec))
+
+    @property
     def page(self) -> tuple[int, int]:
         """Vectors of a token and kv head on a page, and the numbers of each."""
-        paged = (spec for spec in self.mixers if not isinstance(spec, DeltaNetSpec))
-        return next(paged).page(self)
+        return self.paged_mixer.page(self)
 
     @property
     def kv_head_dim(self) -> int:

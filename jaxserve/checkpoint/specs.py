@@ -141,6 +141,10 @@ class AttentionSpec:
         """Numbers of a head's output."""
         return sizes.head_dim
 
+    def attended_dims(self, sizes: Dimensions) -> tuple[int, int]:
+        """Numbers of a head's query, and of its result, in attention over pages."""
+        return sizes.head_dim, sizes.head_dim
+
 
 @dataclass(frozen=True)
 class LatentAttentionSpec:
@@ -218,6 +222,11 @@ class LatentAttentionSpec:
     def value_dim(self, sizes: Dimensions) -> int:
         """Numbers of a head's output."""
         return self.value
+
+    def attended_dims(self, sizes: Dimensions) -> tuple[int, int]:
+        """Numbers of a head's query, and of its result, in attention over pages: those of latents,
+        before results are expanded."""
+        return self.kv_rank + sizes.head_dim, self.kv_rank
 
 
 def heads_split(sizes: Dimensions, tp: int) -> bool:

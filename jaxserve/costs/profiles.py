@@ -86,7 +86,8 @@ class Device:
         weights = ITEM * model.dense_weights(tp)
         experts = ITEM * model.expert_weights(tp)
         active = weights + experts * model.active_experts
-        pair = attending * 4 * heads * model.head_dim / self.attention_flops_per_s
+        multiplied = sum(model.paged_mixer.attended_dims(model))
+        pair = attending * 2 * heads * multiplied / self.attention_flops_per_s
         kv = attending * 2 * ITEM * kv_heads * model.kv_head_dim
         head = model.head_weights(tp)
         return dataclasses.replace(
@@ -107,7 +108,7 @@ class Device:
             decode=self.decode_seconds,
             decode_seq=attending * kv_heads * self.decode_kv_head_seconds
             + 2 * state / self.decode_bytes_per_s,
-            decode_kv=kv / self.decode_bytes_per_s,
+            decode_kv=max(kv / self.decode_bytes_per_s, pair),  # latents are used by many heads
             head=self.sample + ITEM * head / self.weight_bytes_per_s,
             head_token=2 * head / self.product_flops_per_s,
         )
@@ -121,9 +122,9 @@ class Device:
         """
         heads, kv_heads = model.rank_heads(tp)
         activation = ITEM * model.d_model
-        exchanged = ITEM * (heads + 2 * kv_heads) * model.head_dim + PARTIAL * heads * (
-            model.head_dim + 1
-        )
+        query, result = model.paged_mixer.attended_dims(model)
+        exchanged = ITEM * (heads * query + 2 * kv_heads * model.kv_head_dim)
+        exchanged += PARTIAL * heads * (result + 1)
         link = self._ranks(tp)
         return Costs(
             layers=model.layers,

@@ -17,6 +17,7 @@ import pytest
 
 from experiments.medha.closed import prefill_flops
 from jaxserve.checkpoint.model import ModelConfig
+from jaxserve.checkpoint.specs import ExpertsSpec, LatentAttentionSpec, MlpSpec
 from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.costs.coefficients import Costs
 from jaxserve.costs.predictor import Predictor
@@ -100,6 +101,52 @@ def test_only_layers_that_attend_cost_more_with_context_and_states_cost_each_seq
     assert found.pair == pytest.approx(whole.pair / 4)
     states = 2 * hybrid.state_bytes / hybrid.layers / devices()["h100"].decode_bytes_per_s
     assert found.decode_seq == pytest.approx(whole.decode_seq / 4 + states)
+
+
+DEEPSEEK_V3 = dataclasses.replace(
+    SMALL,
+    name="deepseek-v3",
+    layers=61,
+    d_model=7168,
+    heads=128,
+    kv_heads=1,
+    head_dim=64,
+    d_ff=18432,
+    vocab=129280,
+    mixers=(LatentAttentionSpec(q_rank=1536, kv_rank=512, plain=128, value=128, scale=0.1),),
+    mlps=(*[MlpSpec()] * 3, *[ExpertsSpec(256, 8, 2048, shared=2048)] * 58),
+)
+
+
+def test_latents_cost_what_their_heads_multiply():
+    """DeepSeek V3: a query head multiplies 576 numbers of a latent for its score and adds 512 of
+    them, 2,176 FLOP; a latent takes 1,152 bytes on each rank, whatever their number."""
+    assert DEEPSEEK_V3.parameters == pytest.approx(671e9, rel=0.01)
+    assert DEEPSEEK_V3.kv_bytes_per_token() == 61 * 1152
+    device = devices()["h100"]
+    all_heads, eighth = (device.costs(DEEPSEEK_V3, tp) for tp in (1, 8))
+    assert all_heads.pair == pytest.approx(128 * 2176 / device.attention_flops_per_s)
+    assert eighth.pair == pytest.approx(all_heads.pair / 8)
+    assert eighth.read == pytest.approx(1152 / device.read_bytes_per_s)
+    # decodes: 128 heads of a rank take longer to multiply than the memory to read; 16 do not
+    assert all_heads.decode_kv == pytest.approx(all_heads.pair)
+    assert eighth.decode_kv == pytest.approx(1152 / device.decode_bytes_per_s)
+    # lanes send queries of 576 numbers and get results of 512 with a log-sum-exp, in f32
+    sent = 2 * (16 * 576 + 576) + 4 * 16 * 513
+    assert eighth.kvp_token == pytest.approx(sent / device.node.bytes_per_s)
+
+
+def test_a_decode_of_deepseek_v3_reads_the_weights_that_its_tokens_use():
+    """By hand, for a rank of eight: 58 layers of 32 experts of 44 M weights, of which n tokens
+    use 1 - (1 - 8/256)^n, beside what all tokens use."""
+    device = devices()["h100"]
+    found = device.costs(DEEPSEEK_V3, 8)
+    experts = 2 * 58 * 32 * 3 * 7168 * 2048 / 61
+    for tokens, used in ((1, 1 / 32), (16, 0.398), (64, 0.869)):
+        assert 1 - (1 - found.active_experts) ** tokens == pytest.approx(used, abs=1e-3)
+        read = found.linear_floor + used * experts / device.weight_bytes_per_s
+        seconds = found.linear(tokens) - found.tp - found.tp_token * tokens
+        assert seconds == pytest.approx(read, rel=0.05)
 
 
 @ROWS
