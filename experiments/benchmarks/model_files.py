@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import tempfile
 from dataclasses import replace
@@ -15,15 +14,13 @@ import gguf
 import numpy as np
 from gguf.quants import dequantize
 
-from jaxserve.checkpoint.families import layout
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.checkpoint.model_config import to_hf
 from jaxserve.checkpoint.model_paths import model_file, resolve
 from jaxserve.text import Tokenizer
 from jaxserve.weights import open_checkpoint
 from jaxserve.weights.checkpoint import Checkpoint
-from jaxserve.weights.names import tensors_of
-from jaxserve.weights.sources import Sources
+from jaxserve.weights.names import folder_tensor, tensors_of
 from jaxserve.weights.store import OrbaxFolder
 
 
@@ -80,23 +77,8 @@ def _write_folder(source: str, folder: Path) -> None:
 def hugging_face_tensors(checkpoint: Checkpoint, model: ModelConfig) -> dict[str, np.ndarray]:
     """Reads the tensors of a dense model from a checkpoint of any format, f32, by the names of a
     Hugging Face folder. model: the checkpoint's config, perhaps with fewer layers."""
-    folder = replace(model, gguf=False)
-    in_pairs = layout(model).interleaved and not layout(folder).interleaved
-    found = {}
-    for name in tensors_of(folder):
-        layer = re.search(r"(?<=\.layers\.)\d+", name)
-        numbers = {"layers": layer[0]} if layer else {}
-        template = re.sub(r"(?<=\.layers\.)\d+", "{layers}", name)
-        sources = Sources(checkpoint, numbers, (), model, model, np.dtype(np.float32))
-        parts = []
-        for part in layout(folder).tensors[template]:
-            rows = sources.read(part, slice(0, model.parts()[part][0]), None)
-            if in_pairs and part in ("q", "k", "q_bias", "k_bias"):
-                pairs = rows.reshape(-1, model.head_dim // 2, 2, *rows.shape[1:])
-                rows = pairs.swapaxes(1, 2).reshape(rows.shape)
-            parts.append(rows)
-        found[name] = np.concatenate(parts).astype(np.float32)
-    return found
+    names = tensors_of(replace(model, gguf=False))
+    return {name: folder_tensor(name, checkpoint, model) for name in names}
 
 
 def _write_gguf(original: Path, file: Path) -> None:

@@ -18,6 +18,7 @@ from jaxserve.checkpoint.gguf_file import GgufTensor, read_header
 from jaxserve.checkpoint.model_paths import CheckpointError, reason
 from jaxserve.weights import quantised
 from jaxserve.weights.mapped_file import MappedFile
+from jaxserve.weights.names import folder_tensor
 
 _ALL = slice(None)
 # biases of all experts, which are read as one vector
@@ -57,7 +58,11 @@ class GgufFile:
         return {name: (place.shape, place.kind.name) for name, place in self._places.items()}
 
     def read(self, name: str, rows: slice = _ALL, columns: slice | None = None) -> np.ndarray:
-        """Reads a slice of a tensor, dequantised to f32."""
+        """Reads a slice of a tensor, dequantised to f32. name: also that of a Hugging Face folder
+        for a tensor of a dense model, which is read whole, as the folder has it."""
+        if name not in self._places:
+            tensor = folder_tensor(name, self, self.config)[rows]
+            return tensor if columns is None else tensor[:, columns]
         place = self._places[name]
         some = slice(*rows.indices(place.shape[0])[:2])
         if len(place.shape) == 1:  # stored as one row; the rows asked for are its columns

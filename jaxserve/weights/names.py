@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 
-from jaxserve.checkpoint.families import FAMILIES
+from jaxserve.checkpoint.families import FAMILIES, layout
 from jaxserve.checkpoint.model import ModelConfig, declare
 from jaxserve.weights.assemble import TABLE, Assembly
 from jaxserve.weights.sources import Index, Reader, Sources, places
@@ -21,6 +22,8 @@ _UNUSED = (
     ".k_scale",
     ".v_scale",
 )
+_ROTATED = ("q", "k", "q_bias", "k_bias")  # parts whose rows RoPE pairs
+_FOLDER_LAYER = re.compile(r"(?<=\.layers\.)\d+")
 _LAYER = re.compile(r"(?:model\.layers|blk)\.(\d+)\.")
 _NUMBER = re.compile(r"(\w+)\.(\d+)(?=\.|$)")  # in a path: of a layer
 
@@ -38,6 +41,24 @@ def tensors_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
             for expert in several:
                 tensors[place.tensor.format(**numbers, experts=expert)] = place.shape
     return tensors
+
+
+def folder_tensor(name: str, reader: Reader, model: ModelConfig) -> np.ndarray:
+    """Reads a tensor of a dense model from a checkpoint of any format, f32, as a Hugging Face
+    folder has it. name: that of the folder. model: the checkpoint's config. Errors: KeyError for a
+    name that the model's family does not have."""
+    folder = layout(replace(model, gguf=False))
+    layer = _FOLDER_LAYER.search(name)
+    numbers = {"layers": layer[0]} if layer else {}
+    sources = Sources(reader, numbers, (), model, model, np.dtype(np.float32))
+    parts = []
+    for part in folder.tensors[_FOLDER_LAYER.sub("{layers}", name)]:
+        rows = sources.read(part, slice(0, model.parts()[part][0]), None)
+        if layout(model).interleaved and not folder.interleaved and part in _ROTATED:
+            pairs = rows.reshape(-1, model.head_dim // 2, 2, *rows.shape[1:])
+            rows = pairs.swapaxes(1, 2).reshape(rows.shape)
+        parts.append(rows)
+    return np.concatenate(parts).astype(np.float32)
 
 
 def family_names(stored: Iterable[str], model: ModelConfig) -> dict[str, str]:

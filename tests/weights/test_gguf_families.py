@@ -67,6 +67,19 @@ def test_a_gguf_file_is_the_folder_it_was_made_of(name, tmp_path):
         np.testing.assert_allclose(found[path], wanted[path], rtol=1e-6, err_msg=path)
 
 
+@pytest.mark.parametrize("name", ["granite", "olmo2", "smollm3"])
+def test_tensors_can_also_be_read_by_the_names_of_a_folder(name, tmp_path):
+    folder, file = map(weights.open_checkpoint, both(name, tmp_path))
+    for tensor in folder.tensors():
+        np.testing.assert_array_equal(file.read(tensor), folder.read(tensor), err_msg=tensor)
+    norm = "model.layers.1.post_attention_layernorm.weight"
+    np.testing.assert_array_equal(file.read(norm, slice(3, 9)), folder.read(norm, slice(3, 9)))
+    query = ("model.layers.1.self_attn.q_proj.weight", slice(5, 11), slice(2, 7))
+    np.testing.assert_array_equal(file.read(*query), folder.read(*query))
+    with pytest.raises(KeyError):
+        file.read("model.layers.1.self_attn.nothing.weight")
+
+
 @pytest.mark.parametrize(
     "name, change, message",
     [
