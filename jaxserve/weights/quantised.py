@@ -36,7 +36,7 @@ class Encoding:
     supers: int = 0
 
     def split(self, inputs: int) -> Encoding:
-        """Returns the encoding of parts with so few inputs, whose groups they may cut. Errors:
+        """Returns the encoding of parts of this number of inputs, which may cut groups. Errors:
         ValueError, with the limit, for parts that cannot stay quantised."""
         unit = SUPER if self.supers else INPUTS
         group = math.gcd(self.group, inputs) if self.group else None

@@ -496,6 +496,7 @@ def log_probabilities(real, cases) -> list[np.ndarray]:
 
 
 @pytest.mark.matrix
+@pytest.mark.skipif(library.unsupported() is not None, reason="no kernels for CPUs")
 @pytest.mark.parametrize("method, most", [("int8", 0.1), ("fp8", 0.25)])
 def test_weights_quantised_while_loading_cost_little(method, most, golden, smollm2_folder):
     """The mean difference of the log-probabilities of given tokens."""
