@@ -1,6 +1,7 @@
 """Calls as models of every format write them, whole, cut anywhere, or damaged."""
 
 import json
+import random
 
 import pytest
 from hypothesis import assume, given, settings
@@ -324,6 +325,14 @@ def test_damaged_calls_have_arguments_that_are_objects(name, calls, prose, data,
     parts = read(name, text)
     assert parts == read(name, text, dice)
     assert all(isinstance(arguments, dict) for _, arguments in calls_of(parts))
+
+
+@pytest.mark.parametrize("end", ["", "}", "}}", "}}</tool_call>"])
+def test_an_object_without_a_name_is_no_arguments(end):
+    text = '<tool_call>{"name": "f", "arguments": ]{"a": 1' + end
+    parts = read("hermes", text)
+    assert not calls_of(parts)
+    assert parts == read("hermes", text, random.Random(1))
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -107,9 +107,11 @@ class _CallObject:
         if member in _NAMES and piece.ends and not self._name:
             self._name = _text_of("".join(value))
         self.is_none = not self._scope.marked and not self._may_be_known(member)
-        arguments = self._members.get(self._arguments or "", [""])
-        if self._name and not self.is_none and arguments[0].startswith("{"):
-            return self._begin(self._name, "".join(arguments))
+        if self._arguments is None or not self._name or self.is_none:
+            return []
+        arguments = "".join(self._members[self._arguments])
+        if arguments.startswith("{"):
+            return self._begin(self._name, arguments)
         return []
 
     def end(self) -> list[CallBegin | Arguments]:
