@@ -584,20 +584,22 @@ def step_of_model(
         array((1, pool.slots)),
     )
     return cuda.compile(
-        functools.partial(model_step, model, shape), values, pools, *rest, donate=(1, 2)
+        functools.partial(model_step, model, shape, pool), values, pools, *rest, donate=(1, 2)
     )
 
 
 def model_step(
     model: ModelConfig,
     shape: StepShape,
+    pool: Pool | StagePlan,
     values: list[jax.Array],
     pages: list[KVPages],
     *rest: jax.Array,
 ) -> tuple[Any, ...]:
     stage, _ = stage_modules(model, range(model.layers), 1)
+    sizes = (pool.pages, pool.block_size)
     with as_on_a_gpu(mosaic.attend):
-        return LayersProgram(Weights.of(stage), model, shape, True, jnp.bfloat16).run(
+        return LayersProgram(Weights.of(stage), model, shape, True, jnp.bfloat16, *sizes).run(
             values, pages, *rest
         )
 

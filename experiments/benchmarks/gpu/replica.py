@@ -267,7 +267,7 @@ def _build(replica: Replica) -> Row:
     pool = sum(
         array.nbytes
         for stage in built.worker.stages.stages
-        for array in jax.tree.leaves(stage.pages)
+        for array in jax.tree.leaves(stage.caches)
     )
     return {"s": seconds, "GiB": weights / 2**30, "pool GiB": pool / 2**30, "model": replica.model}
 
@@ -477,8 +477,8 @@ def _analysed(name: str, compiled: Any, pool: int, shapes: tuple[str, ...]) -> R
 
 def _memory_of_steps(replica: Replica) -> list[Row]:
     stage = replica.engine.worker.stages.stages[0]
-    pool = sum(array.nbytes for array in jax.tree.leaves(stage.pages))
-    one = stage.pages[0].kv
+    pool = sum(array.nbytes for array in jax.tree.leaves(stage.caches))
+    one = stage.caches[0].kv
     shape = f"bf16[{','.join(map(str, one.shape))}]", f"bf16[{','.join(map(str, one.shape[1:]))}]"
     programs = replica.engine.worker.stages.programs.compiled
     rows = [
