@@ -247,7 +247,7 @@ def small_pieces(monkeypatch):
 @pytest.mark.parametrize("lanes, group_size", GROUPS)
 @pytest.mark.parametrize("strategy", EXCHANGES)
 def test_every_strategy_is_dense_attention(strategy, lanes, group_size):
-    @settings(max_examples=examples(25), deadline=None, database=None)
+    @settings(max_examples=examples(12), deadline=None, database=None)
     @given(cases(lanes, group_size))
     def check(case: Case) -> None:
         assert_dense(case, strategy)
@@ -258,7 +258,7 @@ def test_every_strategy_is_dense_attention(strategy, lanes, group_size):
 @pytest.mark.parametrize("lanes, group_size", [(1, 1), (4, 2), (8, 8)])
 @pytest.mark.parametrize("strategy", EXCHANGES)
 def test_soft_caps_and_sinks_are_those_of_dense_attention(strategy, lanes, group_size):
-    @settings(max_examples=examples(10), deadline=None, database=None)
+    @settings(max_examples=examples(5), deadline=None, database=None)
     @given(cases(lanes, group_size))
     def check(case: Case) -> None:
         assert_dense(case, strategy, attend=CAPPED)
@@ -269,7 +269,7 @@ def test_soft_caps_and_sinks_are_those_of_dense_attention(strategy, lanes, group
 @pytest.mark.parametrize("lanes, group_size", GROUPS)
 @pytest.mark.parametrize("strategy", ["pass_q", "visit"])
 def test_decodes_alone_reach_others_wherever_their_keys_belong(strategy, lanes, group_size):
-    @settings(max_examples=examples(25), deadline=None, database=None)
+    @settings(max_examples=examples(12), deadline=None, database=None)
     @given(cases(lanes, group_size))
     def check(case: Case) -> None:
         case.rows = case.rows[0], []
@@ -283,7 +283,7 @@ def test_decodes_alone_reach_others_wherever_their_keys_belong(strategy, lanes, 
 def test_visitors_find_room_where_few_lanes_hold_a_sequence(lanes, group_size, alone):
     rooms = set()
 
-    @settings(max_examples=examples(25), deadline=None, database=None)
+    @settings(max_examples=examples(12), deadline=None, database=None)
     @given(cases(lanes, group_size, holders=2))
     def check(case: Case) -> None:
         if alone:
