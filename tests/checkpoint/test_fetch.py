@@ -49,7 +49,7 @@ def write_wheel(folder, name, content):
 
 
 def published(folder, version="1.0", model=MODEL, sha256=None):
-    """The model in the registry's wheels, with what it is said to be. sha256: of the second."""
+    """Returns a file published in the wheels of a folder. sha256: stated for the second wheel."""
     hashes = [
         hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.glob("*.whl"))
     ]

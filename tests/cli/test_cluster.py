@@ -89,7 +89,7 @@ def cluster(tmp_path: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[byte
 
 
 def of_one_process(sizes: tuple[int, ...]) -> tuple[list[list[int]], list[list[int]]]:
-    """Prompts of so many tokens, and what one process answers."""
+    """Returns prompts of these numbers of tokens, and the output of one process for each."""
     from jaxserve.llm import LLM
 
     rng = np.random.default_rng(3)

@@ -65,7 +65,7 @@ def tasks() -> TaskManager:
 
 
 def responses(task: str, kind: str = "local-completions", **settings: Any) -> list[Any]:
-    """What each request of a task got, in order."""
+    """Runs a task; returns the response to each of its requests, in order."""
     route = "completions" if kind == "local-completions" else "chat/completions"
     made = lm_eval.simple_evaluate(
         model=kind,

@@ -45,15 +45,15 @@ def main() -> None:
     for case in xml.parse(report).iter("testcase"):
         route = case.get("name", "")
         wrong = [*case.findall("failure"), *case.findall("error")]
-        findings = dict.fromkeys(finding for found in wrong for finding in told(found))
+        findings = dict.fromkeys(finding for found in wrong for finding in failures_of(found))
         if not findings:
             tell(route, None, float(case.get("time", 0)))
         for finding in findings:
             tell(f"{route}: {finding}", finding)
 
 
-def told(found: xml.Element) -> Iterator[str]:
-    """What a part of the report tells: for each case the kind of failure, and what the server said
+def failures_of(found: xml.Element) -> Iterator[str]:
+    """Yields, for each case in a part of the report, the kind of failure, and what the server said
     or which part of the request is at fault."""
     text = (found.text or found.get("message") or "failed").strip()
     for case in filter(str.strip, CASE.split(text)):
