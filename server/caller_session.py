@@ -215,7 +215,7 @@ class CallerSession:
     def _submit_request(self, number: int, request: Request) -> None:
         """Submits a request, by another id if another conductor's has that one. Errors:
         RequestError."""
-        sink = functools.partial(self._sink, number, [request.sampling.n])
+        sink = functools.partial(self._sink, number, [len(request.completions)])
         try:
             self._numbers[number] = request.id
             self._replica.submit(request, sink)

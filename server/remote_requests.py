@@ -75,7 +75,7 @@ class RemoteRequest:
 
     @classmethod
     def of(cls, number: int, request: Request, sink: Sink) -> RemoteRequest:
-        tokens = dict.fromkeys(range(request.sampling.n), 0)
+        tokens = {index: len(request.output(index)) for index in request.completions}
         return cls(number, request, sink, Pending(0, number), tokens)
 
     def count(self, events: Sequence[Event], now: float) -> None:

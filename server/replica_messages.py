@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Accepted, Event, Finished, Progress, Token
-from jaxserve.api.request import KvSource, Request, RequestOptions, Slo
+from jaxserve.api.request import Continuation, KvSource, Request, RequestOptions, Slo
 from jaxserve.cache.block_events import Medium, StoredBlocks
 from jaxserve.replica.info import ReplicaInfo
 from jaxserve.scheduling import Load
@@ -34,7 +34,7 @@ from jaxserve.server.grpc.proto import (
 from jaxserve.settings.schema import MeshConfig
 from jaxserve.text.structured_output import Guide
 
-PROMPT_TYPE = np.dtype("<i4")
+TOKEN_TYPE = np.dtype("<i4")
 
 
 def submit_message(number: int, request: Request, now: float) -> pb.Submit:
@@ -45,7 +45,7 @@ def submit_message(number: int, request: Request, now: float) -> pb.Submit:
     message = pb.Submit(
         number=number,
         request_id=request.id,
-        prompt=np.ascontiguousarray(request.prompt, PROMPT_TYPE).tobytes(),
+        prompt=np.ascontiguousarray(request.prompt, TOKEN_TYPE).tobytes(),
         sampling=sampling_message(request.sampling),
         age=now - request.arrival,
         ttft=slo.ttft,
@@ -55,6 +55,8 @@ def submit_message(number: int, request: Request, now: float) -> pb.Submit:
     )
     if request.kv_source is not None:
         message.kv_source.CopyFrom(pb.KvSource(**dataclasses.asdict(request.kv_source)))
+    if request.continuation is not None:
+        message.continuation.CopyFrom(_continuation_message(request.continuation, now))
     if request.deadline is not None:
         message.time_left = request.deadline - now
     if request.guide is not None:
@@ -67,11 +69,9 @@ def submit_message(number: int, request: Request, now: float) -> pb.Submit:
 def request_of(message: pb.Submit, info: ReplicaInfo, now: float) -> Request:
     """The request of a message, without its guide; now: on the replica's clock. Errors:
     RequestError for what this replica's model cannot take."""
-    if len(message.prompt) % PROMPT_TYPE.itemsize:
-        raise RequestError("prompt", f"has {len(message.prompt)} bytes, not 4 for each token")
     return Request.make(
         message.request_id,
-        np.frombuffer(message.prompt, PROMPT_TYPE),
+        _tokens_of("prompt", message.prompt),
         sampling_of(message.sampling),
         vocab=info.vocab,
         max_len=info.max_model_len,
@@ -79,6 +79,7 @@ def request_of(message: pb.Submit, info: ReplicaInfo, now: float) -> Request:
         arrival=now - message.age,
         deadline=now + message.time_left if message.HasField("time_left") else None,
         kv_source=_kv_source_of(message),
+        continuation=_continuation_of(message, now),
         **_options_of(message),
     )
 
@@ -95,6 +96,36 @@ def _kv_source_of(message: pb.Submit) -> KvSource | None:
         return None
     source = message.kv_source
     return KvSource(source.address, source.blocks, source.request_id, source.block_size)
+
+
+def _continuation_message(continuation: Continuation, now: float) -> pb.Continuation:
+    message = pb.Continuation()
+    for index, ids in continuation.outputs.items():
+        message.completions.add(index=index, output=np.asarray(ids, TOKEN_TYPE).tobytes())
+    if continuation.first_token is not None:
+        message.first_token_age = now - continuation.first_token
+    return message
+
+
+def _continuation_of(message: pb.Submit, now: float) -> Continuation | None:
+    """The inverse of `_continuation_message`. Errors: RequestError."""
+    if not message.HasField("continuation"):
+        return None
+    begun = message.continuation
+    outputs = {
+        one.index: _tokens_of("continuation", one.output).tolist() for one in begun.completions
+    }
+    age = value_in(begun, "first_token_age")
+    if age is None and any(outputs.values()):
+        raise RequestError("continuation", "has tokens and not when the first of them came")
+    return Continuation(outputs, None if age is None else now - age)
+
+
+def _tokens_of(name: str, content: bytes) -> np.ndarray:
+    """Reads token ids of the field `name`. Errors: RequestError."""
+    if len(content) % TOKEN_TYPE.itemsize:
+        raise RequestError(name, f"has {len(content)} bytes, not 4 for each token")
+    return np.frombuffer(content, TOKEN_TYPE)
 
 
 def event_message(event: Event) -> pb.Event:

@@ -135,7 +135,7 @@ class Alive(_message.Message):
     def __init__(self) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("number", "request_id", "prompt", "sampling", "age", "time_left", "ttft", "tpot", "class_name", "priority", "cache_salt", "bypass_prefix_cache", "guided", "kv_source", "cache_retention", "embed")
+    __slots__ = ("number", "request_id", "prompt", "sampling", "age", "time_left", "ttft", "tpot", "class_name", "priority", "cache_salt", "bypass_prefix_cache", "guided", "kv_source", "cache_retention", "embed", "continuation")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
@@ -152,6 +152,7 @@ class Submit(_message.Message):
     KV_SOURCE_FIELD_NUMBER: _ClassVar[int]
     CACHE_RETENTION_FIELD_NUMBER: _ClassVar[int]
     EMBED_FIELD_NUMBER: _ClassVar[int]
+    CONTINUATION_FIELD_NUMBER: _ClassVar[int]
     number: int
     request_id: str
     prompt: bytes
@@ -168,7 +169,24 @@ class Submit(_message.Message):
     kv_source: KvSource
     cache_retention: int
     embed: bool
-    def __init__(self, number: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt: _Optional[bytes] = ..., sampling: _Optional[_Union[_jaxserve_pb2.SamplingParams, _Mapping]] = ..., age: _Optional[float] = ..., time_left: _Optional[float] = ..., ttft: _Optional[float] = ..., tpot: _Optional[float] = ..., class_name: _Optional[str] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., bypass_prefix_cache: bool = ..., guided: _Optional[_Union[_jaxserve_pb2.Guided, _Mapping]] = ..., kv_source: _Optional[_Union[KvSource, _Mapping]] = ..., cache_retention: _Optional[int] = ..., embed: bool = ...) -> None: ...
+    continuation: Continuation
+    def __init__(self, number: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt: _Optional[bytes] = ..., sampling: _Optional[_Union[_jaxserve_pb2.SamplingParams, _Mapping]] = ..., age: _Optional[float] = ..., time_left: _Optional[float] = ..., ttft: _Optional[float] = ..., tpot: _Optional[float] = ..., class_name: _Optional[str] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., bypass_prefix_cache: bool = ..., guided: _Optional[_Union[_jaxserve_pb2.Guided, _Mapping]] = ..., kv_source: _Optional[_Union[KvSource, _Mapping]] = ..., cache_retention: _Optional[int] = ..., embed: bool = ..., continuation: _Optional[_Union[Continuation, _Mapping]] = ...) -> None: ...
+
+class Continuation(_message.Message):
+    __slots__ = ("completions", "first_token_age")
+    COMPLETIONS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_AGE_FIELD_NUMBER: _ClassVar[int]
+    completions: _containers.RepeatedCompositeFieldContainer[BegunCompletion]
+    first_token_age: float
+    def __init__(self, completions: _Optional[_Iterable[_Union[BegunCompletion, _Mapping]]] = ..., first_token_age: _Optional[float] = ...) -> None: ...
+
+class BegunCompletion(_message.Message):
+    __slots__ = ("index", "output")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    output: bytes
+    def __init__(self, index: _Optional[int] = ..., output: _Optional[bytes] = ...) -> None: ...
 
 class KvSource(_message.Message):
     __slots__ = ("address", "blocks", "request_id", "block_size")

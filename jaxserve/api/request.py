@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -74,6 +74,37 @@ class KvSource:
     block_size: int = 0
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Continuation:
+    """Progress of a request on a replica that was lost, with which another one goes on.
+
+    outputs: ids of the tokens of each completion that has not ended, by index, perhaps none; the
+    others are not computed. first_token: clock second at which the first of all came; None without
+    any.
+    """
+
+    outputs: Mapping[int, Sequence[int]]
+    first_token: float | None = None
+
+    def check(self, sampling: SamplingParams, vocab: int) -> None:
+        """Checks that a request with this sampling can go on so. Errors: RequestError."""
+        name = "continuation"
+        if not self.outputs:
+            raise RequestError(name, "has no completion to go on with")
+        for index, ids in self.outputs.items():
+            if not 0 <= index < sampling.n:
+                raise RequestError(name, f"completion {index} is not in 0 to {sampling.n - 1}")
+            if len(ids) >= sampling.max_tokens:
+                raise RequestError(
+                    name,
+                    f"completion {index} has {len(ids)} tokens, max_tokens is "
+                    f"{sampling.max_tokens}",
+                )
+            wrong = [id for id in ids if not 0 <= id < vocab]
+            if wrong:
+                raise RequestError(name, f"id {wrong[0]} is not in 0 to {vocab - 1}")
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class RequestOptions:
     """Options of a request that mean the same at every border: in `GenerateCall`s, in `Request`s
@@ -108,7 +139,8 @@ class Request(RequestOptions):
 
     prompt: int32 token ids, not longer than the model takes. arrival, deadline: clock seconds.
     kv_source: where blocks may be fetched from instead of computing them; blocks that do not come
-    are computed.
+    are computed. continuation: from where it goes on; None: it begins. streamed: its caller gets
+    tokens as they come; else all at the end.
     """
 
     id: str
@@ -118,6 +150,19 @@ class Request(RequestOptions):
     deadline: float | None = None
     guide: Guide | None = None
     kv_source: KvSource | None = None
+    continuation: Continuation | None = None
+    streamed: bool = True
+
+    @property
+    def completions(self) -> Sequence[int]:
+        """Indices of the completions to compute, ascending."""
+        if self.continuation is None:
+            return range(self.sampling.n)
+        return sorted(self.continuation.outputs)
+
+    def output(self, index: int) -> Sequence[int]:
+        """Returns ids of the tokens that a completion has from the beginning."""
+        return () if self.continuation is None else self.continuation.outputs[index]
 
     @classmethod
     def make(
@@ -172,6 +217,9 @@ class Request(RequestOptions):
             raise RequestError("min_tokens", said)
         if sampling.max_tokens > room:
             sampling = dataclasses.replace(sampling, max_tokens=room)
+        continuation = rest.get("continuation")
+        if continuation is not None:
+            continuation.check(sampling, vocab)
         return cls(id, tokens, sampling, **rest)
 
 

@@ -50,13 +50,13 @@ class RoutedRequest:
     delivering: bool = False
 
     def __post_init__(self) -> None:
-        self.unfinished = set(range(self.request.sampling.n))
+        self.unfinished = set(self.request.completions)
 
     @property
     def sent_nothing(self) -> bool:
         """True if the caller has neither a token nor an end of any completion, so that another
         member can begin again."""
-        return not self.tokens and len(self.unfinished) == self.request.sampling.n
+        return not self.tokens and len(self.unfinished) == len(self.request.completions)
 
     def take_back(self, member: Member) -> None:
         """Notes that its member did not take it, or has failed it."""

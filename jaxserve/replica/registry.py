@@ -45,7 +45,7 @@ class Registry:
 
     def add(self, request: Request, sink: Sink, seed: int) -> None:
         """Begins to follow a request; its id is not among the live ones."""
-        self._live[request.id] = LiveRequest(request, sink, seed, request.sampling.n)
+        self._live[request.id] = LiveRequest(request, sink, seed, len(request.completions))
 
     def notify(self, events: Iterable[tuple[str, Event]]) -> list[str]:
         """Hands (request id, event) pairs to their sinks, one call per request, and forgets

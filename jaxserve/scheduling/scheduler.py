@@ -153,18 +153,25 @@ class Scheduler:
         received: tokens of its prompt, not all, whose KV comes with it: its first completion gets
         pages for them, and they are not computed unless it is preempted. Errors: RequestError for
         an id in use, a full queue, a request that can never fit, and, with admission control, one
-        that could not be in time.
+        that could not be in time. One with a continuation was accepted before: neither a full queue
+        nor admission control refuses it.
         """
         if request.id in self.requests.entries:
             raise RequestError("request_id", f"{request.id!r} is in use", "ALREADY_EXISTS")
         ahead = len(self.slots.queue)
-        self._check_queue(ahead)
+        begins = request.continuation is None
+        if begins:
+            self._check_queue(ahead)
         sequences = self._sequences(request, received)
         leader, *later = sequences
-        first = self._check_admission(leader, request.arrival if now is None else now)
+        first = None
+        if begins:
+            first = self._check_admission(leader, request.arrival if now is None else now)
         self._born += len(sequences)
         self.sequences.update((sequence.number, sequence) for sequence in sequences)
-        self.requests.add(LiveEntry(request, leader, dict(enumerate(sequences)), later))
+        alive = {sequence.index: sequence for sequence in sequences}
+        had_token = any(sequence.output for sequence in sequences)
+        self.requests.add(LiveEntry(request, leader, alive, later, had_token))
         self.slots.wait(leader)
         if self._planner is not None:
             self._planner.arrived(request.arrival)
@@ -228,14 +235,14 @@ class Scheduler:
         hashes = self.cache.block_hashes
         return [
             Sequence(
-                self._born + index,
+                self._born + place,
                 index,
                 request,
-                SequenceLimits(limit, stops, deadline + index * turn, tpot),
+                SequenceLimits(limit, stops, deadline + place * turn, tpot),
                 hashes,
-                0 if index else received,
+                0 if place else received,
             )
-            for index in range(sampling.n)
+            for place, index in enumerate(request.completions)
         ]
 
     # --- batches

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -96,6 +96,18 @@ class Sequence:
         self.prompt_logprobs: list[Logprobs | None] | None = None
         if request.sampling.prompt_logprobs is not None:
             self.prompt_logprobs = [None] * len(request.prompt)
+        self._go_on(request.output(index))
+
+    def _go_on(self, output: Iterable[int]) -> None:
+        """Takes the tokens that another replica has put out. Errors: RequestError where no token
+        follows the structured output's grammar."""
+        for token in output:
+            self.output.append(token)
+            if self.matcher is not None:
+                self.matcher.push(token)
+        if self.output:
+            assert self.request.continuation is not None
+            self.started_at = self.first_token_at = self.request.continuation.first_token
 
     def plan_at(self, start: int) -> PlanPart:
         """Returns the part of the plan with the token at `start`, see `part_at`."""
@@ -144,7 +156,9 @@ class Sequence:
         started = now if self.started_at is None else self.started_at
         first_token = now if self.first_token_at is None else self.first_token_at
         timing = Timing(started - arrival, first_token - arrival, now - arrival)
-        usage = Usage(len(self.request.prompt), self.cached_tokens, len(self.output))
+        prompt = len(self.request.prompt)
+        # what was put out before it went on may be cached too
+        usage = Usage(prompt, min(self.cached_tokens, prompt), len(self.output))
         logprobs = None if self.prompt_logprobs is None else tuple(self.prompt_logprobs)
         return Finished(
             self.index, reason, usage, timing, logprobs, error=error, embedding=embedding

@@ -11,6 +11,8 @@ from prometheus_client import generate_latest
 
 from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Accepted, Event, Finished, Progress, Token
+from jaxserve.api.request import Continuation
+from jaxserve.api.sampling import SamplingParams
 from jaxserve.replica.protocol import Replica
 from tests.replica.holders import HOLDERS, LONG, SCHEDULED, Heard, Holder
 
@@ -122,6 +124,24 @@ def test_each_of_n_completions_has_its_tokens_and_one_end(held):
         assert sum(isinstance(event, Token) for event in heard.of(index)) == 6
         assert isinstance(heard.of(index)[-1], Finished)
     assert sorted(end.index for end in heard.ends) == [0, 1, 2]
+    assert_empty(held)
+
+
+def test_a_completion_goes_on_with_the_tokens_that_another_replica_put_out(held):
+    sampled = SamplingParams(seed=7, n=2, max_tokens=9, ignore_eos=True, frequency_penalty=1.0)
+    request = dataclasses.replace(held.request("whole"), sampling=sampled)
+    whole, rest = Heard(), Heard()
+    held.replica.submit(request, whole)
+    held.wait_ended(whole, completions=2)
+    first = [event.id for event in whole.of(1)[:4]]
+    first_token = request.arrival + whole.ends[1].timing.first_token
+    going_on = Continuation({1: first}, first_token)
+    held.replica.submit(dataclasses.replace(request, id="rest", continuation=going_on), rest)
+    held.wait_ended(rest)
+    assert [event.id for event in rest.tokens] == [event.id for event in whole.of(1)[4:-1]]
+    usage = rest.end.usage
+    assert (rest.end.index, usage.prompt, usage.completion) == (1, 20, 9)
+    assert rest.end.timing.first_token == pytest.approx(whole.ends[1].timing.first_token, abs=0.01)
     assert_empty(held)
 
 

@@ -123,10 +123,12 @@ class Running:
     def __init__(self, request: Request, sink: Sink):
         self.request = request
         self.sink = sink
-        self.tokens = {i: [int(t) for t in request.prompt] for i in range(request.sampling.n)}
+        prompt = [int(token) for token in request.prompt]
+        self.tokens = {index: [*prompt, *request.output(index)] for index in request.completions}
         self.ended: dict[int, str] = {}  # index -> reason, decided outside of the step
         self.prefilled = 0
-        self.first = 0.0
+        going_on = request.continuation
+        self.first = 0.0 if going_on is None else going_on.first_token or 0.0
 
 
 class FakeReplica:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Accepted, Finished, Logprobs, Progress, Timing, Token, Usage
-from jaxserve.api.request import KvSource, Request, Slo
+from jaxserve.api.request import Continuation, KvSource, Request, Slo
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.group.channel import free_port
 from jaxserve.server import replica_pb2 as pb
@@ -322,3 +322,38 @@ def test_requests_cross_with_moments_on_the_replicas_clock(
     ):
         assert getattr(copy, name) == getattr(asked, name)
     assert copy.cache_retention == retention
+
+
+def continued(outputs: dict[int, list[int]], first_token: float | None = 900.0) -> pb.Submit:
+    """A message of a request with three completions of at most 9 tokens that goes on."""
+    asked = Request(
+        "id",
+        np.array([1, 2], np.int32),
+        SamplingParams(n=3, max_tokens=9),
+        arrival=890.0,
+        continuation=Continuation(outputs, first_token),
+    )
+    return pb.Submit.FromString(submit_message(1, asked, 1000.0).SerializeToString())
+
+
+def test_a_request_that_goes_on_crosses_with_its_tokens():
+    copy = request_of(continued({2: [7, 8], 0: []}), FakeReplica().info, 5.0)
+    assert copy.completions == [0, 2] and list(copy.output(2)) == [7, 8] and not copy.output(0)
+    assert copy.continuation.first_token == pytest.approx(5.0 - 100.0)
+    assert copy.arrival == pytest.approx(5.0 - 110.0)
+
+
+@pytest.mark.parametrize(
+    "outputs, first_token, said",
+    [
+        ({}, None, "no completion"),
+        ({3: [1]}, 1.0, "completion 3 is not in 0 to 2"),
+        ({0: [1] * 9}, 1.0, "has 9 tokens, max_tokens is 9"),
+        ({0: [VOCAB]}, 1.0, f"id {VOCAB} is not in"),
+        ({0: [1]}, None, "not when the first"),
+    ],
+)
+def test_a_request_that_cannot_go_on_so_is_refused_by_the_field(outputs, first_token, said):
+    with pytest.raises(RequestError) as refused:
+        request_of(continued(outputs, first_token), FakeReplica().info, 5.0)
+    assert refused.value.field == "continuation" and said in str(refused.value)
