@@ -23,6 +23,7 @@ from jaxserve.api.sampling import SamplingParams
 from jaxserve.group.channel import free_port
 from jaxserve.server.client import Client
 from jaxserve.server.remote_replica import RemoteReplica
+from jaxserve.text.output import CompletionCollector, Delta
 from tests.server.fakes import expected
 from tests.waiting import eventually
 
@@ -96,15 +97,29 @@ class Cluster:
             return urllib.request.urlopen(f"{self.url}/ready", timeout=10).status == 200
         return False
 
-    def ask(self, prompt: list[int], tokens: int = TOKENS, client: Client | None = None) -> str:
-        """'right', 'wrong', or the status of an error. client: of another conductor."""
+    def ask(
+        self,
+        prompt: list[int],
+        tokens: int = TOKENS,
+        client: Client | None = None,
+        spoke: threading.Event | None = None,
+    ) -> str:
+        """'right', 'wrong', or the status of an error. client: of another conductor. spoke: set
+        with the first token."""
         client = client or self.client
+        spoke = spoke or threading.Event()
         sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
+        collector = CompletionCollector(prompt)
         try:
-            found = client.complete(prompt, sampling, timeout=60, ids_only=True)[0].ids
+            for output in client.generate(prompt, sampling, timeout=60, ids_only=True):
+                collector.add(output)
+                if isinstance(output, Delta):
+                    spoke.set()
         except RequestError as error:
             return error.status
-        return "right" if list(found) == expected(prompt, tokens) else "wrong"
+        return (
+            "right" if list(collector.completions()[0].ids) == expected(prompt, tokens) else "wrong"
+        )
 
     def reach(self, number: int) -> RemoteReplica:
         """A session with a replica beside the conductor's."""
@@ -228,12 +243,20 @@ def test_a_conductor_is_killed_beside_another_one_over_the_same_replicas(cluster
     assert_conductors_may_be_killed_beside_another(cluster, kills=1)
 
 
+def begun(cluster: Cluster, thread: concurrent.futures.Executor) -> concurrent.futures.Future[str]:
+    """Asks for LONG tokens and waits for the first: before it a request that is lost begins anew on
+    another replica, and takes as long as that takes."""
+    spoke = threading.Event()
+    asked = thread.submit(cluster.ask, [3, 4], LONG, spoke=spoke)
+    assert spoke.wait(BOUND)
+    return asked
+
+
 def test_a_conductor_that_was_stopped_or_killed_leaves_no_request_behind(cluster):
     remotes = [cluster.reach(number) for number in range(2)]
     busy = lambda: any(remote.load().running for remote in remotes)
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        asked = thread.submit(cluster.ask, [3, 4], LONG)
-        eventually(busy)
+        asked = begun(cluster, thread)
         cluster.conductor.send_signal(signal.SIGSTOP)
         try:
             eventually(lambda: not busy(), NOTICED)
@@ -241,8 +264,7 @@ def test_a_conductor_that_was_stopped_or_killed_leaves_no_request_behind(cluster
             cluster.conductor.send_signal(signal.SIGCONT)
         assert asked.result(BOUND) == "UNAVAILABLE"
         eventually(lambda: cluster.ask([3, 4]) == "right", 20)
-        asked = thread.submit(cluster.ask, [3, 4], LONG)
-        eventually(busy)
+        asked = begun(cluster, thread)
         cluster.conductor.kill()
         assert asked.result(BOUND) == "UNAVAILABLE"
     eventually(lambda: not busy(), NOTICED)
