@@ -217,9 +217,11 @@ class Supervisor:
             + (f" in {pause:g} s" if pause else "")
         )
         deadline = time.monotonic() + pause
-        while time.monotonic() < deadline and not self._signals:
-            if any(process.code is not None for process in self._processes.values()):
-                return None  # the leader has ended meanwhile
+        while time.monotonic() < deadline:
+            if self._signals or any(
+                process.code is not None for process in self._processes.values()
+            ):
+                return None  # a signal came or the leader has ended: the group ends
             time.sleep(POLL_SECONDS)
         self._start(members)
         return None
