@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.cache.heavy_hitters import enough_for, most_read, most_read_of_tree
 from tests.examples import examples
+from tests.work import calls_of
 
 
 @st.composite
@@ -42,14 +41,10 @@ def test_some_of_n_log_n_are_enough():
     assert [enough_for(lanes) for lanes in (1, 2, 4, 8, 64)] == [0, 2, 8, 24, 384]
 
 
-def test_a_million_segments_are_counted_in_time():
-    """In 25 ms of the core, of several runs the best."""
+def test_the_most_read_of_a_million_segments_are_found_with_few_calls():
+    """Segments are not looked at one by one."""
     rng = np.random.default_rng(0)
     readers = rng.zipf(1.2, 10**6).clip(0, 10**6).astype(np.int32)
-    seconds = []
-    for _ in range(7):
-        began = time.thread_time()
-        best = most_read(readers, 384)
-        seconds.append(time.thread_time() - began)
+    best = most_read(readers, 384)
     assert len(best) == 384 and readers[best].min() >= np.sort(readers)[-384]
-    assert min(seconds) < 0.025, f"{min(seconds) * 1e3:.0f} ms"
+    assert calls_of(lambda: most_read(readers, 384)) < 1000

@@ -34,7 +34,7 @@ from jaxserve.text.structured_output import Guided, guides
 from jaxserve.text.structured_output.sandbox import Sandbox
 from tests.server.fakes import MAX_LEN, FakeTokenizer
 from tests.text.vocabulary import tokenizer as small_tokenizer
-from tests.waiting import eventually
+from tests.waiting import eventually, tried
 
 LONG = [ord("x")] * MAX_LEN  # enough to be worked on beside the event loop
 CROWD = 40  # more than there are threads
@@ -284,6 +284,7 @@ def watched(work) -> tuple[float, float]:
     return last - began, longest
 
 
+@tried(3)
 def test_text_becomes_ids_while_other_threads_run():
     text = "the quick brown fox, é " * 20_000
     for encode in (

@@ -172,11 +172,10 @@ def test_a_store_that_hangs_keeps_nobody_waiting_and_is_left_alone_then(store, o
     blocks, store.blocks = store.blocks, {}  # what hangs finds nothing in the end
     tiers = opened()
     store.go.clear()
-    began = time.monotonic()
     lookup = tiers.prefetch(NAMES)
     for number in range(100, 100 + 32 + 3 * WAITING):
         put(tiers, number)
-    assert time.monotonic() - began < 2 and not lookup.answered
+    assert not lookup.answered
     assert tiers.counts().shared_dropped > 0
     assert not read(tiers, 3)
     time.sleep(0.3)
