@@ -161,6 +161,11 @@ class _FieldParser:
             raise RequestError(self._name, f"is nested deeper than {MAX_DEPTH}")
 
 
+def whole(value: Any) -> Any:
+    """Returns a number without a fraction as the integer that JSON takes it for."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def dump(value: Any) -> bytes:
     """JSON of a value at once. Lone surrogates, which a model's JSON may hold, become question
     marks."""

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.api.errors import RequestError
+from jaxserve.server.json_body import whole
 from jaxserve.text import Tokenizer
 
 MAX_MESSAGES = 10_000
@@ -87,7 +88,7 @@ def prompt_ids(prompt: Prompt, tokenizer: Tokenizer | None, max_model_len: int) 
     Errors: RequestError; FAILED_PRECONDITION for text or a chat without a tokenizer.
     """
     if not isinstance(prompt, (Text, Chat)):
-        return to_array("prompt_ids", prompt)
+        return to_array("prompt", prompt)
     field = "prompt" if isinstance(prompt, Text) else "messages"
     if tokenizer is None:
         raise RequestError(
@@ -136,6 +137,8 @@ def _slices(field: str, ids: Sequence[int]) -> Iterator[array.array[int]]:
     as long as that text."""
     for begin in range(0, len(ids), SLICE):
         part = ids[begin : begin + SLICE]
+        if not set(map(type, part)) <= {int}:
+            part = list(map(whole, part))
         if not set(map(type, part)) <= {int}:
             raise RequestError(field, "must be a flat list of integers")
         try:

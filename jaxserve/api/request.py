@@ -246,12 +246,12 @@ def prompt_ids(prompt: Sequence[int] | np.ndarray, vocab: int, max_len: int) -> 
         )
     ids = np.asarray(prompt)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise RequestError("prompt_ids", "must be a flat list of integers")
+        raise RequestError("prompt", "must be a flat list of integers")
     low = int(ids.min())
     high = int(ids.max())
     for id in (low, high):
         if not 0 <= id < vocab:
-            raise RequestError("prompt_ids", f"id {id} is not in 0 to {vocab - 1}")
+            raise RequestError("prompt", f"id {id} is not in 0 to {vocab - 1}")
     return ids.astype(np.int32)
 
 

@@ -40,7 +40,6 @@ from jaxserve.server.prompts import Prompt
 MAX_INPUTS = 2048  # of one request
 INPUTS_AT_ONCE = 64  # of one request, that wait or run
 OPERATION = "embeddings"  # its name in traces
-_PROMPT_FIELDS = ("prompt", "prompt_ids")  # names of an input in errors of the frontend
 
 
 class EmbedRequest(PromptRequest):
@@ -166,9 +165,9 @@ async def _embed_one(
             while outputs := await stream.take():
                 ends += [output for output in outputs if isinstance(output, Finished)]
     except RequestError as error:
-        if error.field not in _PROMPT_FIELDS:
+        if error.field != "prompt":  # the frontend's name of an input
             raise
-        message = str(error).removeprefix(f"{error.field}: ")
+        message = str(error).removeprefix("prompt: ")
         raise RequestError(field, message, error.status, error.retry_after, error.reason) from None
     return ends[0]
 

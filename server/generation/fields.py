@@ -33,7 +33,7 @@ from jaxserve.api.sampling import (
     RANGES,
     TOKEN_ID,
 )
-from jaxserve.server.json_body import JsonObject
+from jaxserve.server.json_body import JsonObject, whole
 
 INCLUDED_LOGPROBS = "message.output_text.logprobs"  # in `include` of /v1/responses
 KEPT_SECONDS = Range(1, MAX_RETENTION, whole=True)  # of cache_retention
@@ -116,18 +116,13 @@ _PAIRS: dict[frozenset[str], list[JsonObject]] = {
 }
 
 
-def _whole(value: Any) -> Any:
-    """Returns a number without a fraction as the integer that JSON takes it for."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
 def _possible(schema: Any) -> Any:
     if schema is False:
         raise ValueError("allows no value")
     return schema
 
 
-Integer = Annotated[int, BeforeValidator(_whole)]
+Integer = Annotated[int, BeforeValidator(whole)]
 # of outputs
 SchemaField = Annotated[
     dict[str, Any] | bool,

@@ -195,7 +195,7 @@ def test_generate_writes_json_lines_in_the_order_of_the_input(capsys, fake, tmp_
         ('{"prompt": "x", "stop_token_ids": "3"}', "stop_token_ids: must be a list"),
         ('{"prompt": "x", "logit_bias": 3}', "logit_bias: must map"),
         ('{"prompt": ""}', "prompt: is empty"),
-        ('{"prompt_ids": [257]}', "prompt_ids: id 257"),
+        ('{"prompt_ids": [257]}', "prompt: id 257"),
         ('{"prompt": "x", "min_tokens": 300}', "min_tokens: 300"),
     ],
 )
