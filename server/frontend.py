@@ -164,6 +164,11 @@ class Frontend:
         with self._reserve(caller):
             return await self._ids(prompt)
 
+    async def render(self, call: GenerateCall, caller: Caller) -> np.ndarray:
+        """Token ids that a call would give the model. Errors: RequestError, as of `generate`."""
+        with self._reserve(caller):
+            return (await self._request(call, caller)).prompt
+
     async def detokenize(
         self, ids: Sequence[int], caller: Caller, skip_special: bool = True, field: str = "ids"
     ) -> str:

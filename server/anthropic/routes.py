@@ -10,7 +10,7 @@ from jaxserve.server.anthropic.schemas import CountRequest, MessagesRequest
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.generation.chat import chat_call
 from jaxserve.server.generation.responding import STREAMED, respond
-from jaxserve.server.generation.routing import json_response, open_router, token_ids
+from jaxserve.server.generation.routing import json_response, open_router
 from jaxserve.server.generation.unknown_fields import UnknownFields
 from jaxserve.server.json_body import dump
 
@@ -31,7 +31,8 @@ def anthropic_routes(frontend: Frontend, unknown: UnknownFields) -> fastapi.APIR
     async def messages_count_tokens(body: CountRequest, request: fastapi.Request) -> Response:
         headers = unknown.headers(body)
         call = chat_call(frontend, body.as_chat(), request.headers)
-        ids = await token_ids(frontend, call, request)
+        frontend.check_model(call.model)
+        ids = await frontend.tokenize(call.prompt, request.state.caller)
         return json_response(dump({"input_tokens": len(ids)}), headers)
 
     return router

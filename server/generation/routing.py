@@ -7,9 +7,7 @@ from collections.abc import Mapping
 import fastapi
 from starlette.responses import Response
 
-from jaxserve.api.errors import RequestError
 from jaxserve.server.frontend import Frontend
-from jaxserve.server.generate_call import GenerateCall
 from jaxserve.server.http_app import JsonRoute
 
 
@@ -25,12 +23,3 @@ def open_router(frontend: Frontend) -> fastapi.APIRouter:
 def json_response(body: bytes, headers: Mapping[str, str]) -> Response:
     """Returns the response with a body of JSON."""
     return Response(body, 200, headers, "application/json")
-
-
-async def token_ids(frontend: Frontend, call: GenerateCall, request: fastapi.Request) -> list[int]:
-    """Returns the token ids of a call's prompt. Errors: RequestError."""
-    frontend.check_model(call.model)
-    ids = await frontend.tokenize(call.prompt, request.state.caller)
-    if not len(ids):
-        raise RequestError("prompt", "is empty")
-    return ids.tolist()

@@ -11,7 +11,7 @@ from jaxserve.server.frontend import Frontend
 from jaxserve.server.generation.chat import ChatRequest, chat_call
 from jaxserve.server.generation.embedding import Embedding
 from jaxserve.server.generation.responding import INLINE_TOKENS, STREAMED, respond
-from jaxserve.server.generation.routing import json_response, open_router, token_ids
+from jaxserve.server.generation.routing import json_response, open_router
 from jaxserve.server.generation.unknown_fields import UnknownFields
 from jaxserve.server.json_body import JsonObject, dump_in_thread_if
 from jaxserve.server.openai.chat import ChatWriter
@@ -64,15 +64,16 @@ def _add_rendering_routes(
         them."""
         headers = unknown.headers(body)
         calls = completion_calls(body, request.headers, frontend.info)
-        rendered = [{"token_ids": await token_ids(frontend, call, request)} for call in calls]
-        return await _rendered(rendered, headers)
+        prompts = [await frontend.render(call, request.state.caller) for call in calls]
+        return await _rendered([{"token_ids": ids.tolist()} for ids in prompts], headers)
 
     @router.post("/v1/chat/completions/render")
     async def chat_completions_render(body: ChatRequest, request: fastapi.Request) -> Response:
         """Returns the token ids that the model would be given."""
         headers = unknown.headers(body)
         call = chat_call(frontend, body, request.headers)
-        return await _rendered({"token_ids": await token_ids(frontend, call, request)}, headers)
+        ids = await frontend.render(call, request.state.caller)
+        return await _rendered({"token_ids": ids.tolist()}, headers)
 
 
 def _add_model_routes(router: fastapi.APIRouter, frontend: Frontend) -> None:

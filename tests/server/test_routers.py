@@ -33,7 +33,7 @@ def test_chats_are_rendered_by_the_template(asked):
 
 @pytest.mark.parametrize("path", ROUTES)
 def test_rendering_refuses_what_generating_refuses(asked, path):
-    for wrong in ({"model": "other"}, {"temperature": -1}, {"n": 0}):
+    for wrong in ({"model": "other"}, {"temperature": -1}, {"n": 0}, {"stop_token_ids": [10**6]}):
         body = {**ROUTES[path], **wrong}
         rendered = asked.post(f"{path}/render", json=body)
         generated = asked.post(path, json=body)
@@ -46,6 +46,12 @@ def test_rendering_tells_of_unknown_fields_as_generating_does(asked, path):
     body = {**ROUTES[path], "unheard_of": 1}
     for answer in (asked.post(f"{path}/render", json=body), asked.post(path, json=body)):
         assert (answer.status_code, answer.headers["x-jaxserve-ignored"]) == (200, "unheard_of")
+
+
+def test_a_rendered_prompt_is_cut_as_the_model_s_is(asked):
+    body = {"prompt": "abcdef", "truncate_prompt_tokens": 2}
+    rendered = asked.post("/v1/completions/render", json=body).json()
+    assert rendered == [{"token_ids": [101, 102]}]
 
 
 def test_a_long_prompt_is_rendered_whole(asked):
