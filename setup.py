@@ -111,7 +111,7 @@ setup(
         "prometheus-client>=0.20",
         "fastapi>=0.115",
         "starlette>=0.40",
-        "pydantic>=2.7",
+        "pydantic>=2.9",
         # bounded: server/http_server.py builds on its internals
         "uvicorn>=0.30,<0.55",
         "h11>=0.14",

@@ -16,6 +16,7 @@ from jaxserve.server.anthropic.blocks import (
 )
 from jaxserve.server.generation.chat import ChatRequest
 from jaxserve.server.generation.fields import (
+    GIVEN,
     FirstFault,
     Integer,
     OpenModel,
@@ -77,6 +78,8 @@ class ClientTool(OpenModel):
 
 
 class ToolChoice(OpenModel):
+    model_config = field_of_type("tool", name=GIVEN)
+
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None

@@ -23,11 +23,13 @@ from jaxserve.server.generate_call import GenerateCall
 from jaxserve.server.generation.fields import (
     GIVEN,
     KEPT_SECONDS,
+    UNCONSTRAINED,
     FirstFault,
     Integer,
     OpenModel,
     SchemaField,
     add_limits,
+    at_most_one,
     field_of_type,
 )
 from jaxserve.server.json_body import JsonObject
@@ -74,6 +76,8 @@ class ResponseFormat(OpenModel):
 
 class StructuredOutputs(OpenModel):
     """Constraints of the output; one of them at most."""
+
+    model_config = ConfigDict(json_schema_extra=at_most_one(UNCONSTRAINED))
 
     json_: SchemaField | str | None = Field(None, alias="json")
     json_object: bool | None = None
@@ -220,12 +224,18 @@ class GenerateRequest(PromptRequest):
         """Returns the body's sampling parameters. default_tokens: max_tokens where neither the body
         nor the model says. others: fields that the protocol's routes read otherwise. Errors:
         RequestError."""
-        if self.stream and self.prompt_logprobs is not None:
-            raise RequestError("prompt_logprobs", "cannot be streamed: they are known at the end")
+        self._check_stream()
         fields = {**self._given(_SAMPLING_FIELDS), "stop": self.stop or None, **others}
         if fields.get("max_tokens") is None:
             fields["max_tokens"] = info.sampling_defaults.get("max_tokens", default_tokens)
         return info.sampling(**fields)
+
+    def _check_stream(self) -> None:
+        """Refuses what needs a stream without one, and what none can have. Errors: RequestError."""
+        if self.stream and self.prompt_logprobs is not None:
+            raise RequestError("prompt_logprobs", "cannot be streamed: they are known at the end")
+        if not self.stream and self.stream_options is not None:
+            raise RequestError("stream_options", "is for stream=true")
 
     def retention(self) -> int:
         """The request's `cache_retention`. Errors: RequestError."""
@@ -273,11 +283,8 @@ class GenerateRequest(PromptRequest):
         return Slo(ttft, tpot, self.slo_class or None)
 
     def stream_mode(self) -> StreamMode:
-        """Returns the form of the response. Errors: RequestError for stream options without a
-        stream."""
+        """Returns the form of the response."""
         if not self.stream:
-            if self.stream_options is not None:
-                raise RequestError("stream_options", "is for stream=true")
             return StreamMode.OFF
         options = self.stream_options
         if options is None or not options.include_usage:

@@ -33,6 +33,11 @@ from jaxserve.text.structured_output import Guided
 from jaxserve.text.structured_output.tools import calls_guide, forced_call
 
 UNLIMITED_TOKENS = MAX_INT32  # max_tokens of a chat that sets none: up to the model's limit
+_OWN_NAMES = {  # fields with the limits of a sampling parameter
+    "top_logprobs": "logprobs",
+    "max_tokens": "max_tokens",
+    "max_completion_tokens": "max_tokens",
+}
 
 
 class ChatRequest(GenerateRequest):
@@ -101,8 +106,9 @@ class ChatRequest(GenerateRequest):
         return self.parallel_tool_calls is not False and not self.has_functions
 
     def check_own_names(self) -> None:
-        """Checks values that sampling parameters have by other names. Errors: RequestError."""
-        for name, limits in (("top_logprobs", "logprobs"), ("max_completion_tokens", "max_tokens")):
+        """Checks values that sampling parameters have by other names, or that one of another name
+        replaces. Errors: RequestError."""
+        for name, limits in _OWN_NAMES.items():
             if (value := getattr(self, name)) is not None:
                 RANGES[limits].check(name, value)
 

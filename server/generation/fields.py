@@ -91,10 +91,39 @@ def _lacks(field: str, *others: Any) -> JsonObject:
     return {"properties": {field: {"enum": [None, *others]}}}
 
 
-_UNFORCED = _has("type", {"enum": ["auto", "none"]})  # a choice of tools in /v1/messages
+def at_most_one(idle: Mapping[str, JsonObject]) -> JsonObject:
+    """The schema of objects in which at most one of these fields has a value that its schema here
+    does not match."""
+    others = [[name for name in idle if name != active] for active in idle]
+    return {"anyOf": [{"properties": {name: idle[name] for name in names}} for names in others]}
+
+
 GIVEN: JsonObject = {"not": {"type": "null"}}
-# of bodies with both fields: what one of them has to be
-_PAIRS: dict[frozenset[str], list[JsonObject]] = {
+_NULL: JsonObject = {"type": "null"}
+# Fields that constrain an output, and the values by which they do not. `properties` matches null.
+UNCONSTRAINED: dict[str, JsonObject] = {
+    **dict.fromkeys(("json", "regex", "choice", "grammar"), _NULL),
+    "json_object": {"enum": [None, False]},
+}
+_UNGUIDED: dict[str, JsonObject] = {
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), _NULL),
+    "structured_outputs": {"properties": UNCONSTRAINED},
+}
+_FORMS = {**_UNGUIDED, "response_format": {"properties": {"type": {"const": "text"}}}}
+_AUTO = _has("mode", {"const": "auto"})
+_UNFORCED = [  # of bodies of all protocols: what a choice is that forces no call
+    _lacks("tool_choice", "auto", "none"),
+    *(
+        _has("tool_choice", {"type": "object", **choice})
+        for choice in (
+            _has("type", {"enum": ["auto", "none"]}),
+            _AUTO,
+            _has("allowed_tools", _AUTO),
+        )
+    ),
+]
+# of bodies with all of these fields: what they are together
+_TOGETHER: dict[frozenset[str], list[JsonObject]] = {
     frozenset({"top_logprobs", "logprobs"}): [
         _lacks("top_logprobs", 0),
         _has("logprobs", {"const": True}),
@@ -109,10 +138,11 @@ _PAIRS: dict[frozenset[str], list[JsonObject]] = {
     ],
     frozenset({"prompt_logprobs", "stream"}): [_lacks("prompt_logprobs"), _lacks("stream", False)],
     frozenset({"tool_choice", "tools"}): [
-        _lacks("tool_choice", "auto", "none"),
-        {"properties": {"tool_choice": {"type": "object", **_UNFORCED}}},
+        *_UNFORCED,
         _has("tools", {"type": "array", "minItems": 1}),
     ],
+    frozenset(_FORMS): [at_most_one(_FORMS)],
+    frozenset({"tool_choice", *_UNGUIDED}): [*_UNFORCED, {"properties": _UNGUIDED}],
 }
 
 
@@ -149,12 +179,12 @@ class OpenModel(BaseModel):
 
 def add_limits(schema: JsonObject) -> None:
     """Adds the limits of its fields to the schema of a body, where these have none of their own,
-    and what two of its fields must be together. A limit of one type says nothing of values of other
-    types."""
+    and what some of its fields must be together. A limit of one type says nothing of values of
+    other types."""
     fields = schema["properties"]
     for name, about in fields.items():
         about.update({**_LIMITS.get(name, {}), **about})
-    conditions = [{"anyOf": either} for pair, either in _PAIRS.items() if fields.keys() >= pair]
+    conditions = [{"anyOf": either} for few, either in _TOGETHER.items() if fields.keys() >= few]
     if conditions:
         schema["allOf"] = conditions
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Container, Iterable, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
 
 from jaxserve.api.errors import RequestError
 from jaxserve.server.generation.fields import GIVEN, OpenModel, field_of_type
+from jaxserve.server.http_app import StrictModel
 from jaxserve.server.json_body import JsonObject
 
 FUNCTION: Literal["function"] = "function"
@@ -146,6 +147,15 @@ class AllowedChoice(OpenModel):
     allowed_tools: AllowedTools
 
 
+AnyChoice = Literal["none", "auto", "required", "any"]
+
+
+class TypedChoice(StrictModel):
+    """A choice of no tool in particular, as Mistral and Anthropic have it."""
+
+    type: AnyChoice
+
+
 def plain_choice(choice: Any) -> Any:
     """Returns a choice as OpenAI has it, also if it was written as Mistral or Anthropic do."""
     if isinstance(choice, dict) and choice.keys() == {"type"} and choice["type"] in CHOICES:
@@ -153,10 +163,13 @@ def plain_choice(choice: Any) -> Any:
     return "required" if choice == "any" else choice
 
 
-CHOICES = ("none", "auto", "required", "any")
+CHOICES = get_args(AnyChoice)
 Choice = Annotated[
     Literal["none", "auto", "required"] | NamedTool | AllowedChoice | OtherTool,
-    BeforeValidator(plain_choice),
+    # without OtherTool, which `ChosenTools.check` refuses with the reason
+    BeforeValidator(
+        plain_choice, json_schema_input_type=AnyChoice | TypedChoice | NamedTool | AllowedChoice
+    ),
 ]
 
 

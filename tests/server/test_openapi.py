@@ -11,9 +11,13 @@ TEXT = {"prompt": "hi", "max_tokens": 2}
 TOOL = {"type": "function", "function": {"name": "look"}}
 CLIENT_TOOL = {"name": "look", "input_schema": {"type": "object"}}
 FORM = {"type": "json_schema"}
+RESPONSE_TOOL = {"type": "function", "name": "look"}
+LOOK = {"type": "tool", "name": "look"}
+JSON = {"type": "json_object"}
 NULL = {"type": "null"}
 LOGPROBS = "message.output_text.logprobs"
 CHATS = "/v1/chat/completions"
+TEXTS = "/v1/completions"
 BODIES = [  # path, body, whether it is valid
     (CHATS, {**CHAT, "stream": 0}, False),
     (CHATS, {**CHAT, "logprobs": "true"}, False),
@@ -28,12 +32,19 @@ BODIES = [  # path, body, whether it is valid
     (CHATS, {**CHAT, "top_logprobs": 2}, False),
     (CHATS, {**CHAT, "top_logprobs": 2, "logprobs": True}, True),
     (CHATS, {**CHAT, "top_logprobs": 0, "logprobs": None}, True),
+    (CHATS, {**CHAT, "max_completion_tokens": 2, "max_tokens": 0}, False),
     (CHATS, {**CHAT, "stream_options": {}}, False),
     (CHATS, {**CHAT, "stream_options": None}, True),
     (CHATS, {**CHAT, "tool_choice": "required"}, False),
     (CHATS, {**CHAT, "tool_choice": "required", "tools": []}, False),
     (CHATS, {**CHAT, "tool_choice": "auto"}, True),
+    (CHATS, {**CHAT, "tool_choice": {"type": "auto"}}, True),
+    (CHATS, {**CHAT, "tool_choice": {"type": "any"}}, False),
+    (CHATS, {**CHAT, "tool_choice": "any", "tools": [TOOL]}, True),
     (CHATS, {**CHAT, "tool_choice": "none", "tools": [TOOL]}, True),
+    (CHATS, {**CHAT, "tool_choice": {"type": "web_search"}, "tools": [TOOL]}, False),
+    (CHATS, {**CHAT, "tool_choice": TOOL, "tools": [TOOL], "guided_regex": "a"}, False),
+    (CHATS, {**CHAT, "tool_choice": TOOL, "tools": [TOOL], "response_format": JSON}, True),
     (CHATS, {**CHAT, "tools": [{**TOOL, "type": None}]}, True),
     (CHATS, {**CHAT, "tools": [{"type": "function"}]}, False),
     (CHATS, {**CHAT, "tools": [{"function": None}]}, False),
@@ -46,18 +57,34 @@ BODIES = [  # path, body, whether it is valid
     (CHATS, {**CHAT, "structured_outputs": {"choice": []}}, False),
     (CHATS, {**CHAT, "structured_outputs": {"json": False}}, False),
     (CHATS, {**CHAT, "guided_choice": ["a"] * 1025}, False),
+    (CHATS, {**CHAT, "guided_choice": ["a"], "guided_regex": "a"}, False),
+    (CHATS, {**CHAT, "guided_choice": ["a"], "guided_regex": None}, True),
+    (CHATS, {**CHAT, "guided_choice": ["a"], "response_format": JSON}, False),
+    (CHATS, {**CHAT, "guided_choice": ["a"], "response_format": {"type": "text"}}, True),
+    (CHATS, {**CHAT, "guided_choice": ["a"], "structured_outputs": {"json": True}}, False),
+    (CHATS, {**CHAT, "guided_choice": ["a"], "structured_outputs": {"json_object": False}}, True),
+    (CHATS, {**CHAT, "structured_outputs": {"regex": "a", "json_object": True}}, False),
+    (CHATS, {**CHAT, "structured_outputs": {"regex": "a", "json_object": False}}, True),
     (CHATS, {**CHAT, "messages": [{"role": "user"}]}, False),
     (CHATS, {**CHAT, "messages": [{"role": "user", "content": None}]}, False),
     (CHATS, {**CHAT, "messages": [{"role": "user", "content": [{"text": "hi"}]}]}, True),
     (CHATS, {**CHAT, "messages": [*CHAT["messages"], {"role": "assistant"}]}, True),
-    ("/v1/completions", {**TEXT, "prompt": [[]]}, False),
-    ("/v1/completions/render", {**TEXT, "prompt": [[]]}, False),
-    ("/v1/completions", {**TEXT, "prompt_logprobs": 1, "stream": True}, False),
-    ("/v1/completions", {**TEXT, "prompt_logprobs": 1, "stream": False}, True),
-    ("/v1/completions", {**TEXT, "cache_retention": 60, "prompt_cache_retention": "24h"}, True),
+    (TEXTS, {**TEXT, "prompt": [[]]}, False),
+    (TEXTS, {**TEXT, "prompt": [[1, 2.0], [3]]}, True),
+    (TEXTS, {**TEXT, "prompt": [1, 2.5]}, False),
+    (TEXTS, {**TEXT, "prompt": [[1], [-1]]}, False),
+    (TEXTS, {**TEXT, "stream_options": {}}, False),
+    (TEXTS, {**TEXT, "prompt_logprobs": 1, "stream": True}, False),
+    (TEXTS, {**TEXT, "prompt_logprobs": 1, "stream": False}, True),
+    (TEXTS, {**TEXT, "cache_retention": 60, "prompt_cache_retention": "24h"}, True),
     ("/v1/responses", {"input": "hi", "background": 0}, False),
     ("/v1/responses", {"input": "hi", "background": False}, True),
     ("/v1/responses", {"input": "hi", "top_logprobs": 1}, False),
+    (
+        "/v1/responses",
+        {"input": "hi", "tool_choice": {"type": "x"}, "tools": [RESPONSE_TOOL]},
+        False,
+    ),
     ("/v1/responses", {"input": "hi", "top_logprobs": 1, "include": [LOGPROBS]}, True),
     ("/v1/responses", {"input": "hi", "text": {"format": {**FORM, "schema": None}}}, False),
     ("/v1/responses", {"input": "hi", "text": {"format": {**FORM, "schema": NULL}}}, True),
@@ -65,11 +92,23 @@ BODIES = [  # path, body, whether it is valid
     ("/v1/messages", {**CHAT, "tools": [{"type": "bash_20250124"}, CLIENT_TOOL]}, True),
     ("/v1/messages", {**CHAT, "tool_choice": {"type": "any"}}, False),
     ("/v1/messages", {**CHAT, "tool_choice": {"type": "auto"}}, True),
+    ("/v1/messages", {**CHAT, "tool_choice": {"type": "tool"}, "tools": [CLIENT_TOOL]}, False),
+    (
+        "/v1/messages",
+        {**CHAT, "tool_choice": {**LOOK, "name": None}, "tools": [CLIENT_TOOL]},
+        False,
+    ),
+    ("/v1/messages", {**CHAT, "tool_choice": LOOK, "tools": [CLIENT_TOOL]}, True),
     ("/v1/messages/count_tokens", {**TALK, "tool_choice": {"type": "any"}, "tools": []}, False),
     ("/v1/messages/count_tokens", {**TALK, "output_format": {**FORM, "schema": False}}, False),
     ("/v1/embeddings", {"input": "hi", "normalize": 0}, False),
     ("/tokenize", {"prompt": "hi", "add_special_tokens": 1}, False),
+    ("/v1/embeddings", {"input": [1.0]}, True),
+    ("/detokenize", {"tokens": [1.0]}, True),
     ("/detokenize", {"tokens": [1], "skip_special_tokens": "yes"}, False),
+]
+RENDERED = [
+    (f"{path}/render", body, valid) for path, body, valid in BODIES if path in (CHATS, TEXTS)
 ]
 
 
@@ -78,7 +117,7 @@ def document(asked):
     return asked.get("/openapi.json").json()
 
 
-@pytest.mark.parametrize("path, body, valid", BODIES)
+@pytest.mark.parametrize("path, body, valid", BODIES + RENDERED)
 def test_a_body_is_taken_where_the_document_allows_it(path, body, valid, asked, document):
     content = document["paths"][path]["post"]["requestBody"]["content"]
     schema = {**content["application/json"]["schema"], "components": document["components"]}
@@ -90,7 +129,7 @@ def test_a_body_is_taken_where_the_document_allows_it(path, body, valid, asked, 
 @pytest.mark.parametrize(
     "path, fields",
     [
-        ("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 1}),
+        (TEXTS, {"prompt": ["a", "b"], "max_tokens": 1}),
         ("/v1/embeddings", {"input": ["a", "b"]}),
         ("/v1/rerank", {"query": "a", "documents": ["b", "c"]}),
     ],

@@ -13,8 +13,10 @@ from jaxserve.server.generation.fields import OpenModel
 from jaxserve.server.generation.tools import (
     ALLOWED,
     FUNCTION,
+    AnyChoice,
     AnyTool,
     OtherTool,
+    TypedChoice,
     anything,
     flat,
     plain_choice,
@@ -174,7 +176,10 @@ def chat_tools(tools: Sequence[FunctionTool] | None) -> list[JsonObject]:
 
 ToolsChoice = Annotated[
     Literal["none", "auto", "required"] | NamedFunctionTool | AllowedFunctionTools | OtherNamedTool,
-    BeforeValidator(plain_choice),
+    BeforeValidator(
+        plain_choice,
+        json_schema_input_type=AnyChoice | TypedChoice | NamedFunctionTool | AllowedFunctionTools,
+    ),
 ]
 
 
