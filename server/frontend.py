@@ -280,6 +280,7 @@ class Frontend:
             arrival=arrival,
             deadline=None if call.timeout is None else arrival + call.timeout,
             guide=guide,
+            streamed=call.streamed,
             **{**call.options(), "cache_salt": caller.cache_salt(call.cache_salt)},
         )
 

@@ -41,9 +41,9 @@ class GenerateCall(RequestOptions):
     request_id: '' has the server choose one. model: '' means the one that is served. timeout:
     seconds from now. truncate_prompt_tokens: how many tokens to keep of the prompt's end, -1 as
     many as the model takes. ids_only: return token ids without text. keep_special: leave special
-    tokens in the text. prompt_only: leave out the output, of which the engine makes at least a
-    token. guided: what the output must match; guided_field: the request field that asked for it,
-    for errors.
+    tokens in the text. streamed: send tokens as they come. prompt_only: leave out the output, of
+    which the engine makes at least a token. guided: what the output must match; guided_field: the
+    request field that asked for it, for errors.
     """
 
     prompt: Prompt
@@ -54,6 +54,7 @@ class GenerateCall(RequestOptions):
     truncate_prompt_tokens: int | None = None
     ids_only: bool = False
     keep_special: bool = False
+    streamed: bool = True
     prompt_only: bool = False
     guided: Guided | None = None
     guided_field: str = ""

@@ -10,11 +10,10 @@ import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import grpc
 
-from jaxserve.cluster.conductor import Conductor
+from jaxserve.cluster.conductor import Conductor, ConductorSettings
 from jaxserve.cluster.member import Member
 from jaxserve.server.etcd import EtcdError
 from jaxserve.server.files import file_signature
@@ -87,11 +86,11 @@ class Members:
             time.sleep(FIRST_SECONDS)
         raise ConfigError("replicas", "none has answered")
 
-    def conductor(self, **settings: Any) -> Conductor:
+    def conductor(self, settings: ConductorSettings) -> Conductor:
         """A conductor over these replicas, which follows their changes, once one of them answers.
-        settings: its own. Errors: ConfigError once this was closed, and for wrong settings."""
+        Errors: ConfigError once this was closed, and for wrong settings."""
         first = self.wait_for_one()
-        conductor = Conductor([_member(first)], **settings)
+        conductor = Conductor([_member(first)], settings)
         with self._changing:
             self._conductor = conductor
             self._tell(conductor)

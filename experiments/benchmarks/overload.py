@@ -32,7 +32,7 @@ from jaxserve.api.events import Event, Finished, Token
 from jaxserve.api.request import Request
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.cli.display import table
-from jaxserve.cluster.conductor import Conductor
+from jaxserve.cluster.conductor import Conductor, ConductorSettings
 from jaxserve.cluster.member import Member
 from jaxserve.engine.engine import Engine
 from jaxserve.llm import open_engine
@@ -325,8 +325,9 @@ def measured(values: dict[str, Any]) -> dict[str, Any]:
             engines.append(engine)
         if not values["replicas"]:
             return engines[0], tokenizer
+        settings = ConductorSettings(overload=values["overload"])
         members = [Member(f"replica {number}", one) for number, one in enumerate(engines)]
-        conductor = Conductor(members, overload=values["overload"], owns_members=True)
+        conductor = Conductor(members, settings, owns_members=True)
         return conductor, tokenizer
 
     with Background(ServerConfig(grpc_port=0, port=0), build) as server:

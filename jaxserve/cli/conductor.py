@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.cli.engine_flags import CONFIG, SERVER, server_config
+from jaxserve.cluster.dispatcher import MIGRATIONS
 from jaxserve.cluster.routing import KV_BANDWIDTH, ROUTING
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option, options_of
@@ -16,7 +17,13 @@ from jaxserve.settings.schema import ConfigError, ModelSource
 log = logging.getLogger(__name__)
 
 ROUTING_DEFAULT = "local_cache_aware"
-SETTINGS = ("routing", "kv_bandwidth", "overload", "change_roles")  # of `Conductor`
+SETTINGS = (
+    "routing",
+    "kv_bandwidth",
+    "overload",
+    "change_roles",
+    "migrations",
+)  # of `ConductorSettings`
 ABOUT = """\
 Requests go to the replicas that --replicas names, each a `jaxserve serve --replica_port=PORT` of
 the same model. The conductor loads the model's tokenizer and no weights. It listens at once, and
@@ -79,12 +86,21 @@ OPTIONS = [
         False,
         "has replicas that prefill decode, and the other way round, where one side is more loaded",
     ),
+    Option(
+        "migrations",
+        int,
+        MIGRATIONS,
+        "times that a streamed request goes on at another replica when that with its tokens is "
+        "lost; 0 ends it with an error. Requests whose callers have no token are always sent again",
+        low=0,
+    ),
     options_of(ModelSource)["model"],
     options_of(ModelSource)["revision"],
 ]
 
 
 def run(values: dict[str, Any]) -> int:
+    from jaxserve.cluster.conductor import ConductorSettings
     from jaxserve.server import logs
     from jaxserve.server.supervisor import Server, check_host, serve
 
@@ -92,7 +108,7 @@ def run(values: dict[str, Any]) -> int:
     logs.setup(server.log_format, server.log_level)
     check_host(server)
     members = _members(values)
-    settings = {name: values[name] for name in SETTINGS}
+    settings = ConductorSettings(**{name: values[name] for name in SETTINGS})
 
     def listening(started: Server) -> None:
         for name in started.ports:
@@ -100,7 +116,7 @@ def run(values: dict[str, Any]) -> int:
         log.info("waiting for a replica that answers")
 
     def build() -> tuple[Any, Any]:
-        return members.conductor(**settings), _tokenizer(values["model"], values["revision"])
+        return members.conductor(settings), _tokenizer(values["model"], values["revision"])
 
     if not serve(server, build, listening):
         os._exit(0)  # stopped while it waited for a first replica

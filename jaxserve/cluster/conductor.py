@@ -9,6 +9,7 @@ without a bound.
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -20,7 +21,8 @@ from jaxserve.api.request import Request
 from jaxserve.cache.block_events import BlockEvents
 from jaxserve.clock import Clock, WallClock
 from jaxserve.cluster.arrivals import ArrivalCheck
-from jaxserve.cluster.dispatcher import Dispatcher
+from jaxserve.cluster.counts import ConductorCounts
+from jaxserve.cluster.dispatcher import MIGRATIONS, Dispatcher
 from jaxserve.cluster.member import Member
 from jaxserve.cluster.member_table import MemberTable
 from jaxserve.cluster.merge import MergedMetrics, member_view, merged_load, merged_view
@@ -38,45 +40,58 @@ CLOSE_SECONDS = 5.0  # that members are given to end what runs, at the close
 THREADS = 64  # that wait for members' answers
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class ConductorSettings:
+    """Settings of a conductor. routing, kv_bandwidth: see `Router`. overload: see `ArrivalCheck`.
+    change_roles: whether there are `RoleChanges`. migrations: see `Dispatcher`."""
+
+    routing: str = "local_cache_aware"
+    kv_bandwidth: float = KV_BANDWIDTH
+    overload: str = "none"
+    change_roles: bool = False
+    migrations: int = MIGRATIONS
+
+
 class Conductor:
     """Routes requests to `members` and passes their events through; see `Replica` and the module.
 
     All members must serve the same model and tell time by `clock`; those that cannot be asked yet
-    join when they can. routing, kv_bandwidth: see `Router`. overload: see `ArrivalCheck`.
-    change_roles: whether there are `RoleChanges`. threaded: has threads of its own, from `start`
-    on, for posted commands, retries and checks; without them commands run at once and `check` is to
-    be called. owns_members: whether they are started and closed with it. Errors: ConfigError for
-    members that cannot serve together, or where none can be asked.
+    join when they can. threaded: has threads of its own, from `start` on, for posted commands,
+    retries and checks; without them commands run at once and `check` is to be called. owns_members:
+    whether they are started and closed with it. Errors: ConfigError for members that cannot serve
+    together, or where none can be asked.
     """
 
     def __init__(
         self,
         members: Sequence[Member],
+        settings: ConductorSettings = ConductorSettings(),
         *,
-        routing: str = "local_cache_aware",
-        kv_bandwidth: float = KV_BANDWIDTH,
-        overload: str = "none",
-        change_roles: bool = False,
         clock: Clock | None = None,
         threaded: bool = True,
         owns_members: bool = False,
     ):
         self.table = MemberTable(members)
         self._clock = clock or WallClock()
-        self.router = Router(self.table, routing, kv_bandwidth)
+        self.router = Router(self.table, settings.routing, settings.kv_bandwidth)
         for member in members:
             self.router.cached.follow(member)
+        self.metrics_registry = CollectorRegistry(auto_describe=False)
+        self.metrics_registry.register(MergedMetrics(lambda: self.members))
         self._dispatcher = Dispatcher(
-            self.router, ArrivalCheck(self.table, overload), self.now, self.post
+            self.router,
+            ArrivalCheck(self.table, settings.overload),
+            self.now,
+            self.post,
+            ConductorCounts(self.metrics_registry),
+            settings.migrations,
         )
-        self._role_changes = RoleChanges(self.table) if change_roles else None
+        self._role_changes = RoleChanges(self.table) if settings.change_roles else None
         self._owns = owns_members
         self._threaded = threaded
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
         self._closing = threading.Event()
         self.block_events = BlockEvents()
-        self.metrics_registry = CollectorRegistry(auto_describe=False)
-        self.metrics_registry.register(MergedMetrics(lambda: self.members))
 
     # --- what it is
 
@@ -139,6 +154,8 @@ class Conductor:
         they leave."""
         for member in self.members:
             if member.replica.alive:
+                if member.lost:
+                    self._dispatcher.returned(member)
                 member.suspect = member.lost = False
                 if not member.joined:
                     self.table.join(member)

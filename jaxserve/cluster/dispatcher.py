@@ -3,9 +3,10 @@ elsewhere.
 
 A member that refuses a request, for its queue is full, is passed over for the next one. One that is
 not alive any more, ends requests with UNAVAILABLE or cannot be reached has its requests taken from
-it: those of which the caller has heard no token are tried on another member, each at most once on
-each; the others end with UNAVAILABLE. What a lost member says of them later is dropped. No member
-and no sink is called while the lock is held.
+it: another member begins them, or goes on with the tokens that there are. Those whose callers have
+tokens move at most `migrations` times, all others at most MAX_LOSSES times, and to no member a
+second time unless it was lost in between; then they end with UNAVAILABLE. What a lost member says
+of them later is dropped. No member and no sink is called while the lock is held.
 """
 
 from __future__ import annotations
@@ -20,20 +21,25 @@ from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Event, Finished, Token
 from jaxserve.api.request import Request
 from jaxserve.cluster.arrivals import ArrivalCheck
+from jaxserve.cluster.counts import ENDED, LOST, ConductorCounts
+from jaxserve.cluster.delivery import Delivery
 from jaxserve.cluster.member import RETRY_SECONDS, Member
 from jaxserve.cluster.prefill_jobs import PrefillJobs
 from jaxserve.cluster.routed import RoutedRequest
 from jaxserve.cluster.router import Placement, Router
-from jaxserve.replica.protocol import Sink
+from jaxserve.replica.protocol import Replica, Sink
 
 log = logging.getLogger(__name__)
 
 PASSED_ON = ("RESOURCE_EXHAUSTED", "UNAVAILABLE")  # refusals after which another member is asked
+MAX_LOSSES = 8  # members that may fail a request: it may be what they fail of
+MIGRATIONS = 3
 
 
 class Dispatcher:
     """The requests of a conductor that have not ended. arrivals: refuses some before they are sent
-    anywhere. post: runs what may wait for a member on another thread."""
+    anywhere. post: runs what may wait for a member on another thread. migrations: most times that a
+    request moves whose caller has tokens."""
 
     def __init__(
         self,
@@ -41,7 +47,11 @@ class Dispatcher:
         arrivals: ArrivalCheck,
         now: Callable[[], float],
         post: Callable[[Callable[[], object]], None],
+        counts: ConductorCounts,
+        migrations: int = MIGRATIONS,
     ):
+        self._counts = counts
+        self._migrations = migrations
         self._router = router
         self._arrivals = arrivals
         self._now = now
@@ -49,6 +59,7 @@ class Dispatcher:
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._live: dict[str, RoutedRequest] = {}
+        self._delivery = Delivery(self._lock)
         self._jobs = PrefillJobs(self._lock, now, post)
         self._draining = self._closed = False
 
@@ -147,7 +158,7 @@ class Dispatcher:
         """Has the chosen member take a request. Returns why it does not."""
         member = placement.member
         attempt = routed.attempt  # changed by this thread alone, while the request is on its way
-        request = routed.request
+        request = routed.next_request()
         if placement.fetch is not None:
             request = dataclasses.replace(request, kv_source=placement.fetch)
         refusal = member.submit(request, functools.partial(self._hear, routed, attempt, member))
@@ -156,11 +167,16 @@ class Dispatcher:
             if refusal is None:
                 routed.placed = routed.placed or current
                 unwanted = routed.ending is not None or not current
+                stops = sorted(routed.stops) if current else ()
             elif current:
                 self._take_back(routed, member)
-        if refusal is None and unwanted:
+        if refusal is not None:
+            return refusal
+        if unwanted:
             member.ask(lambda replica: replica.cancel(request.id))
-        return refusal
+        for index in stops:  # what was asked for while no member had it
+            member.ask(functools.partial(_stop, request.id, index))
+        return None
 
     def _take_back(self, routed: RoutedRequest, member: Member) -> None:
         """Takes a request from a member. The lock is held."""
@@ -176,13 +192,33 @@ class Dispatcher:
             self._jobs.lost(member, self._live.values())
             mine = [r for r in self._live.values() if r.member is member and r.placed]
             for routed in mine:
-                self._take_back(routed, member)
+                self._fail(routed, member)
         for routed in mine:
-            self._post(functools.partial(self._redo, routed, error))
+            self._post(functools.partial(self._redo, routed, error, LOST))
 
-    def _redo(self, routed: RoutedRequest, error: RequestError) -> None:
+    def returned(self, member: Member) -> None:
+        """Has a member that was lost take requests again that it has failed."""
+        with self._lock:
+            for routed in self._live.values():
+                routed.tried.discard(member)
+                routed.spared.discard(member)
+
+    def _fail(self, routed: RoutedRequest, member: Member) -> None:
+        """Takes a request from a member that had taken it. The lock is held."""
+        routed.losses += 1
+        self._take_back(routed, member)
+
+    def _movable(self, routed: RoutedRequest) -> bool:
+        """Returns whether another member may take a request once more."""
+        if routed.ending is not None or self._closed:
+            return False
+        held_by_caller = routed.begun and routed.request.streamed
+        return routed.losses <= (self._migrations if held_by_caller else MAX_LOSSES)
+
+    def _redo(self, routed: RoutedRequest, error: RequestError, cause: str) -> None:
         """Tries a request again that its member has failed with `error`, or ends it."""
-        if routed.sent_nothing and routed.ending is None and not self._closed:
+        if self._movable(routed):
+            self._counts.count_resent(cause, routed.begun)
             try:
                 self._place(routed)
                 return
@@ -197,16 +233,11 @@ class Dispatcher:
     def _failure(
         self, routed: RoutedRequest, lost: bool, events: Sequence[Event]
     ) -> RequestError | None:
-        """Returns the error for which a request is tried again: its member failed it before the
-        caller got anything."""
-        if routed.ending is not None or not routed.sent_nothing or self._closed:
+        """Returns the error for which a request is tried on another member."""
+        if routed.ending is not None or self._closed:
             return None
-        for event in events:
-            if isinstance(event, Token):
-                return None
-            if isinstance(event, Finished) and event.error is not None:
-                return event.error if lost or event.error.status == "UNAVAILABLE" else None
-        return None
+        errors = [one.error for one in events if isinstance(one, Finished) and one.error]
+        return next((e for e in errors if lost or e.status == "UNAVAILABLE"), None)
 
     # --- events
 
@@ -219,26 +250,29 @@ class Dispatcher:
             if routed.attempt != attempt:
                 return
             failure = self._failure(routed, lost, events)
-            if failure is None:
-                self._note(routed, member, events)
-                routed.outbox.append(routed.take(events, self._now()))
-                if not routed.unfinished:
-                    self._forget(routed)
-            else:
-                self._take_back(routed, member)
-        if failure is not None:  # a member's thread must not wait for another member
-            self._post(functools.partial(self._redo, routed, failure))
-            return
-        if not routed.sent_nothing:
+            if failure is not None:
+                events = [one for one in events if not isinstance(one, Finished) or not one.error]
+            self._note(routed, member, events)
+            routed.outbox.append(routed.take(events, self._now()))
+            if not routed.unfinished:
+                self._forget(routed)
+            decoding = routed.decoding
+            if failure is not None:
+                self._fail(routed, member)
+        if decoding or not routed.unfinished:
             self._jobs.end(routed)
-        self._deliver(routed)
+        self._delivery.deliver(routed)
+        if failure is not None:  # a member's thread must not wait for another member
+            cause = LOST if lost else ENDED
+            self._post(functools.partial(self._redo, routed, failure, cause))
 
     def _note(self, routed: RoutedRequest, member: Member, events: Sequence[Event]) -> None:
         for event in events:
-            if isinstance(event, Token) and not routed.tokens:
+            if isinstance(event, Token) and not routed.decoding:
+                routed.decoding = True
                 member.work.end_prefill(routed.request.id, self._now())
                 member.work.begin_decode(routed.request.id, self._now())
-            elif isinstance(event, Finished):
+            elif isinstance(event, Finished) and not routed.losses:  # else others took part
                 member.learn(event)
 
     def _end_now(self, routed: RoutedRequest, reason: str, error: RequestError | None) -> bool:
@@ -249,7 +283,7 @@ class Dispatcher:
             routed.attempt += 1
             routed.outbox.append(routed.end(reason, error, self._now()))
         self._jobs.end(routed)
-        self._deliver(routed)
+        self._delivery.deliver(routed)
         return True
 
     def _forget(self, routed: RoutedRequest) -> bool:
@@ -266,35 +300,6 @@ class Dispatcher:
         if routed.member is not None:
             routed.member.work.end_prefill(routed.request.id, self._now())
             routed.member.work.end_decode(routed.request.id)
-
-    def _deliver(self, routed: RoutedRequest) -> None:
-        """Hands its caller what is to be heard, unless another thread is at it, or a call of this
-        one further up."""
-        while True:
-            with self._lock:
-                if routed.delivering or not routed.outbox:
-                    return
-                events = routed.outbox.popleft()
-                if routed.silent or not events:
-                    continue
-                routed.delivering = True
-            try:
-                routed.sink(events)
-            except Exception:
-                log.exception("the sink of request %r failed", routed.request.id)
-                self._silence(routed)
-            finally:
-                with self._lock:
-                    routed.delivering = False
-
-    def _silence(self, routed: RoutedRequest) -> None:
-        """Silences a sink that raised, and cancels its request."""
-        with self._lock:
-            routed.silent = True
-            routed.ending = ("cancelled", None)
-            member = routed.member if routed.placed else None
-        if member is not None:
-            member.ask(lambda replica: replica.cancel(routed.request.id))
 
     # --- ends that are asked for
 
@@ -327,11 +332,13 @@ class Dispatcher:
         """Ends one completion; as of `Replica`."""
         with self._lock:
             routed = self._live.get(request_id)
-            if routed is None or not routed.placed or index not in routed.unfinished:
+            if routed is None or index not in routed.unfinished:
                 return False
-            member = routed.member
-        assert member is not None
-        return bool(member.ask(lambda replica: replica.stop(request_id, index)))
+            routed.stops.add(index)
+            member = routed.member if routed.placed else None
+        if member is None:  # the one that takes it will be asked
+            return True
+        return bool(member.ask(functools.partial(_stop, request_id, index)))
 
     def drain(self) -> None:
         """Takes no new requests; members may take those of others."""
@@ -357,3 +364,7 @@ class Dispatcher:
 
 def _cancel(member: Member, request_id: str) -> None:
     member.ask(lambda replica: replica.cancel(request_id))
+
+
+def _stop(request_id: str, index: int, replica: Replica) -> bool:
+    return replica.stop(request_id, index)

@@ -1,8 +1,8 @@
-"""A request that a conductor has taken: which member has it, and what its caller has heard.
+"""A request that a conductor has taken: which member has it, and what its caller was sent.
 
-A request may be tried on one member after another. Each try has a number; what a member says of an
-earlier try is dropped. Events reach the caller one call at a time and in their order, whichever
-thread they come from.
+A request may be tried on one member after another; the next one goes on with the tokens of those
+before. Each try has a number; what a member says of an earlier try is dropped. Events reach the
+caller one call at a time and in their order, whichever thread they come from.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Accepted, Event, Finished, Progress, Timing, Token, Usage
-from jaxserve.api.request import Request
+from jaxserve.api.request import Continuation, Request
 from jaxserve.cluster.member import Member
 from jaxserve.cluster.prefill_job import PrefillJob
 from jaxserve.replica.protocol import Sink
@@ -26,8 +26,10 @@ class RoutedRequest:
     member: that has it or is just being asked to take it; None while it has none. admitted: it is
     not refused any more for overload. placed: the member has taken it. attempt: number of the try.
     tried: members that have failed it or refused it; spared: those that have failed or refused its
-    prefill job. job: by which another member computes its prompt. tokens: that the caller was sent,
-    by completion. ending: with which all completions end, whatever the member says.
+    prefill job. job: by which another member computes its prompt. losses: members that took it and
+    failed it. tokens: ids that the caller was sent, by completion. decoding: this try gave a token.
+    stops: completions that are to end. ending: with which all completions end, whatever the member
+    says.
     """
 
     request: Request
@@ -39,7 +41,10 @@ class RoutedRequest:
     tried: set[Member] = dataclasses.field(default_factory=set)
     spared: set[Member] = dataclasses.field(default_factory=set)
     job: PrefillJob | None = None
-    tokens: dict[int, int] = dataclasses.field(default_factory=dict)
+    losses: int = 0
+    tokens: dict[int, list[int]] = dataclasses.field(default_factory=dict)
+    decoding: bool = False
+    stops: set[int] = dataclasses.field(default_factory=set)
     unfinished: set[int] = dataclasses.field(default_factory=set)
     ending: tuple[str, RequestError | None] | None = None
     accepted: bool = False
@@ -50,20 +55,33 @@ class RoutedRequest:
     delivering: bool = False
 
     def __post_init__(self) -> None:
-        self.unfinished = set(self.request.completions)
+        request = self.request
+        self.unfinished = set(request.completions)
+        self.tokens = {index: list(request.output(index)) for index in request.completions}
+        if request.continuation is not None:
+            self.first_token_at = request.continuation.first_token
 
     @property
-    def sent_nothing(self) -> bool:
-        """True if the caller has neither a token nor an end of any completion, so that another
-        member can begin again."""
-        return not self.tokens and len(self.unfinished) == len(self.request.completions)
+    def begun(self) -> bool:
+        """True if there is a token or an end of any completion, so that another member cannot begin
+        again."""
+        ended = len(self.unfinished) < len(self.request.completions)
+        return ended or any(self.tokens.values())
+
+    def next_request(self) -> Request:
+        """Returns the request as the next member gets it: one that has begun goes on."""
+        if not self.begun:
+            return self.request
+        outputs = {index: tuple(self.tokens[index]) for index in sorted(self.unfinished)}
+        going_on = Continuation(outputs, self.first_token_at)
+        return dataclasses.replace(self.request, continuation=going_on)
 
     def take_back(self, member: Member) -> None:
         """Notes that its member did not take it, or has failed it."""
         self.tried.add(member)
         self.attempt += 1
         self.member = None
-        self.placed = False
+        self.placed = self.decoding = False
 
     def take(self, events: Sequence[Event], now: float) -> list[Event]:
         """Returns those of a member's events that the caller has not had from an earlier try: no
@@ -76,7 +94,7 @@ class RoutedRequest:
                 self.unfinished.discard(event.index)
                 event = self._ended(event)
             elif isinstance(event, Token):
-                self.tokens[event.index] = self.tokens.get(event.index, 0) + 1
+                self.tokens[event.index].append(event.id)
                 if self.first_token_at is None:
                     self.first_token_at = now
             elif isinstance(event, Accepted):
@@ -105,7 +123,7 @@ class RoutedRequest:
             Finished(
                 index,
                 reason,
-                Usage(len(self.request.prompt), 0, self.tokens.get(index, 0)),
+                Usage(len(self.request.prompt), 0, len(self.tokens[index])),
                 Timing(first, first, total),
                 error=error,
             )

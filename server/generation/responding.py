@@ -99,7 +99,8 @@ async def respond(
     async with contextlib.AsyncExitStack() as stack:
         streams: list[Stream] = []
         for call in calls:
-            call = dataclasses.replace(call, origin=origin)
+            streamed = mode is not StreamMode.OFF
+            call = dataclasses.replace(call, origin=origin, streamed=streamed)
             generating = frontend.generate(call, request.state.caller)
             streams.append(await stack.enter_async_context(generating))
         prompt_tokens = sum(len(stream.request.prompt) for stream in streams)

@@ -12,7 +12,7 @@ from jaxserve.api.request import Request
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.cache.block_events import StoredBlocks
 from jaxserve.cache.hashes import BlockHashes, root_key
-from jaxserve.cluster.conductor import Conductor
+from jaxserve.cluster.conductor import Conductor, ConductorSettings
 from jaxserve.cluster.member import Member
 from jaxserve.cluster.prefill_job import SUFFIX
 from jaxserve.replica.info import ReplicaInfo
@@ -81,10 +81,12 @@ def make(role: str = "mixed", paused: bool = False, **rest) -> RoleReplica:
 class RoleCluster:
     """A conductor over fakes, which it owns if nothing else is said."""
 
-    def __init__(self, *fakes: RoleReplica, **settings):
+    def __init__(self, *fakes: RoleReplica, owns_members: bool = True, **settings):
         self.fakes = list(fakes)
         self.members = [self.member(fake) for fake in fakes]
-        self.conductor = Conductor(self.members, **{"owns_members": True, **settings})
+        self.conductor = Conductor(
+            self.members, ConductorSettings(**settings), owns_members=owns_members
+        )
 
     @staticmethod
     def member(fake: FakeReplica, name: str = "") -> Member:

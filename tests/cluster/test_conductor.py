@@ -15,7 +15,7 @@ from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Accepted, Token
 from jaxserve.api.request import Request
 from jaxserve.api.sampling import SamplingParams
-from jaxserve.cluster.conductor import Conductor
+from jaxserve.cluster.conductor import Conductor, ConductorSettings
 from jaxserve.cluster.member import Member
 from jaxserve.settings.schema import ConfigError
 from tests.replica.holders import Heard, VirtualConductorHolder, virtual
@@ -28,10 +28,10 @@ PROMPT = list(range(3, 23))
 class Cluster:
     """A conductor over fakes."""
 
-    def __init__(self, *fakes: FakeReplica):
+    def __init__(self, *fakes: FakeReplica, **settings):
         self.fakes = list(fakes)
         members = [Member(f"fake {number}", fake) for number, fake in enumerate(fakes)]
-        self.conductor = Conductor(members, owns_members=True)
+        self.conductor = Conductor(members, ConductorSettings(**settings), owns_members=True)
 
     def submit(self, id: str = "r", tokens: int = 5, n: int = 1, **rest) -> Heard:
         heard = Heard()
@@ -43,6 +43,12 @@ class Cluster:
 
     def holder_of(self, id: str) -> FakeReplica:
         return next(fake for fake in self.fakes if id in fake.requests)
+
+    def counted(self, sample: str) -> float:
+        """Returns a sample of the conductor's metrics."""
+        text = generate_latest(self.conductor.metrics_registry).decode()
+        (line,) = [line for line in text.splitlines() if line.startswith(f"jaxserve:{sample} ")]
+        return float(line.rpartition(" ")[2])
 
     def idle(self) -> bool:
         """Returns True if nothing is left of any request."""
@@ -57,8 +63,8 @@ def make():
     """Makes started clusters that are closed at the end."""
     made = []
 
-    def start(*fakes: FakeReplica) -> Cluster:
-        made.append(Cluster(*fakes))
+    def start(*fakes: FakeReplica, **settings) -> Cluster:
+        made.append(Cluster(*fakes, **settings))
         made[-1].conductor.start()
         return made[-1]
 
@@ -105,8 +111,51 @@ def test_all_completions_are_redone_together(make):
     assert {end.reason for end in heard.ends} == {"length"} and len(heard.tokens) == 12
 
 
-def test_a_request_with_tokens_ends_with_the_cause(make):
-    cluster = make(FakeReplica(step_seconds=0.01), FakeReplica(step_seconds=0.01))
+def slow() -> FakeReplica:
+    return FakeReplica(step_seconds=0.01)
+
+
+def test_a_request_with_tokens_goes_on_where_its_member_dies(make):
+    cluster = make(slow(), slow(), slow())
+    heard = cluster.submit(tokens=60)
+    for tokens in (2, 20):
+        eventually(lambda tokens=tokens: len(heard.tokens) > tokens)
+        cluster.holder_of("r").die()
+        eventually(lambda: sum("r" in fake.requests for fake in cluster.fakes if fake.alive))
+    eventually(lambda: heard.ends)
+    assert_served(heard, 60)
+    assert heard.end.timing.first_token < 0.5 * heard.end.timing.total
+    assert cluster.counted('migrations_total{cause="lost"}') == 2
+    assert cluster.counted('retries_total{cause="lost"}') == 0
+    assert cluster.idle()
+
+
+def test_a_request_moves_from_a_member_that_is_closed(make):
+    cluster = make(slow(), slow())
+    heard = cluster.submit(tokens=40)
+    eventually(lambda: len(heard.tokens) > 2)
+    cluster.holder_of("r").close()
+    eventually(lambda: heard.ends)
+    assert_served(heard, 40)
+    assert cluster.counted('migrations_total{cause="ended"}') == 1
+
+
+def test_each_completion_goes_on_from_its_own_tokens(make):
+    cluster = make(slow(), slow())
+    heard = cluster.submit(tokens=40, n=3)
+    eventually(lambda: len(heard.tokens) > 12)
+    assert cluster.conductor.stop("r", 1)
+    eventually(lambda: heard.ends)
+    cluster.holder_of("r").die()
+    eventually(lambda: len(heard.ends) == 3)
+    assert [end.index for end in heard.ends] == [1, 0, 2]
+    for index in (0, 2):
+        tokens = [event.id for event in heard.of(index) if isinstance(event, Token)]
+        assert tokens == expected(PROMPT, 40, index)
+
+
+def test_a_stream_that_may_not_move_ends_with_the_cause(make):
+    cluster = make(slow(), slow(), migrations=0)
     heard = cluster.submit(tokens=1000)
     eventually(lambda: len(heard.tokens) > 2)
     cluster.holder_of("r").die()
@@ -114,6 +163,34 @@ def test_a_request_with_tokens_ends_with_the_cause(make):
     assert heard.end.reason == "error" and heard.end.error.status in ("INTERNAL", "UNAVAILABLE")
     assert heard.end.usage.completion == len(heard.tokens)
     assert cluster.idle()
+
+
+def test_a_request_whose_caller_waits_for_the_whole_moves_all_the_same(make):
+    cluster = make(slow(), slow(), migrations=0)
+    heard = cluster.submit(tokens=40, streamed=False)
+    eventually(lambda: len(heard.tokens) > 2)
+    cluster.holder_of("r").die()
+    eventually(lambda: heard.ends)
+    assert_served(heard, 40)
+
+
+def test_a_request_may_return_to_a_member_that_was_lost_and_came_back(make):
+    cluster = make(slow(), slow())
+    heard = cluster.submit(tokens=60)
+    first = cluster.holder_of("r")
+    second = next(fake for fake in cluster.fakes if fake is not first)
+    second.paused = True
+    eventually(lambda: len(heard.tokens) > 2)
+    for silent, other in ((first, second), (second, first)):
+        silent.paused = True
+        silent.alive = False
+        eventually(lambda other=other: "r" in other.requests)
+        silent.cancel("r")  # as a replica does whose conductor is gone
+        silent.alive = True
+        eventually(lambda: not any(member.lost for member in cluster.conductor.members))
+    first.paused = False
+    eventually(lambda: heard.ends)
+    assert_served(heard, 60)
 
 
 def test_a_member_that_falls_silent_loses_its_requests_and_is_not_heard_later(make):
@@ -209,10 +286,7 @@ def test_members_that_die_at_random_leave_every_request_ended_once(make, seed):
         time.sleep(0.001)
     eventually(lambda: all(one.ends for one, _ in heard.values()))
     for one, tokens in heard.values():
-        if one.end.reason == "length":
-            assert_served(one, tokens)
-        else:
-            assert one.end.error.status in ("INTERNAL", "UNAVAILABLE") and one.tokens
+        assert_served(one, tokens)
         assert one.events[-1] is one.end
     eventually(cluster.idle)
 
@@ -230,6 +304,11 @@ class Unreachable(FakeReplica):
             raise ConnectionError("cut")
         return super().cancel(request_id, reason)
 
+    def stop(self, request_id: str, index: int) -> bool:
+        if self.cut:
+            raise ConnectionError("cut")
+        return super().stop(request_id, index)
+
 
 def test_what_an_unreachable_member_has_is_ended_at_the_close_within_a_bound(make, monkeypatch):
     monkeypatch.setattr("jaxserve.cluster.conductor.CLOSE_SECONDS", 0.5)
@@ -241,6 +320,18 @@ def test_what_an_unreachable_member_has_is_ended_at_the_close_within_a_bound(mak
     cluster.conductor.close()
     assert time.monotonic() - started < 3
     assert heard.end.error.status == "UNAVAILABLE"
+
+
+def test_a_completion_whose_end_a_lost_member_did_not_hear_of_ends_on_the_next(make):
+    cluster = make(Unreachable(step_seconds=0.01), Unreachable(step_seconds=0.01))
+    heard = cluster.submit(tokens=1000)
+    eventually(lambda: len(heard.tokens) > 2)
+    first = cluster.holder_of("r")
+    first.cut = True
+    cluster.conductor.stop("r", 0)
+    first.die()
+    eventually(lambda: heard.ends)
+    assert heard.end.reason == "stop" and heard.end.usage.completion == len(heard.tokens)
 
 
 def test_what_a_lost_member_has_can_be_cancelled():
@@ -349,7 +440,7 @@ def test_members_that_cannot_serve_together_are_refused():
     with pytest.raises(ConfigError, match="there are none"):
         Conductor([])
     with pytest.raises(ConfigError, match="local_cache_aware"):
-        Conductor([Member("a", FakeReplica())], routing="round_robin")
+        Conductor([Member("a", FakeReplica())], ConductorSettings(routing="round_robin"))
 
 
 def test_tokens_come_in_order_and_not_after_the_end(make):

@@ -16,7 +16,7 @@ from jaxserve.api.request import Request
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.cache import CacheManager
 from jaxserve.checkpoint.zoo import MODELS
-from jaxserve.cluster.conductor import Conductor
+from jaxserve.cluster.conductor import Conductor, ConductorSettings
 from jaxserve.cluster.member import Member
 from jaxserve.costs.coefficients import Costs
 from jaxserve.lab.simulate.replica import VirtualReplica
@@ -192,9 +192,8 @@ class VirtualConductorHolder(Holder):
         self.members = members
         named = [Member(f"virtual {number}", one) for number, one in enumerate(members)]
         clock = members[0].clock
-        super().__init__(
-            Conductor(named, routing=routing, clock=clock, threaded=False, owns_members=True)
-        )
+        settings = ConductorSettings(routing=routing)
+        super().__init__(Conductor(named, settings, clock=clock, threaded=False, owns_members=True))
 
     def wait(self, condition: Callable[[], bool]) -> None:
         while not condition():

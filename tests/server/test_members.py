@@ -6,6 +6,7 @@ import contextlib
 
 import pytest
 
+from jaxserve.cluster.conductor import ConductorSettings
 from jaxserve.server import members as module
 from jaxserve.server.members import Members, addresses
 from jaxserve.server.replica_service import ReplicaService
@@ -38,7 +39,7 @@ def test_replicas_come_and_go_with_the_file_that_names_them(tmp_path, monkeypatc
         file.write_text(f"{first.address}  # the first\n")
         members = Members([], SECRET, file=file)
         stack.callback(members.close)
-        conductor = members.conductor(routing="load_balanced")
+        conductor = members.conductor(ConductorSettings(routing="load_balanced"))
         conductor.start()
         stack.callback(conductor.close)
         held = Holder(conductor)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve.cli.main import main
+from jaxserve.cluster.conductor import ConductorSettings
 from jaxserve.group.channel import free_port
 from jaxserve.server import etcd as etcd_module
 from jaxserve.server import members as members_module
@@ -94,7 +95,7 @@ def test_a_conductor_follows_the_registry_and_goes_on_without_it(gateway, monkey
         registrations = [Registration(url, served.address) for served in (first, second)]
         members = Members([], SECRET, registry=RegisteredReplicas(url))
         stack.callback(members.close)
-        conductor = members.conductor(routing="load_balanced")
+        conductor = members.conductor(ConductorSettings(routing="load_balanced"))
         conductor.start()
         stack.callback(conductor.close)
 
