@@ -21,7 +21,6 @@ import numpy as np
 from jaxserve.cache.hashes import KEY_BYTES
 from jaxserve.server import replica_pb2 as pb
 from jaxserve.server import replica_pb2_grpc as rpc
-from jaxserve.server.replica_auth import ReplicaProof, handshake_time
 from jaxserve.store.checksum import block_checksum
 from jaxserve.store.peers import BlockExporter
 from jaxserve.transfer import Transfer, TransferError, Window
@@ -38,8 +37,7 @@ log = logging.getLogger(__name__)
 class BlockService(rpc.BlocksServicer):
     """Serves the blocks of one replica from `open` on. transfer: by which bytes are sent."""
 
-    def __init__(self, secret: bytes, transfer: Transfer):
-        self._secret = secret
+    def __init__(self, transfer: Transfer):
         self._transfer = transfer
         self._exporter: BlockExporter | None = None
         self._lock = threading.Lock()  # of the next
@@ -61,7 +59,7 @@ class BlockService(rpc.BlocksServicer):
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_STREAMS} streams run already")
             return
         try:
-            yield from self._handshake(exporter, asked, context)
+            yield pb.BlocksTold(ready=pb.Ready(block_bytes=exporter.block_bytes))
             sending = _Sending(exporter, self._transfer, asked)
             try:
                 yield from sending.told()
@@ -77,20 +75,6 @@ class BlockService(rpc.BlocksServicer):
             free = self.streams < MAX_STREAMS
             self.streams += free
         return free
-
-    def _handshake(
-        self,
-        exporter: BlockExporter,
-        asked: Iterator[pb.BlocksAsked],
-        context: grpc.ServicerContext,
-    ) -> Iterator[pb.BlocksTold]:
-        ours = ReplicaProof(self._secret)
-        with handshake_time(context):
-            hello = next(asked, pb.BlocksAsked()).hello
-            yield pb.BlocksTold(challenge=ours.challenge)
-            answer = next(asked, pb.BlocksAsked()).proof
-        proof = ours.answer(hello, answer, context)
-        yield pb.BlocksTold(ready=pb.Ready(proof=proof, block_bytes=exporter.block_bytes))
 
 
 class _Sending:

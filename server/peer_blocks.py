@@ -16,10 +16,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 import numpy as np
 
+from jaxserve.api.errors import RequestError
 from jaxserve.api.request import KvSource
 from jaxserve.group.handshake import Certificate
 from jaxserve.server import replica_pb2 as pb
@@ -267,29 +269,34 @@ class _Session:
             self._channel = grpc.secure_channel(address, credentials, CHANNEL_OPTIONS)
         self._said: queue.SimpleQueue[pb.BlocksAsked | None] = queue.SimpleQueue()
         self._heard: queue.SimpleQueue[pb.BlocksTold | str] = queue.SimpleQueue()
-        stub = rpc.BlocksStub(self._channel)
-        self._told = stub.Fetch(iter(self._said.get, None), timeout=STREAM_SECONDS)
-        threading.Thread(target=self._listen, name="kv-peer", daemon=True).start()
 
-    def _listen(self) -> None:
+    def _listen(self, proof: CallerProof, told: Any) -> None:
         try:
-            for report in self._told:
+            proof.check(told)
+            for report in told:
                 self._heard.put(report)
                 if report.HasField("sent"):
                     self.say(pb.BlocksAsked(alive=pb.Alive()))
             self._heard.put("it has no more")
         except grpc.RpcError as error:
             self._heard.put(error.details() or error.code().name)
+        except RequestError as error:
+            self._heard.put(str(error))
 
     def open(self, secret: bytes, keys: list[bytes], request_id: str) -> int:
         """Proves both sides' secrets and tells what is wanted; returns a block's bytes there.
         Errors: StreamFault."""
-        proof = CallerProof(secret)
-        self.say(pb.BlocksAsked(hello=proof.hello))
-        self.say(pb.BlocksAsked(proof=proof.answer(self.next().challenge)))
+        try:
+            proof = CallerProof.begin(self._channel, secret)
+            fetch = rpc.BlocksStub(self._channel).Fetch
+            told = proof.call(fetch, iter(self._said.get, None), STREAM_SECONDS)
+        except RequestError as error:
+            raise StreamFault(str(error)) from None
+        listener = threading.Thread(
+            target=self._listen, args=(proof, told), name="kv-peer", daemon=True
+        )
+        listener.start()
         ready = self.next().ready
-        if not proof.accepts(ready.proof):
-            raise StreamFault("it does not know the cluster's secret")
         self.say(pb.BlocksAsked(want=pb.Want(keys=b"".join(keys), request_id=request_id)))
         return ready.block_bytes
 
@@ -309,5 +316,4 @@ class _Session:
     def end(self) -> None:
         self._heard.put("closed")
         self._said.put(None)
-        self._told.cancel()
-        self._channel.close()
+        self._channel.close()  # cancels its calls

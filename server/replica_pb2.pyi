@@ -7,28 +7,22 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class BlocksAsked(_message.Message):
-    __slots__ = ("hello", "proof", "want", "batch", "alive")
-    HELLO_FIELD_NUMBER: _ClassVar[int]
-    PROOF_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("want", "batch", "alive")
     WANT_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
     ALIVE_FIELD_NUMBER: _ClassVar[int]
-    hello: Hello
-    proof: Proof
     want: Want
     batch: Batch
     alive: Alive
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., proof: _Optional[_Union[Proof, _Mapping]] = ..., want: _Optional[_Union[Want, _Mapping]] = ..., batch: _Optional[_Union[Batch, _Mapping]] = ..., alive: _Optional[_Union[Alive, _Mapping]] = ...) -> None: ...
+    def __init__(self, want: _Optional[_Union[Want, _Mapping]] = ..., batch: _Optional[_Union[Batch, _Mapping]] = ..., alive: _Optional[_Union[Alive, _Mapping]] = ...) -> None: ...
 
 class BlocksTold(_message.Message):
-    __slots__ = ("challenge", "ready", "sent")
-    CHALLENGE_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("ready", "sent")
     READY_FIELD_NUMBER: _ClassVar[int]
     SENT_FIELD_NUMBER: _ClassVar[int]
-    challenge: Challenge
     ready: Ready
     sent: Sent
-    def __init__(self, challenge: _Optional[_Union[Challenge, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., sent: _Optional[_Union[Sent, _Mapping]] = ...) -> None: ...
+    def __init__(self, ready: _Optional[_Union[Ready, _Mapping]] = ..., sent: _Optional[_Union[Sent, _Mapping]] = ...) -> None: ...
 
 class Want(_message.Message):
     __slots__ = ("keys", "request_id")
@@ -53,12 +47,10 @@ class Batch(_message.Message):
     def __init__(self, blocks: _Optional[int] = ..., peer: _Optional[str] = ..., token: _Optional[str] = ..., size: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Ready(_message.Message):
-    __slots__ = ("proof", "block_bytes")
-    PROOF_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("block_bytes",)
     BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
-    proof: bytes
     block_bytes: int
-    def __init__(self, proof: _Optional[bytes] = ..., block_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, block_bytes: _Optional[int] = ...) -> None: ...
 
 class Sent(_message.Message):
     __slots__ = ("checksums", "last")
@@ -69,66 +61,40 @@ class Sent(_message.Message):
     def __init__(self, checksums: _Optional[_Iterable[int]] = ..., last: bool = ...) -> None: ...
 
 class Command(_message.Message):
-    __slots__ = ("hello", "proof", "alive", "submit", "cancel", "stop", "question", "rejected")
-    HELLO_FIELD_NUMBER: _ClassVar[int]
-    PROOF_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("alive", "submit", "cancel", "stop", "question", "rejected")
     ALIVE_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     QUESTION_FIELD_NUMBER: _ClassVar[int]
     REJECTED_FIELD_NUMBER: _ClassVar[int]
-    hello: Hello
-    proof: Proof
     alive: Alive
     submit: Submit
     cancel: Cancel
     stop: Stop
     question: Question
     rejected: Rejected
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., proof: _Optional[_Union[Proof, _Mapping]] = ..., alive: _Optional[_Union[Alive, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., question: _Optional[_Union[Question, _Mapping]] = ..., rejected: _Optional[_Union[Rejected, _Mapping]] = ...) -> None: ...
+    def __init__(self, alive: _Optional[_Union[Alive, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., question: _Optional[_Union[Question, _Mapping]] = ..., rejected: _Optional[_Union[Rejected, _Mapping]] = ...) -> None: ...
 
 class Report(_message.Message):
-    __slots__ = ("challenge", "welcome", "heartbeat", "step", "answer")
-    CHALLENGE_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("welcome", "heartbeat", "step", "answer")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     ANSWER_FIELD_NUMBER: _ClassVar[int]
-    challenge: Challenge
     welcome: Welcome
     heartbeat: Heartbeat
     step: Step
     answer: Answer
-    def __init__(self, challenge: _Optional[_Union[Challenge, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., answer: _Optional[_Union[Answer, _Mapping]] = ...) -> None: ...
-
-class Hello(_message.Message):
-    __slots__ = ("nonce",)
-    NONCE_FIELD_NUMBER: _ClassVar[int]
-    nonce: bytes
-    def __init__(self, nonce: _Optional[bytes] = ...) -> None: ...
-
-class Challenge(_message.Message):
-    __slots__ = ("nonce",)
-    NONCE_FIELD_NUMBER: _ClassVar[int]
-    nonce: bytes
-    def __init__(self, nonce: _Optional[bytes] = ...) -> None: ...
-
-class Proof(_message.Message):
-    __slots__ = ("proof",)
-    PROOF_FIELD_NUMBER: _ClassVar[int]
-    proof: bytes
-    def __init__(self, proof: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., answer: _Optional[_Union[Answer, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("proof", "info", "max_message_bytes")
-    PROOF_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("info", "max_message_bytes")
     INFO_FIELD_NUMBER: _ClassVar[int]
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
-    proof: bytes
     info: str
     max_message_bytes: int
-    def __init__(self, proof: _Optional[bytes] = ..., info: _Optional[str] = ..., max_message_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, info: _Optional[str] = ..., max_message_bytes: _Optional[int] = ...) -> None: ...
 
 class Alive(_message.Message):
     __slots__ = ()

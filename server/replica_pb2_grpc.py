@@ -25,6 +25,84 @@ if _version_not_supported:
     )
 
 
+class HandshakeStub(object):
+    """Every call but this begins with proofs of the cluster's secret, in its metadata, over the fresh number that this one gives in its
+    own: see replica_auth.py. No message is read before, and none is sent in this call.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Challenge = channel.stream_stream(
+                '/jaxserve.replica.v1.Handshake/Challenge',
+                request_serializer=jaxserve_dot_server_dot_replica__pb2.Alive.SerializeToString,
+                response_deserializer=jaxserve_dot_server_dot_replica__pb2.Alive.FromString,
+                _registered_method=True)
+
+
+class HandshakeServicer(object):
+    """Every call but this begins with proofs of the cluster's secret, in its metadata, over the fresh number that this one gives in its
+    own: see replica_auth.py. No message is read before, and none is sent in this call.
+    """
+
+    def Challenge(self, request_iterator, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_HandshakeServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Challenge': grpc.stream_stream_rpc_method_handler(
+                    servicer.Challenge,
+                    request_deserializer=jaxserve_dot_server_dot_replica__pb2.Alive.FromString,
+                    response_serializer=jaxserve_dot_server_dot_replica__pb2.Alive.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'jaxserve.replica.v1.Handshake', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('jaxserve.replica.v1.Handshake', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Handshake(object):
+    """Every call but this begins with proofs of the cluster's secret, in its metadata, over the fresh number that this one gives in its
+    own: see replica_auth.py. No message is read before, and none is sent in this call.
+    """
+
+    @staticmethod
+    def Challenge(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/jaxserve.replica.v1.Handshake/Challenge',
+            jaxserve_dot_server_dot_replica__pb2.Alive.SerializeToString,
+            jaxserve_dot_server_dot_replica__pb2.Alive.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class ReplicaStub(object):
     """Missing associated documentation comment in .proto file."""
 
@@ -45,8 +123,7 @@ class ReplicaServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Session(self, request_iterator, context):
-        """Begins with Hello, Challenge, Proof and Welcome; after that both sides say what they have to, and that they live. Requests
-        end with the session.
+        """Begins with Welcome; after that both sides say what they have to, and that they live. Requests end with the session.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -100,8 +177,8 @@ class Replica(object):
 
 
 class BlocksStub(object):
-    """Blocks of KV from one replica's host memory to another's. Asker: Hello, Proof, Want, then a Batch for each part of what it
-    wants; source: Challenge, Ready, then Sent for what it wrote to the windows of batches, in order.
+    """Blocks of KV from one replica's host memory to another's. Asker: Want, then a Batch for each part of what it wants; source: Ready,
+    then Sent for what it wrote to the windows of batches, in order.
     """
 
     def __init__(self, channel):
@@ -118,8 +195,8 @@ class BlocksStub(object):
 
 
 class BlocksServicer(object):
-    """Blocks of KV from one replica's host memory to another's. Asker: Hello, Proof, Want, then a Batch for each part of what it
-    wants; source: Challenge, Ready, then Sent for what it wrote to the windows of batches, in order.
+    """Blocks of KV from one replica's host memory to another's. Asker: Want, then a Batch for each part of what it wants; source: Ready,
+    then Sent for what it wrote to the windows of batches, in order.
     """
 
     def Fetch(self, request_iterator, context):
@@ -145,8 +222,8 @@ def add_BlocksServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Blocks(object):
-    """Blocks of KV from one replica's host memory to another's. Asker: Hello, Proof, Want, then a Batch for each part of what it
-    wants; source: Challenge, Ready, then Sent for what it wrote to the windows of batches, in order.
+    """Blocks of KV from one replica's host memory to another's. Asker: Want, then a Batch for each part of what it wants; source: Ready,
+    then Sent for what it wrote to the windows of batches, in order.
     """
 
     @staticmethod

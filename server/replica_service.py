@@ -23,7 +23,7 @@ from jaxserve.server import replica_pb2 as pb
 from jaxserve.server import replica_pb2_grpc as rpc
 from jaxserve.server.block_service import MAX_STREAMS, BlockService
 from jaxserve.server.caller_session import CallerSession, Served
-from jaxserve.server.replica_auth import ReplicaProof, handshake_time
+from jaxserve.server.replica_auth import HANDSHAKE_SECONDS, CallerCheck
 from jaxserve.server.replica_messages import info_text, load_message
 from jaxserve.settings.schema import ConfigError
 from jaxserve.store.peers import OffersBlocks
@@ -31,6 +31,11 @@ from jaxserve.text.structured_output import Guides
 
 log = logging.getLogger(__name__)
 MAX_SESSIONS = 16  # each takes two threads
+HANDSHAKE_THREADS = 4  # for calls that are answered at once: of strangers and of handshakes
+MAX_HANDSHAKES = 256  # such calls that are answered or wait for it
+MAX_CALLS_PER_CONNECTION = 64
+MAX_METADATA_BYTES = 8 << 10
+IDLE_MS = 10_000  # after which a connection without a call is closed
 BEAT_SECONDS = 0.25  # between heartbeats, and between looks at who is silent
 SILENT_SECONDS = 4.0  # that the other side of a session may say nothing
 QUESTION_THREADS = 4  # questions may wait for a step
@@ -54,9 +59,9 @@ class ReplicaService(rpc.ReplicaServicer):
         blocks: BlockService | None = None,
     ):
         self.max_message_bytes = max_message_bytes
-        self._secret = secret
         self._silent_seconds = silent_seconds
         self._sessions: dict[int, CallerSession] = {}
+        self._places = threading.Semaphore(MAX_SESSIONS)
         self._session_numbers = itertools.count()
         self._served: Served | None = None
         self._load = pb.Load()
@@ -69,13 +74,21 @@ class ReplicaService(rpc.ReplicaServicer):
             ("grpc.so_reuseport", 0),
             ("grpc.keepalive_time_ms", KEEPALIVE_MS),
             ("grpc.keepalive_timeout_ms", KEEPALIVE_MS),
+            ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_SECONDS * 1000)),
+            ("grpc.max_connection_idle_ms", IDLE_MS),
+            ("grpc.max_concurrent_streams", MAX_CALLS_PER_CONNECTION),
+            ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+            ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
         ]
+        callers = CallerCheck(secret)
         calls = MAX_SESSIONS + (MAX_STREAMS if blocks is not None else 0)
         self._server = grpc.server(
-            concurrent.futures.ThreadPoolExecutor(calls, "session"),
+            concurrent.futures.ThreadPoolExecutor(calls + HANDSHAKE_THREADS, "session"),
+            interceptors=[callers],
             options=options,
-            maximum_concurrent_rpcs=calls,
+            maximum_concurrent_rpcs=calls + MAX_HANDSHAKES,
         )
+        rpc.add_HandshakeServicer_to_server(callers, self._server)
         rpc.add_ReplicaServicer_to_server(self, self._server)
         self._blocks = blocks
         if blocks is not None:
@@ -130,13 +143,17 @@ class ReplicaService(rpc.ReplicaServicer):
         if served is None or self._ended.is_set():
             context.abort(grpc.StatusCode.UNAVAILABLE, "the replica starts or stops just now")
             return
-        with handshake_time(context):
-            yield from self._handshake(served.replica, commands, context)
+        if not self._places.acquire(blocking=False):
+            context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_SESSIONS} conductors have sessions"
+            )
+            return
         number = next(self._session_numbers)
         session = CallerSession(served, commands, context)
         self._sessions[number] = session
         log.info("a conductor at %s has begun a session", context.peer())
         try:
+            yield pb.Report(welcome=self._welcome(served.replica))
             beat = self._heartbeat(served)
             beat.other_requests = self.requests
             yield pb.Report(heartbeat=beat)
@@ -144,23 +161,12 @@ class ReplicaService(rpc.ReplicaServicer):
             yield from session.reports()
         finally:
             del self._sessions[number]
+            self._places.release()
             session.close()
             log.info("the session of the conductor at %s has ended", context.peer())
 
-    def _handshake(
-        self, replica: Replica, commands: Iterator[pb.Command], context: grpc.ServicerContext
-    ) -> Iterator[pb.Report]:
-        proof = ReplicaProof(self._secret)
-        hello = next(commands, pb.Command()).hello
-        yield pb.Report(challenge=proof.challenge)
-        answer = next(commands, pb.Command()).proof
-        yield pb.Report(
-            welcome=pb.Welcome(
-                proof=proof.answer(hello, answer, context),
-                info=info_text(replica.info),
-                max_message_bytes=self.max_message_bytes,
-            )
-        )
+    def _welcome(self, replica: Replica) -> pb.Welcome:
+        return pb.Welcome(info=info_text(replica.info), max_message_bytes=self.max_message_bytes)
 
     def _beat(self) -> None:
         served = self._served

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import time
+from typing import Any
 
 import grpc
 
@@ -34,19 +35,17 @@ class ReplicaSession:
             self._channel = grpc.secure_channel(target, credentials, CHANNEL_OPTIONS)
         self._secret = secret
         self._commands: queue.SimpleQueue[pb.Command | None] = queue.SimpleQueue()
-        self._reports = rpc.ReplicaStub(self._channel).Session(iter(self._commands.get, None))
+        self._reports: Any = iter(())
         self.heard_at = time.monotonic()
 
     def open(self) -> pb.Welcome:
         """Proves to the replica that this side knows the secret, and has it prove the same.
         Errors: RequestError."""
-        proof = CallerProof(self._secret)
-        self.say(pb.Command(hello=proof.hello))
-        self.say(pb.Command(proof=proof.answer(self.next().challenge)))
-        welcome = self.next().welcome
-        if not proof.accepts(welcome.proof):
-            raise RequestError("", "it does not know the cluster's secret", "UNAUTHENTICATED")
-        return welcome
+        proof = CallerProof.begin(self._channel, self._secret)
+        session = rpc.ReplicaStub(self._channel).Session
+        self._reports = proof.call(session, iter(self._commands.get, None))
+        proof.check(self._reports)
+        return self.next().welcome
 
     def say(self, command: pb.Command) -> None:
         """Sends a command, without waiting."""
@@ -65,6 +64,5 @@ class ReplicaSession:
 
     def end(self) -> None:
         """Ends the session; a `next` that waits fails."""
-        self._reports.cancel()
         self._commands.put(None)
-        self._channel.close()
+        self._channel.close()  # cancels its calls

@@ -154,15 +154,13 @@ class Server:
             interceptors=(GrpcGuard(self.authenticator, self.frontend.metrics),),
             options=channel_options(config),
         )
-        self._replica_service = (
-            None
-            if config.replica_port is None
-            else ReplicaService(
+        self._replica_service: ReplicaService | None = None
+        if config.replica_port is not None:
+            self._replica_service = ReplicaService(
                 cluster_secret(),
                 max_message_bytes=config.max_message_mib << 20,
-                blocks=None if peers is None else BlockService(peers.secret, peers.transfer),
+                blocks=None if peers is None else BlockService(peers.transfer),
             )
-        )
         inference = Inference(self.frontend)
         control = Control(self.frontend)
         metrics = self.frontend.metrics

@@ -92,7 +92,7 @@ class Replicas:
         if peers is None:
             peers = PeerReplicas(secret)
             self._stack.callback(peers.close)
-        service = ReplicaService(secret, blocks=BlockService(secret, peers.transfer))
+        service = ReplicaService(secret, blocks=BlockService(peers.transfer))
         port = service.start("127.0.0.1:0")
         service.open(engine)
         self._stack.callback(service.stop)

@@ -77,7 +77,7 @@ class Source:
     def __init__(self, stack: contextlib.ExitStack, have: Sequence[int] = (), secret=SECRET):
         self.blocks = Blocks(have)
         self.transfer = TcpTransfer(np.empty(1, np.uint8), secret)
-        self.service = BlockService(secret, self.transfer)
+        self.service = BlockService(self.transfer)
         self.service.open(self.blocks)
         server = ReplicaService(secret, blocks=self.service)
         self.address = f"127.0.0.1:{server.start('127.0.0.1:0')}"

@@ -19,7 +19,7 @@ from jaxserve.api.sampling import SamplingParams
 from jaxserve.group.channel import free_port
 from jaxserve.server import replica_pb2 as pb
 from jaxserve.server.remote_replica import RemoteReplica
-from jaxserve.server.replica_auth import ReplicaProof
+from jaxserve.server.replica_auth import PROOF_KEY, CallerCheck
 from jaxserve.server.replica_messages import (
     error_message,
     error_of,
@@ -90,9 +90,10 @@ def test_who_does_not_know_the_secret_is_refused_and_told_nothing(offered):
     assert offered.reached().alive
 
 
-def test_a_replica_that_does_not_know_the_secret_is_not_used(offered, monkeypatch):
-    offered.service._secret = b"of somebody in between"
-    monkeypatch.setattr(ReplicaProof, "accepts", lambda *_: True)
+@pytest.mark.parametrize("metadata", [(), ((PROOF_KEY, bytes(32)),)], ids=["none", "wrong"])
+def test_a_replica_that_does_not_know_the_secret_is_not_used(offered, monkeypatch, metadata):
+    admit = lambda _, context: context.send_initial_metadata(metadata)
+    monkeypatch.setattr(CallerCheck, "_admit", admit)
     remote = offered.reach()
     eventually(lambda: "does not know the cluster's secret" in remote.fault)
     assert not remote.alive
