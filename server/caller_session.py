@@ -31,11 +31,10 @@ from jaxserve.server.replica_messages import (
     request_of,
     stored_message,
 )
-from jaxserve.text.structured_output import Guides
+from jaxserve.text.structured_output import Guide, Guides
 
 log = logging.getLogger(__name__)
 MAX_UNSENT = 1 << 20  # events and changed blocks that wait for the conductor to read
-GUIDE_SECONDS = 10.0  # for the guide of a request to be compiled
 
 # number of a request, and what its sink heard; or what has changed in the cache
 Heard = tuple[int, Sequence[Event]] | pb.BlockChange
@@ -43,19 +42,21 @@ Heard = tuple[int, Sequence[Event]] | pb.BlockChange
 
 @dataclasses.dataclass
 class Served:
-    """State that the sessions of a service share. questions: threads, for questions may wait for a
-    step. draining: requests are refused."""
+    """State that the sessions of a service share. threads: for what may wait for a step. draining:
+    requests are refused."""
 
     replica: Replica
     guides: Guides | None
-    questions: concurrent.futures.Executor
+    threads: concurrent.futures.Executor
     draining: bool = False
 
 
 class CallerSession:
     """One session; see the module.
 
-    `_numbers`: ids of its live requests, by number. It listens to the cache as well.
+    `_numbers`: ids of its live requests, by number. `_compiling`: those whose guides are compiled,
+    with the commands about each that came meanwhile; they wait, and other commands do not. It
+    listens to the cache as well.
     """
 
     def __init__(
@@ -66,6 +67,8 @@ class CallerSession:
         self._commands = commands
         self._context = context
         self._numbers: dict[int, str] = {}
+        self._compiling: dict[int, list[Callable[[], None]]] = {}
+        self._compiling_lock = threading.Lock()
         self._heard_at = time.monotonic()
         self._news = threading.Condition()
         self._heard: list[Heard] = []  # what sinks heard in this step
@@ -75,7 +78,7 @@ class CallerSession:
         self._ended = False
 
     def __len__(self) -> int:
-        return len(self._numbers)
+        return len(self._numbers) + len(self._compiling)
 
     def start(self) -> None:
         """Begins to do what the conductor says, and to tell what is cached."""
@@ -188,29 +191,59 @@ class CallerSession:
                 self._end_request(stop.call, stop.number, end)
             case "question":
                 answer = functools.partial(self._answer, command.question)
-                self._served.questions.submit(answer)
+                self._served.threads.submit(answer)
             case "rejected":
                 self._replica.count_rejected(command.rejected.reason)
 
     def _submit(self, message: pb.Submit) -> None:
-        number = message.number
+        self._attempt(message.number, functools.partial(self._begin, message))
+
+    def _attempt(self, number: int, begin: Callable[[], None]) -> None:
+        """Does the next part of a submission, and refuses the request if that fails."""
         try:
-            if self._served.draining:
-                raise RequestError("", "the replica is draining", "UNAVAILABLE")
-            request = request_of(message, self._replica.info, self._replica.now())
-            guided = guided_of(message.guided)
-            if guided is not None:
-                if self._served.guides is None:
-                    raise RequestError("guided", "this model has no tokenizer")
-                compiling = self._served.guides.submit(guided)
-                request = dataclasses.replace(request, guide=compiling.result(GUIDE_SECONDS))
-            self._submit_request(number, request)
+            begin()
         except RequestError as error:
             self._refuse(number, error)
         except Exception:
             log.exception("a request could not be submitted")
             self._refuse(number, internal_error())
         self._flush()
+
+    def _begin(self, message: pb.Submit) -> None:
+        """Submits a request, or has its guide compiled first. Errors: RequestError."""
+        if self._served.draining:
+            raise RequestError("", "the replica is draining", "UNAVAILABLE")
+        number = message.number
+        request = request_of(message, self._replica.info, self._replica.now())
+        guided = guided_of(message.guided)
+        if guided is None:
+            self._submit_request(number, request)
+            return
+        if self._served.guides is None:
+            raise RequestError("guided", "this model has no tokenizer")
+        compiling = self._served.guides.submit(guided)
+        with self._compiling_lock:
+            self._compiling[number] = []
+        compiling.add_done_callback(functools.partial(self._compiled, number, request))
+
+    def _compiled(
+        self, number: int, request: Request, compiling: concurrent.futures.Future[Guide]
+    ) -> None:
+        """Has a request go on whose guide is compiled; called on the thread that did it."""
+        submit = functools.partial(self._submit_guided, number, request, compiling)
+        self._served.threads.submit(self._go_on, number, submit)
+
+    def _go_on(self, number: int, submit: Callable[[], None]) -> None:
+        self._attempt(number, submit)
+        with self._compiling_lock:
+            waiting = self._compiling.pop(number)
+        for command in waiting:
+            command()
+
+    def _submit_guided(
+        self, number: int, request: Request, compiled: concurrent.futures.Future[Guide]
+    ) -> None:
+        self._submit_request(number, dataclasses.replace(request, guide=compiled.result()))
 
     def _submit_request(self, number: int, request: Request) -> None:
         """Submits a request, by another id if another conductor's has that one. Errors:
@@ -225,6 +258,8 @@ class CallerSession:
             request = dataclasses.replace(request, id=another_id(request.id))
             self._numbers[number] = request.id
             self._replica.submit(request, sink)
+        if self._ended:  # `close` may have come before it
+            self._replica.post(functools.partial(self._replica.cancel, request.id))
 
     def _sink(self, number: int, remaining: list[int], events: Sequence[Event]) -> None:
         """Returns the sink of a request with that many completions left."""
@@ -240,6 +275,16 @@ class CallerSession:
         self.say(pb.Report(step=pb.Step(requests=[refusal])))
 
     def _end_request(self, call: int, number: int, end: Callable[[str], bool]) -> None:
+        """Ends a request, once it was submitted."""
+        command = functools.partial(self._end_submitted, call, number, end)
+        with self._compiling_lock:
+            waiting = self._compiling.get(number)
+            if waiting is not None:
+                waiting.append(command)
+                return
+        command()
+
+    def _end_submitted(self, call: int, number: int, end: Callable[[str], bool]) -> None:
         answer = pb.Answer(call=call)
         try:
             request_id = self._numbers.get(number)

@@ -38,7 +38,7 @@ MAX_METADATA_BYTES = 8 << 10
 IDLE_MS = 10_000  # after which a connection without a call is closed
 BEAT_SECONDS = 0.25  # between heartbeats, and between looks at who is silent
 SILENT_SECONDS = 4.0  # that the other side of a session may say nothing
-QUESTION_THREADS = 4  # questions may wait for a step
+WAITING_THREADS = 4  # for questions and requests with guides, which may wait for a step
 STOP_SECONDS = 1.0
 KEEPALIVE_MS = 5_000  # between pings of an asker that says nothing, and for its answer
 
@@ -67,7 +67,7 @@ class ReplicaService(rpc.ReplicaServicer):
         self._load = pb.Load()
         self._load_asked = False
         self._ended = threading.Event()
-        self._questions = concurrent.futures.ThreadPoolExecutor(QUESTION_THREADS, "question")
+        self._threads = concurrent.futures.ThreadPoolExecutor(WAITING_THREADS, "question")
         options = [
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_send_message_length", -1),
@@ -112,7 +112,7 @@ class ReplicaService(rpc.ReplicaServicer):
     def open(self, replica: Replica, guides: Guides | None = None) -> None:
         """Begins to serve a replica that runs. guides: compiles what requests ask for; None where
         the model has no tokenizer."""
-        self._served = Served(replica, guides, self._questions)
+        self._served = Served(replica, guides, self._threads)
         if self._blocks is not None and isinstance(replica, OffersBlocks):
             self._blocks.open(replica.block_exporter)
         self._beating.start()
@@ -133,7 +133,7 @@ class ReplicaService(rpc.ReplicaServicer):
         self._server.stop(STOP_SECONDS).wait()
         if self._beating.is_alive():
             self._beating.join()
-        self._questions.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def Session(
         self, commands: Iterator[pb.Command], context: grpc.ServicerContext

@@ -3,8 +3,10 @@ what crosses, and what is left when a side is gone. The replica behind is the te
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
+import threading
 import time
 
 import hypothesis
@@ -31,7 +33,7 @@ from jaxserve.server.replica_messages import (
     submit_message,
 )
 from jaxserve.server.replica_service import ReplicaService
-from jaxserve.text.structured_output import Guided, Guides
+from jaxserve.text.structured_output import Guide, Guided, Guides
 from tests.replica.holders import Heard
 from tests.server.fakes import EOS, VOCAB, FakeReplica, FakeTokenizer, expected
 from tests.waiting import eventually
@@ -133,6 +135,86 @@ def test_a_guide_is_compiled_by_the_replica(offered):
     eventually(lambda: heard.ends)
     (compiled,) = offered.behind.guides_seen
     assert compiled.spec == guide.spec and compiled is not guide
+
+
+class HeldGuides(Guides):
+    """Guides of which each is compiled when the test lets it."""
+
+    def __init__(self):
+        super().__init__(FakeTokenizer(), VOCAB, (EOS,))
+        self.released = threading.Event()
+
+    def _compiled(self, *arguments):
+        assert self.released.wait(20)
+        return super()._compiled(*arguments)
+
+
+@pytest.fixture
+def held(offered, monkeypatch):
+    """A replica whose guides wait, which ends sessions that are silent for 0.6 s; its guides."""
+    monkeypatch.setattr("jaxserve.server.replica_connection.ALIVE_SECONDS", 0.05)
+    offered.service.stop()
+    offered.guides.close()
+    offered.guides = HeldGuides()
+    offered.service = offered.offer(silent_seconds=0.6)
+    yield offered.guides
+    offered.guides.released.set()
+    offered.guides.close()
+
+
+def submitted(remote: RemoteReplica, id: str, heard: Heard, tokens: int = 3):
+    """Submits a request with a guide on another thread, and waits until it is compiled."""
+    guide = Guide(Guided("regex", "ab|cd"), None, VOCAB)
+    asked = dataclasses.replace(request(remote, id, tokens), guide=guide)
+    future: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+    def submit() -> None:
+        try:
+            future.set_result(remote.submit(asked, heard))
+        except RequestError as error:
+            future.set_exception(error)
+
+    threading.Thread(target=submit, daemon=True).start()
+    return future
+
+
+def test_requests_and_signs_of_life_pass_a_guide_that_is_compiled(offered, held):
+    remote = offered.reached()
+    slow, quick = Heard(), Heard()
+    asked = submitted(remote, "guided", slow)
+    eventually(lambda: offered.service.requests == 1)
+    remote.submit(request(remote, "plain"), quick)
+    eventually(lambda: quick.ends, 2)
+    time.sleep(1.0)  # longer than a session may be silent
+    assert remote.alive and not slow.ends and not asked.done()
+    held.released.set()
+    asked.result(5)
+    eventually(lambda: slow.ends)
+    assert slow.end.reason == "length" and not offered.service.requests
+
+
+def test_a_request_that_is_cancelled_while_its_guide_is_compiled_is_not_left(offered, held):
+    remote = offered.reached()
+    heard = Heard()
+    asked = submitted(remote, "guided", heard, tokens=4000)
+    eventually(lambda: offered.service.requests == 1)
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        cancelled = thread.submit(remote.cancel, "guided")
+        held.released.set()
+        assert cancelled.result(5)
+    asked.result(5)
+    eventually(lambda: heard.ends)
+    assert heard.end.reason == "cancelled" and not offered.behind.requests
+
+
+def test_a_caller_that_leaves_while_its_guide_is_compiled_leaves_no_request(offered, held):
+    remote = offered.reached()
+    submitted(remote, "guided", Heard(), tokens=4000)
+    eventually(lambda: offered.service.requests == 1)
+    remote.close()
+    eventually(lambda: not offered.service.requests)
+    held.released.set()
+    eventually(lambda: offered.behind.cancelled and not offered.behind.requests)
 
 
 def test_a_lost_session_ends_requests_and_the_replica_comes_back(offered):
