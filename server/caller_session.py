@@ -76,6 +76,7 @@ class CallerSession:
         self._unsent_count = 0
         self._flushing = False
         self._ended = False
+        self.cause = ""  # why it has ended
 
     def __len__(self) -> int:
         return len(self._numbers) + len(self._compiling)
@@ -128,7 +129,7 @@ class CallerSession:
             self._news.notify()
         if too_many:
             log.error("a conductor does not read what it asked for: its session ends")
-            self.end()
+            self.end("the conductor does not read what it asked for")
 
     def stored(self, blocks: StoredBlocks) -> None:
         change = pb.BlockChange(medium=blocks.medium.value, stored=stored_message(blocks))
@@ -143,16 +144,20 @@ class CallerSession:
     # --- what comes in
 
     def end_if_silent(self, seconds: float) -> None:
-        if time.monotonic() - self._heard_at > seconds:
+        """Ends a session whose other side is silent. To be called periodically: a session that has
+        ended before, and still waits for its other side to read, is cut off."""
+        if self._ended:
+            self._context.cancel()
+        elif time.monotonic() - self._heard_at > seconds:
             log.warning("a conductor has said nothing for %g s: its session ends", seconds)
-            self.end()
+            self.end(f"the conductor has said nothing for {seconds:g} s")
 
-    def end(self) -> None:
-        """Has `reports` return, and the other side hear that the session has ended."""
+    def end(self, cause: str) -> None:
+        """Has `reports` return. The first cause is what the other side receives."""
         with self._news:
             self._ended = True
+            self.cause = self.cause or cause
             self._news.notify()
-        self._context.cancel()
 
     def close(self) -> None:
         """Cancels the requests that are left, and listens no more."""
@@ -175,7 +180,7 @@ class CallerSession:
             pass
         except Exception:
             log.exception("a conductor's command failed")
-        self.end()
+        self.end("the conductor's commands have ended")
 
     def _do(self, command: pb.Command) -> None:
         match command.WhichOneof("kind"):

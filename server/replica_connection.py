@@ -179,8 +179,7 @@ class ReplicaConnection:
             if session is None:
                 continue
             if time.monotonic() - session.heard_at > self._silent_seconds:
-                self.fault = f"it has said nothing for {self._silent_seconds:g} s"
-                session.end()
+                session.end(f"it has said nothing for {self._silent_seconds:g} s")
             elif session is self._session:
                 session.say(pb.Command(alive=pb.Alive()))
         if self._newest is not None:

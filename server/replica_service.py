@@ -159,6 +159,7 @@ class ReplicaService(rpc.ReplicaServicer):
             yield pb.Report(heartbeat=beat)
             session.start()
             yield from session.reports()
+            context.abort(grpc.StatusCode.UNAVAILABLE, session.cause)
         finally:
             del self._sessions[number]
             self._places.release()
@@ -180,7 +181,7 @@ class ReplicaService(rpc.ReplicaServicer):
                 session.say(pb.Report(heartbeat=beat))
                 session.end_if_silent(self._silent_seconds)
         for session in list(self._sessions.values()):
-            session.end()
+            session.end("the replica stops")
 
     def _heartbeat(self, served: Served) -> pb.Heartbeat:
         """Returns the state that is known without waiting for a step."""

@@ -36,15 +36,19 @@ class ReplicaSession:
         self._secret = secret
         self._commands: queue.SimpleQueue[pb.Command | None] = queue.SimpleQueue()
         self._reports: Any = iter(())
+        self._cause = ""  # why this side has ended it
         self.heard_at = time.monotonic()
 
     def open(self) -> pb.Welcome:
         """Proves to the replica that this side knows the secret, and has it prove the same.
         Errors: RequestError."""
-        proof = CallerProof.begin(self._channel, self._secret)
-        session = rpc.ReplicaStub(self._channel).Session
-        self._reports = proof.call(session, iter(self._commands.get, None))
-        proof.check(self._reports)
+        try:
+            proof = CallerProof.begin(self._channel, self._secret)
+            session = rpc.ReplicaStub(self._channel).Session
+            self._reports = proof.call(session, iter(self._commands.get, None))
+            proof.check(self._reports)
+        except RequestError as error:
+            raise self._ended(error) from None
         return self.next().welcome
 
     def say(self, command: pb.Command) -> None:
@@ -58,11 +62,17 @@ class ReplicaSession:
         except StopIteration:
             raise RequestError("", "it has ended the session", "UNAVAILABLE") from None
         except grpc.RpcError as error:
-            raise RequestError("", error.details() or "", error.code().name) from None
+            details = RequestError("", error.details() or "", error.code().name)
+            raise self._ended(details) from None
         self.heard_at = time.monotonic()
         return report
 
-    def end(self) -> None:
-        """Ends the session; a `next` that waits fails."""
+    def _ended(self, error: RequestError) -> RequestError:
+        """Returns why the session has ended: as this side said first, else the error of gRPC."""
+        return RequestError("", self._cause, "UNAVAILABLE") if self._cause else error
+
+    def end(self, cause: str = "closed") -> None:
+        """Ends the session; an `open` or `next` that waits fails with the first cause given."""
+        self._cause = self._cause or cause
         self._commands.put(None)
         self._channel.close()  # cancels its calls

@@ -66,8 +66,8 @@ class Offered:
         self._stack.callback(service.stop)
         return service
 
-    def reach(self, secret: bytes = SECRET) -> RemoteReplica:
-        remote = RemoteReplica(f"127.0.0.1:{self.port}", secret)
+    def reach(self, secret: bytes = SECRET, silent_seconds: float = 4.0) -> RemoteReplica:
+        remote = RemoteReplica(f"127.0.0.1:{self.port}", secret, silent_seconds=silent_seconds)
         self._stack.callback(remote.close)
         return remote
 
@@ -244,9 +244,25 @@ def test_requests_of_a_caller_that_says_nothing_are_cancelled(offered, monkeypat
     offered.offer(silent_seconds=0.6)
     monkeypatch.setattr("jaxserve.server.replica_connection.ALIVE_SECONDS", 60)
     remote = offered.reached()
-    remote.submit(request(remote, tokens=4000), Heard())
+    heard = Heard()
+    remote.submit(request(remote, tokens=4000), heard)
     assert offered.behind.requests
-    eventually(lambda: not offered.behind.requests)
+    eventually(lambda: not offered.behind.requests and heard.ends)
+    assert "conductor has said nothing for 0.6 s" in str(heard.end.error)
+
+
+def test_requests_at_a_silent_replica_end_with_that_cause(offered, monkeypatch):
+    monkeypatch.setattr("jaxserve.server.replica_service.BEAT_SECONDS", 60)
+    monkeypatch.setattr("jaxserve.server.replica_connection.ALIVE_SECONDS", 0.05)
+    offered.behind.paused = True
+    offered.service.stop()
+    offered.offer(silent_seconds=60)
+    remote = offered.reach(silent_seconds=0.5)
+    assert remote.wait_connected(5)
+    heard = Heard()
+    remote.submit(request(remote), heard)
+    eventually(lambda: heard.ends)
+    assert "is lost: it has said nothing for 0.5 s" in str(heard.end.error)
 
 
 def test_requests_of_a_caller_that_closes_are_cancelled(offered):
