@@ -15,7 +15,6 @@ import grpc
 
 from jaxserve.cluster.conductor import Conductor, ConductorSettings
 from jaxserve.cluster.member import Member
-from jaxserve.server.etcd import EtcdError
 from jaxserve.server.files import file_signature
 from jaxserve.server.registry import RegisteredReplicas
 from jaxserve.server.remote_replica import RemoteReplica
@@ -47,8 +46,8 @@ def addresses(text: str, field: str) -> list[str]:
 class Members:
     """Replicas by address, each with a session that is kept up.
 
-    file: with their addresses, read again when it changes. registry: of their addresses, asked
-    again and again. One that cannot be read changes nothing.
+    file: with their addresses, read again when it changes. registry: of their addresses; it is
+    closed with the members. One that cannot be read changes nothing.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class Members:
         self._credentials = credentials
         self._file = file
         self._registry = registry
-        self._failing = False  # the registry did not answer when it was last asked
+        self._failing = False  # the registry has what is no address
         self._signature = None if file is None else file_signature(file)
         self._closed = threading.Event()
         self._changing = threading.Lock()
@@ -99,6 +98,9 @@ class Members:
     def close(self) -> None:
         """Ends all sessions; the replicas go on."""
         self._closed.set()
+        if self._registry is not None:
+            self._registry.close()
+            self._registry.changed.set()
         self._watching.join()
         for member in self.all:
             member.close()
@@ -110,11 +112,14 @@ class Members:
             raise ConfigError("replicas_file", f"{file}: {error}") from None
 
     def _watch(self) -> None:
-        while not self._closed.wait(FILE_SECONDS):
+        news = self._closed if self._registry is None else self._registry.changed
+        while not self._closed.is_set():
             if self._file is not None:
                 self._look_at_file(self._file)
             if self._registry is not None:
+                self._registry.changed.clear()
                 self._look_at_registry(self._registry)
+            news.wait(FILE_SECONDS)
 
     def _look_at_file(self, file: Path) -> None:
         signature = file_signature(file)
@@ -130,7 +135,7 @@ class Members:
         try:
             self._set(addresses("\n".join(registry.addresses()), "replicas"))
             self._failing = False
-        except (EtcdError, ConfigError) as error:
+        except ConfigError as error:
             if not self._failing:
                 log.error("the registry: %s; the replicas stay as they were", error)
             self._failing = True

@@ -1,8 +1,8 @@
 """The registry of a cluster's replicas in etcd, for several conductors.
 
 A replica puts its address under a lease, which it renews; when it ends, the address goes with the
-lease. Conductors list the addresses every second. Where etcd cannot be reached, replicas go on
-trying, and conductors go on with whom they know. An address that is not in the list any more is
+lease. Conductors watch the addresses. Where etcd cannot be reached, replicas go on trying, and
+conductors go on with whom they know. An address that is not in the list any more is
 believed to be gone after a while only, in which a replica registers again with an etcd that has
 lost its data.
 """
@@ -14,6 +14,7 @@ import threading
 import time
 
 from jaxserve.server.etcd import Etcd, EtcdError, EtcdUrl
+from jaxserve.server.etcd_folder import EtcdFolder
 
 LEASE_SECONDS = 10  # without a sign of life, after which a replica is not listed
 RENEW_SECONDS = LEASE_SECONDS / 3
@@ -75,23 +76,27 @@ class Registration:
 
 
 class RegisteredReplicas:
-    """The addresses of the replicas in the registry, as conductors believe them."""
+    """The addresses of the replicas in the registry, as a conductor believes them. changed: set
+    when they may have changed."""
 
     def __init__(self, url: EtcdUrl):
-        self._etcd = Etcd(url)
-        self._folder = _folder(url)
+        self.changed = threading.Event()
+        self._folder = EtcdFolder(url, _folder(url), self.changed.set)
         self._listed: dict[str, float] = {}  # when each was listed last, monotonic seconds
+        self._folder.start()
 
     def addresses(self) -> list[str]:
         """Returns the addresses that are listed now or were lately. Entries that are no addresses
-        are included. Errors: EtcdError."""
-        values = self._etcd.values(self._folder)
+        are included."""
         now = time.monotonic()
-        self._listed.update(dict.fromkeys(values, now))
-        listed = {
+        self._listed.update({key.value: now for key in self._folder.keys.values() if key.value})
+        self._listed = {
             address: seen_at
             for address, seen_at in self._listed.items()
             if now - seen_at < GONE_SECONDS
         }
-        self._listed = listed
-        return list(listed)
+        return list(self._listed)
+
+    def close(self) -> None:
+        """Follows the registry no more."""
+        self._folder.close()

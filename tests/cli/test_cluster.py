@@ -11,9 +11,11 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -61,7 +63,7 @@ def alive(url: str) -> list[float]:
 
 def metric(url: str, name: str) -> float:
     text = urllib.request.urlopen(f"{url}/metrics", timeout=20).read().decode()
-    return float(re.search(rf"^jaxserve:{name} (\S+)$", text, re.M)[1])
+    return float(re.search(rf"^jaxserve:{re.escape(name)} (\S+)$", text, re.M)[1])
 
 
 @contextlib.contextmanager
@@ -226,6 +228,98 @@ def test_the_real_model_disaggregated_with_other_meshes_on_both_sides(golden, sm
             done = client.complete(prompt, sampling, ids_only=True)[0]
             assert list(done.ids) == case["output_ids"]
         assert metric(url, "kv_blocks_from_peers_total") == 13 + 62  # of 333 and of 1500 tokens
+
+
+LONG_LIST = {
+    "type": "array",
+    "minItems": 24,
+    "items": {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    },
+}
+STREAMS = {
+    "greedy": {"temperature": 0, "logprobs": 2},
+    "seeded": {"temperature": 0.9, "top_p": 0.9, "seed": 7, "logprobs": 0},
+    "penalties": {"temperature": 0.7, "seed": 8, "frequency_penalty": 1.0},
+    "several": {"temperature": 1.0, "seed": 9, "n": 2, "stop": ["the end of"]},
+    "guided": {
+        "temperature": 0.8,
+        "seed": 10,
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "people", "schema": LONG_LIST},
+        },
+    },
+}
+
+
+class Streamed:
+    """The events of a streamed completion over HTTP, read on a thread until it ends."""
+
+    def __init__(self, url: str, body: Mapping[str, Any]):
+        whole = {"prompt": "A list of people in a story:", "max_tokens": 200, **body}
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        self._request = urllib.request.Request(
+            f"{url}/v1/completions",
+            json.dumps({"model": "", "ignore_eos": True, **whole, **options}).encode(),
+            {"content-type": "application/json"},
+        )
+        self.events: list[dict[str, Any]] = []
+        self.thread = threading.Thread(target=self._read)
+        self.thread.start()
+
+    def _read(self) -> None:
+        with urllib.request.urlopen(self._request, timeout=START_SECONDS) as answer:
+            for line in answer:
+                if line.startswith(b"data: {"):
+                    self.events.append(json.loads(line.removeprefix(b"data: ")))
+
+    def said(self) -> dict[int, tuple[Any, ...]]:
+        """Waits for the end; returns text, log-probabilities and reason by completion, and usage
+        as completion -1."""
+        self.thread.join()
+        found: dict[int, tuple[Any, ...]] = {}
+        for event in self.events:
+            for choice in event["choices"]:
+                text, scores, _ = found.get(choice["index"], ("", [], None))
+                scores = [*scores, *((choice.get("logprobs") or {}).get("token_logprobs") or ())]
+                found[choice["index"]] = text + choice["text"], scores, choice["finish_reason"]
+        usage = self.events[-1]["usage"]
+        return {**found, -1: (usage["prompt_tokens"], usage["completion_tokens"])}
+
+
+@pytest.mark.matrix
+def test_streams_of_the_real_model_are_the_same_when_their_replica_is_killed(
+    smollm2_gguf, tmp_path
+):
+    flags = [
+        f"--model={smollm2_gguf}", "--max_model_len=512", "--max_seqs=8", "--pages=160",
+        "--dtype=float32", "--profile=none", "--policy=fcfs", "--chunking=static",
+        "--admission=queue",
+    ]  # fmt: skip
+    targets = tmp_path / "replicas"
+    with contextlib.ExitStack() as stack:
+        first, second = replica(stack, *flags), replica(stack, *flags)
+        targets.write_text(first)
+        conductor = start(
+            stack, "conductor", f"--model={smollm2_gguf}", f"--replicas_file={targets}",
+            "--grpc_port=0", "--port=0",
+        )  # fmt: skip
+        address, url = (conductor.stdout.readline().strip() for _ in range(2))
+        stack.enter_context(Client(address)).wait_ready(START_SECONDS)
+        undisturbed = {name: Streamed(url, body).said() for name, body in STREAMS.items()}
+        streams = {name: Streamed(url, body) for name, body in STREAMS.items()}
+        eventually(lambda: all(len(one.events) > 4 for one in streams.values()), START_SECONDS)
+        targets.write_text(f"{first} {second}")
+        eventually(lambda: alive(url) == [1.0, 1.0], START_SECONDS)
+        assert all(one.thread.is_alive() for one in streams.values()), "they must be longer"
+        (killed,) = processes(f"--replica_port={first.rpartition(':')[2]}")
+        os.kill(killed, signal.SIGKILL)
+        assert {name: one.said() for name, one in streams.items()} == undisturbed
+        assert metric(url, 'migrations_total{cause="lost"}') == len(STREAMS)
 
 
 @pytest.mark.parametrize(

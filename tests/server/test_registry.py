@@ -6,6 +6,7 @@ import contextlib
 import logging
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +17,11 @@ from jaxserve.cli.main import main
 from jaxserve.cluster.conductor import ConductorSettings
 from jaxserve.group.channel import free_port
 from jaxserve.server import etcd as etcd_module
+from jaxserve.server import etcd_folder as folder_module
 from jaxserve.server import members as members_module
 from jaxserve.server import registry as module
 from jaxserve.server.etcd import PASSWORD, USER, Etcd, EtcdError, EtcdUrl
+from jaxserve.server.etcd_folder import EtcdFolder
 from jaxserve.server.members import Members
 from jaxserve.server.registry import RegisteredReplicas, Registration
 from jaxserve.settings.schema import ConfigError
@@ -36,6 +39,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(module, "RENEW_SECONDS", 0.05)
     monkeypatch.setattr(module, "RETRY_SECONDS", 0.05)
     monkeypatch.setattr(module, "GONE_SECONDS", 0.3)
+    monkeypatch.setattr(folder_module, "RETRY_SECONDS", 0.05)
     monkeypatch.setattr(members_module, "FILE_SECONDS", 0.05)
 
 
@@ -48,7 +52,7 @@ def gateway() -> Iterator[Gateway]:
 
 def listed(url: EtcdUrl) -> list[str]:
     """Returns what is in the registry now."""
-    return Etcd(url).values(f"{url.prefix}/replicas/")
+    return [key.value for key in Etcd(url).list(f"{url.prefix}/replicas/").keys]
 
 
 def test_an_address_is_listed_until_its_replica_leaves(gateway):
@@ -105,7 +109,7 @@ def test_a_conductor_follows_the_registry_and_goes_on_without_it(gateway, monkey
         both = {first.address, second.address}
         eventually(lambda: usable() == both)
         gateway.stop()
-        eventually(lambda: "the replicas stay as they were" in caplog.text)
+        eventually(lambda: "what was read there stays as it was" in caplog.text)
         time.sleep(2 * module.GONE_SECONDS)
         assert usable() == both
         monkeypatch.setattr(module, "GONE_SECONDS", 20.0)
@@ -117,6 +121,81 @@ def test_a_conductor_follows_the_registry_and_goes_on_without_it(gateway, monkey
         registrations[1].close()
         eventually(lambda: {member.name for member in conductor.members} == {first.address})
         registrations[0].close()
+
+
+@contextlib.contextmanager
+def followed(url: EtcdUrl) -> Iterator[EtcdFolder]:
+    """A folder of a registry that is followed, once it was listed."""
+    changed = threading.Event()
+    folder = EtcdFolder(url, f"{url.prefix}/replicas/", changed.set)
+    folder.start()
+    assert changed.wait(10)
+    yield folder
+    folder.close()
+
+
+def values(folder: EtcdFolder) -> list[str]:
+    return sorted(key.value for key in folder.keys.values())
+
+
+def test_changes_are_heard_of_and_not_asked_for(gateway):
+    url = url_of(gateway.port)
+    with followed(url) as folder:
+        registration = Registration(url, "a:1")
+        eventually(lambda: values(folder) == ["a:1"])
+        registration.close()
+        eventually(lambda: values(folder) == [])
+        time.sleep(0.3)
+        assert gateway.calls.count("kv/range") == 1 and gateway.calls.count("watch") == 1
+
+
+def test_a_watch_that_is_cut_or_silent_goes_on_where_it_was(gateway, monkeypatch):
+    monkeypatch.setattr(etcd_module, "WATCH_SECONDS", 0.2)
+    url = url_of(gateway.port)
+    with followed(url) as folder:
+        for number in range(3):
+            eventually(lambda number=number: gateway.calls.count("watch") > 2 * number)
+            gateway.cut()
+            Etcd(url).put_if(f"test/replicas/{number}", f"{number}", 0)
+            eventually(lambda number=number: len(folder.keys) == number + 1)
+        assert gateway.calls.count("kv/range") == 1
+
+
+@pytest.mark.parametrize("loss", ["compact", "forget"])
+def test_keys_are_listed_again_when_changes_are_lost(gateway, loss):
+    url = url_of(gateway.port)
+    client = Etcd(url)
+    client.put_if("test/replicas/a", "1", 0)
+    client.put_if("test/replicas/b", "2", 0)
+    with followed(url) as folder:
+        eventually(lambda: gateway.watches)
+        gateway.stop()
+        gateway.set(b"test/replicas/a", None)
+        gateway.set(b"test/replicas/c", b"3")
+        getattr(gateway, loss)()
+        gateway.start()
+        right = ["2", "3"] if loss == "compact" else []
+        eventually(lambda: values(folder) == right)
+        client.put_if("test/replicas/d", "4", 0)
+        eventually(lambda: values(folder) == [*right, "4"])
+
+
+def test_more_keys_than_an_answer_has_are_listed(gateway, monkeypatch):
+    monkeypatch.setattr(etcd_module, "PAGE_KEYS", 3)
+    client = Etcd(url_of(gateway.port))
+    for number in range(10):
+        client.put_if(f"many/{number}", f"{number}", 0)
+    assert [key.value for key in client.list("many/").keys] == [f"{n}" for n in range(10)]
+
+
+def test_of_two_that_set_a_key_at_one_revision_one_does(gateway):
+    client = Etcd(url_of(gateway.port))
+    assert client.put_if("x/key", "first", 0)
+    assert not client.put_if("x/key", "second", 0)
+    (key,) = client.list("x/").keys
+    assert client.put_if("x/key", "third", key.revision)
+    assert not client.put_if("x/key", "fourth", key.revision)
+    assert [key.value for key in client.list("x/").keys] == ["third"]
 
 
 def test_what_is_no_address_in_the_registry_changes_nothing(gateway, caplog):
@@ -147,9 +226,9 @@ def test_user_and_password_are_asked_for_and_tokens_that_end_are_renewed(monkeyp
         assert "wrong" not in str(refused.value)
         monkeypatch.setenv(PASSWORD, "right")
         client = Etcd(url)
-        assert client.values("x") == []
+        assert client.list("x").keys == []
         gateway.tokens.clear()
-        assert client.values("x") == []
+        assert client.list("x").keys == []
         assert gateway.calls.count("auth/authenticate") == 3
     finally:
         gateway.stop()
@@ -227,3 +306,36 @@ def test_a_replica_stays_registered_with_an_etcd_that_is_killed(tmp_path, forget
         eventually(lambda: there() == ["a:1"], 30)
         registration.close()
         assert there() == []
+
+
+@pytest.mark.skipif(shutil.which("etcd") is None, reason="etcd is not installed")
+def test_etcd_itself_tells_of_changes_also_after_it_was_killed_or_lost_its_data(tmp_path):
+    port = free_port("127.0.0.1")
+    url = url_of(port)
+    client = Etcd(url)
+    with contextlib.ExitStack() as stack:
+        with real_etcd(tmp_path, port):
+            eventually(lambda: reached(client), 30)
+            for number in range(3):
+                assert client.put_if(f"test/replicas/{number}", f"{number}", 0)
+            folder = stack.enter_context(followed(url))
+            assert values(folder) == ["0", "1", "2"]
+            assert not client.put_if("test/replicas/0", "other", 0)
+            assert client.put_if("test/replicas/0", "new", folder.keys["test/replicas/0"].revision)
+            eventually(lambda: values(folder) == ["1", "2", "new"])
+        with real_etcd(tmp_path, port):
+            eventually(lambda: reached(client), 30)
+            assert client.put_if("test/replicas/3", "3", 0)
+            eventually(lambda: values(folder) == ["1", "2", "3", "new"])
+        shutil.rmtree(tmp_path / "data")
+        with real_etcd(tmp_path, port):
+            eventually(lambda: values(folder) == [], 30)
+            assert client.put_if("test/replicas/4", "4", 0)
+            eventually(lambda: values(folder) == ["4"])
+
+
+def reached(client: Etcd) -> bool:
+    with contextlib.suppress(EtcdError):
+        client.list("x")
+        return True
+    return False
