@@ -279,7 +279,7 @@ class Watch:
         except (ValueError, KeyError, TypeError):
             raise EtcdError("etcd has ended a watch") from None
         if not isinstance(result, dict):
-            raise EtcdError("etcd told of a change in another form")
+            raise EtcdError("etcd described a change in another form")
         return result
 
     def close(self) -> None:
@@ -312,7 +312,7 @@ def _header(answer: dict[str, Any]) -> tuple[str, int]:
 
 
 def _key(row: dict[str, Any]) -> Key:
-    """Errors: EtcdError for another form."""
+    """Reads a key of an answer. Errors: EtcdError for another form."""
     try:
         name, value = (base64.b64decode(row.get(part, "")).decode() for part in ("key", "value"))
     except (AttributeError, TypeError, ValueError):

@@ -16,7 +16,7 @@ import grpc
 from jaxserve.cluster.conductor import Conductor, ConductorSettings
 from jaxserve.cluster.member import Member
 from jaxserve.server.files import file_signature
-from jaxserve.server.registry import RegisteredReplicas
+from jaxserve.server.registry import Registry
 from jaxserve.server.remote_replica import RemoteReplica
 from jaxserve.settings.schema import ConfigError
 
@@ -56,7 +56,7 @@ class Members:
         secret: bytes,
         credentials: grpc.ChannelCredentials | None = None,
         file: Path | None = None,
-        registry: RegisteredReplicas | None = None,
+        registry: Registry | None = None,
     ):
         self._secret = secret
         self._credentials = credentials
@@ -89,7 +89,7 @@ class Members:
         """A conductor over these replicas, which follows their changes, once one of them answers.
         Errors: ConfigError once this was closed, and for wrong settings."""
         first = self.wait_for_one()
-        conductor = Conductor([_member(first)], settings)
+        conductor = Conductor([_member(first)], settings, roles=self._registry)
         with self._changing:
             self._conductor = conductor
             self._tell(conductor)
@@ -131,7 +131,7 @@ class Members:
         except ConfigError as error:
             log.error("%s; the replicas stay as they were", error)
 
-    def _look_at_registry(self, registry: RegisteredReplicas) -> None:
+    def _look_at_registry(self, registry: Registry) -> None:
         try:
             self._set(addresses("\n".join(registry.addresses()), "replicas"))
             self._failing = False

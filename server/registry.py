@@ -1,19 +1,25 @@
-"""The registry of a cluster's replicas in etcd, for several conductors.
+"""The registry of a cluster in etcd, for several conductors: its replicas, and their roles.
 
 A replica puts its address under a lease, which it renews; when it ends, the address goes with the
 lease. Conductors watch the addresses. Where etcd cannot be reached, replicas go on trying, and
 conductors go on with whom they know. An address that is not in the list any more is
 believed to be gone after a while only, in which a replica registers again with an etcd that has
-lost its data.
+lost its data. Roles are one key without a lease, which a conductor replaces only if it has not
+changed since it was read: they last over restarts of all.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
+from collections.abc import Mapping
+from types import MappingProxyType
 
-from jaxserve.server.etcd import Etcd, EtcdError, EtcdUrl
+from jaxserve.cluster.role_board import AssignedRoles
+from jaxserve.cluster.roles import Role
+from jaxserve.server.etcd import Etcd, EtcdError, EtcdUrl, Key
 from jaxserve.server.etcd_folder import EtcdFolder
 
 LEASE_SECONDS = 10  # without a sign of life, after which a replica is not listed
@@ -75,21 +81,37 @@ class Registration:
                 log.warning("this replica cannot be unregistered: %s", error)
 
 
-class RegisteredReplicas:
-    """The addresses of the replicas in the registry, as a conductor believes them. changed: set
-    when they may have changed."""
+class Registry:
+    """Facts that conductors share by etcd, as one of them knows them: the addresses of replicas,
+    and the roles on which conductors agree (`RoleBoard`). changed: set when addresses may have
+    changed."""
 
     def __init__(self, url: EtcdUrl):
         self.changed = threading.Event()
-        self._folder = EtcdFolder(url, _folder(url), self.changed.set)
+        self._etcd = Etcd(url)
+        self._proposing = threading.Lock()
+        self._replicas = _folder(url)
+        self._roles = f"{url.prefix}/roles"
+        self._keys = EtcdFolder(url, f"{url.prefix}/", self._take)
         self._listed: dict[str, float] = {}  # when each was listed last, monotonic seconds
-        self._folder.start()
+        self._agreed = AssignedRoles()
+        self._keys.start()
+
+    def _take(self) -> None:
+        """Reads the keys, which have changed."""
+        key = self._keys.keys.get(self._roles)
+        revision = 0 if key is None else key.revision
+        if revision != self._agreed.version:
+            self._agreed = AssignedRoles(_roles_of(key), revision)
+        self.changed.set()
 
     def addresses(self) -> list[str]:
         """Returns the addresses that are listed now or were lately. Entries that are no addresses
         are included."""
         now = time.monotonic()
-        self._listed.update({key.value: now for key in self._folder.keys.values() if key.value})
+        for key in self._keys.keys.values():
+            if key.name.startswith(self._replicas) and key.value:
+                self._listed[key.value] = now
         self._listed = {
             address: seen_at
             for address, seen_at in self._listed.items()
@@ -97,6 +119,28 @@ class RegisteredReplicas:
         }
         return list(self._listed)
 
+    def read(self) -> AssignedRoles:
+        return self._agreed
+
+    def propose(self, roles: Mapping[str, Role], version: int) -> bool:
+        text = json.dumps({name: role.value for name, role in roles.items()})
+        with self._proposing:
+            try:
+                return self._etcd.put_if(self._roles, text, version)
+            except EtcdError as error:
+                log.warning("roles of replicas cannot be changed: %s", error)
+                return False
+
     def close(self) -> None:
         """Follows the registry no more."""
-        self._folder.close()
+        self._keys.close()
+
+
+def _roles_of(key: Key | None) -> Mapping[str, Role]:
+    """Returns the roles in a key; none if it has something else."""
+    try:
+        roles = json.loads(key.value) if key is not None and key.value else {}
+        return MappingProxyType({name: Role(role) for name, role in roles.items()})
+    except (ValueError, AttributeError, TypeError) as error:
+        log.error("the roles in the registry are not used: %s", error)
+        return MappingProxyType({})

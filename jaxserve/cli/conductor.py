@@ -130,7 +130,7 @@ def _members(values: dict[str, Any]) -> Any:
 
     from jaxserve.server.etcd import EtcdUrl
     from jaxserve.server.members import Members, addresses
-    from jaxserve.server.registry import RegisteredReplicas
+    from jaxserve.server.registry import Registry
     from jaxserve.server.replica_auth import cluster_secret
 
     given, file = values["replicas"], values["replicas_file"]
@@ -138,7 +138,7 @@ def _members(values: dict[str, Any]) -> Any:
         raise ConfigError("replicas", "give either --replicas or --replicas_file")
     registry = None
     if given is not None and given.startswith(("etcd://", "etcds://")):
-        registry = RegisteredReplicas(EtcdUrl.parse(given, "replicas"))
+        registry = Registry(EtcdUrl.parse(given, "replicas"))
         given = None
     targets = addresses(given or "", "replicas")
     if given is not None and not targets:

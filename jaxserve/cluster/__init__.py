@@ -15,10 +15,12 @@ The live conductor is a `Replica` made of replicas:
                  member_table: those that there are, objectives: what they promise
     router       Router: who serves a request and who computes its prompt; prefixes: who has what
     dispatcher   Dispatcher: the requests that have not ended (routed), and where they go when a
-                 member fails; prefill_jobs: prompts that one member computes for another
+                 member fails; delivery: calls the callers' sinks; prefill_jobs: prompts that one
+                 member computes for another
     arrivals     ArrivalCheck: refuses on arrival who would miss objectives
-    role_changes RoleChanges: members that change sides where one side is more loaded
-    merge        what all members are and say together
+    role_changes RoleChanges: members that change sides where one side is more loaded;
+                 role_board: on what conductors agree
+    merge        what all members are and say together; counts: what a conductor counts itself
 
 Decisions get time as an argument, so that simulated clusters make the same ones.
 """

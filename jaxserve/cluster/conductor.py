@@ -26,6 +26,7 @@ from jaxserve.cluster.dispatcher import MIGRATIONS, Dispatcher
 from jaxserve.cluster.member import Member
 from jaxserve.cluster.member_table import MemberTable
 from jaxserve.cluster.merge import MergedMetrics, member_view, merged_load, merged_view
+from jaxserve.cluster.role_board import OwnRoles, RoleBoard
 from jaxserve.cluster.role_changes import RoleChanges
 from jaxserve.cluster.router import Router
 from jaxserve.cluster.routing import KV_BANDWIDTH
@@ -43,7 +44,7 @@ THREADS = 64  # that wait for members' answers
 @dataclasses.dataclass(frozen=True, slots=True)
 class ConductorSettings:
     """Settings of a conductor. routing, kv_bandwidth: see `Router`. overload: see `ArrivalCheck`.
-    change_roles: whether there are `RoleChanges`. migrations: see `Dispatcher`."""
+    change_roles: whether it proposes `RoleChanges`. migrations: see `Dispatcher`."""
 
     routing: str = "local_cache_aware"
     kv_bandwidth: float = KV_BANDWIDTH
@@ -56,7 +57,8 @@ class Conductor:
     """Routes requests to `members` and passes their events through; see `Replica` and the module.
 
     All members must serve the same model and tell time by `clock`; those that cannot be asked yet
-    join when they can. threaded: has threads of its own, from `start` on, for posted commands,
+    join when they can. roles: which others share; None: no other conductor has these members.
+    threaded: has threads of its own, from `start` on, for posted commands,
     retries and checks; without them commands run at once and `check` is to be called. owns_members:
     whether they are started and closed with it. Errors: ConfigError for members that cannot serve
     together, or where none can be asked.
@@ -67,6 +69,7 @@ class Conductor:
         members: Sequence[Member],
         settings: ConductorSettings = ConductorSettings(),
         *,
+        roles: RoleBoard | None = None,
         clock: Clock | None = None,
         threaded: bool = True,
         owns_members: bool = False,
@@ -86,7 +89,8 @@ class Conductor:
             ConductorCounts(self.metrics_registry),
             settings.migrations,
         )
-        self._role_changes = RoleChanges(self.table) if settings.change_roles else None
+        self._role_changes = RoleChanges(self.table, roles or OwnRoles(), self.post)
+        self._changes_roles = settings.change_roles
         self._owns = owns_members
         self._threaded = threaded
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
@@ -163,7 +167,8 @@ class Conductor:
                 self._lose(member)
             if member.leaving and not self._dispatcher.serves_on(member):
                 self._let_go(member)
-        if self._role_changes is not None:
+        self._role_changes.follow(self.now())
+        if self._changes_roles:
             self._role_changes.check(self.now())
 
     def _lose(self, member: Member) -> None:

@@ -6,7 +6,6 @@ import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 
 TRIMMED_SHARE = 0.1  # of the loads, left out at either end (Mooncake, 5.1)
 
@@ -86,22 +85,12 @@ class RatioController:
         else:
             change = -self._movable(decode, prefill)
         if change:
-            self._changed_at = now
+            self.changed(now)
         return change
 
-    def grow(self, prefill: Sequence[float], decode: Sequence[float]) -> Role:
-        """The side that a new replica should join: the more loaded one."""
-        if imbalance(prefill, decode) > 1:
-            return Role.DECODE
-        return Role.PREFILL
-
-    def shrink(self, prefill: Sequence[float], decode: Sequence[float]) -> Role | None:
-        """The side that should lose a replica: the less loaded one; None where neither has one to
-        spare."""
-        sides = [(trimmed_mean(prefill), len(prefill), Role.PREFILL)]
-        sides.append((trimmed_mean(decode), len(decode), Role.DECODE))
-        spare = [(load, role) for load, count, role in sides if count > self.limits.least]
-        return min(spare, key=itemgetter(0), default=(0.0, None))[1]
+    def changed(self, now: float) -> None:
+        """Notes that replicas have changed sides at clock second `now`."""
+        self._changed_at = now
 
     def _movable(self, givers: Sequence[float], takers: Sequence[float]) -> int:
         """The most givers that may change sides, with the work of each side spread over those that

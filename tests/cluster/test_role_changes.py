@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from types import MappingProxyType
 
+from jaxserve.cluster.role_board import OwnRoles, RoleBoard
 from jaxserve.cluster.role_changes import RoleChanges
 from jaxserve.cluster.roles import RatioLimits
 from jaxserve.settings.schema import SchedulerConfig
@@ -22,11 +24,19 @@ class Promising(RoleReplica):
         return dataclasses.replace(info, settings=settings)
 
 
-def parted() -> tuple[RoleCluster, RoleChanges]:
-    """Two members that prefill and two that decode, and what changes them."""
-    fakes = [Promising(role) for role in ("prefill", "prefill", "decode", "decode")]
-    cluster = RoleCluster(*fakes)
-    return cluster, RoleChanges(cluster.conductor.table, RatioLimits(cooldown=10.0))
+def four() -> list[Promising]:
+    return [Promising(role) for role in ("prefill", "prefill", "decode", "decode")]
+
+
+def parted(
+    fakes: Sequence[Promising] = (), board: RoleBoard | None = None
+) -> tuple[RoleCluster, RoleChanges]:
+    """Two members that prefill and two that decode, and what changes them. board: that another
+    conductor uses too."""
+    cluster = RoleCluster(*(fakes or four()))
+    table = cluster.conductor.table
+    limits = RatioLimits(cooldown=10.0)
+    return cluster, RoleChanges(table, board or OwnRoles(), lambda command: command(), limits)
 
 
 def roles(cluster: RoleCluster) -> list[str]:
@@ -69,6 +79,35 @@ def test_nothing_changes_where_both_sides_are_idle_or_soon_after_a_change():
         member.work.end_prefill("busy", 101.0)
     changes.check(101.0)
     assert roles(cluster).count("prefill") == 3
+
+
+def test_of_two_conductors_that_see_the_same_one_changes_a_role():
+    fakes, board = four(), OwnRoles()
+    (one, of_one), (other, of_other) = parted(fakes, board), parted(fakes, board)
+    busy_prefill(one, 8.0, now=100.0)
+    busy_prefill(other, 8.0, now=100.0)
+    one.members[3].work.expect_decode("one", 10, 0.0)  # so that each would choose another member
+    one.members[3].work.begin_decode("one", 0.0)
+    of_one.check(100.0)
+    of_other.check(100.0)
+    right = ["prefill", "prefill", "prefill", "decode"]
+    assert roles(one) == roles(other) == right
+    of_one.follow(101.0)
+    of_other.follow(101.0)
+    assert roles(one) == roles(other) == right
+    of_other.check(109.0)
+    assert roles(other) == right, "after the change of the other one it waits too"
+
+
+def test_a_conductor_that_starts_again_remembers_roles():
+    fakes, board = four(), OwnRoles()
+    one, changes = parted(fakes, board)
+    busy_prefill(one, 8.0, now=100.0)
+    changes.check(100.0)
+    assert roles(one).count("prefill") == 3
+    again, changes = parted(fakes, board)
+    changes.follow(200.0)
+    assert roles(again) == roles(one)
 
 
 def test_a_request_is_served_by_a_member_in_its_new_role(cluster):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.cluster.roles import RatioController, RatioLimits, Role, imbalance, trimmed_mean
+from jaxserve.cluster.roles import RatioController, RatioLimits, imbalance, trimmed_mean
 
 
 def test_outliers_do_not_count():
@@ -54,15 +54,6 @@ def test_nothing_changes_twice_within_the_cooldown():
     assert controller.change([0.1] * 4, [4.0] * 4, now=0.0) == 1
     assert controller.change([0.1] * 3, [4.0] * 5, now=9.0) == 0
     assert controller.change([0.1] * 3, [4.0] * 5, now=10.0) == 1
-
-
-def test_a_new_replica_joins_the_loaded_side_and_the_idle_one_shrinks():
-    controller = RatioController()
-    assert controller.grow([2.0], [1.0]) is Role.PREFILL
-    assert controller.grow([1.0], [2.0]) is Role.DECODE
-    assert controller.shrink([1.0, 1.0], [2.0, 2.0]) is Role.PREFILL
-    assert controller.shrink([1.0], [2.0, 2.0]) is Role.DECODE
-    assert controller.shrink([1.0], [2.0]) is None
 
 
 @pytest.mark.parametrize("limits", [{"band": 1.0}, {"margin": 1.0}, {"step": 0}, {"least": 0}])

@@ -15,6 +15,7 @@ import pytest
 
 from jaxserve.cli.main import main
 from jaxserve.cluster.conductor import ConductorSettings
+from jaxserve.cluster.roles import Role
 from jaxserve.group.channel import free_port
 from jaxserve.server import etcd as etcd_module
 from jaxserve.server import etcd_folder as folder_module
@@ -23,7 +24,7 @@ from jaxserve.server import registry as module
 from jaxserve.server.etcd import PASSWORD, USER, Etcd, EtcdError, EtcdUrl
 from jaxserve.server.etcd_folder import EtcdFolder
 from jaxserve.server.members import Members
-from jaxserve.server.registry import RegisteredReplicas, Registration
+from jaxserve.server.registry import Registration, Registry
 from jaxserve.settings.schema import ConfigError
 from tests.server.etcd_gateway import Gateway
 from tests.server.test_members import SECRET, Served
@@ -97,7 +98,7 @@ def test_a_conductor_follows_the_registry_and_goes_on_without_it(gateway, monkey
     with contextlib.ExitStack() as stack:
         first, second = Served(stack), Served(stack)
         registrations = [Registration(url, served.address) for served in (first, second)]
-        members = Members([], SECRET, registry=RegisteredReplicas(url))
+        members = Members([], SECRET, registry=Registry(url))
         stack.callback(members.close)
         conductor = members.conductor(ConductorSettings(routing="load_balanced"))
         conductor.start()
@@ -198,12 +199,44 @@ def test_of_two_that_set_a_key_at_one_revision_one_does(gateway):
     assert [key.value for key in client.list("x/").keys] == ["third"]
 
 
+def test_conductors_agree_on_roles_and_remember_them(gateway):
+    url = url_of(gateway.port)
+    with contextlib.ExitStack() as stack:
+        one, other = (Registry(url) for _ in range(2))
+        for registry in (one, other):
+            stack.callback(registry.close)
+        assert one.propose({"a:1": Role.DECODE}, 0)
+        assert not other.propose({"b:2": Role.PREFILL}, 0), "it has not seen the first change"
+        eventually(
+            lambda: other.read().roles == {"a:1": Role.DECODE} and other.read() == one.read()
+        )
+        assert other.propose({"a:1": Role.DECODE, "b:2": Role.PREFILL}, other.read().version)
+        eventually(lambda: len(one.read().roles) == 2)
+        gateway.stop()
+        assert not one.propose({}, one.read().version)
+        assert len(one.read().roles) == 2
+        gateway.start()
+        later = Registry(url)
+        stack.callback(later.close)
+        eventually(lambda: later.read() == one.read())
+        assert later.addresses() == []
+
+
+def test_roles_that_cannot_be_read_are_left_out(gateway, caplog):
+    url = url_of(gateway.port)
+    Etcd(url).put_if("test/roles", '{"a:1": "cook"}', 0)
+    registry = Registry(url)
+    eventually(lambda: "are not used" in caplog.text)
+    assert registry.read().roles == {} and registry.propose({}, registry.read().version)
+    registry.close()
+
+
 def test_what_is_no_address_in_the_registry_changes_nothing(gateway, caplog):
     url = url_of(gateway.port)
     with contextlib.ExitStack() as stack:
         served = Served(stack)
         right = Registration(url, served.address)
-        members = Members([], SECRET, registry=RegisteredReplicas(url))
+        members = Members([], SECRET, registry=Registry(url))
         stack.callback(members.close)
         eventually(lambda: [one.target for one in members.all] == [served.address])
         wrong = Registration(url, "no address")
