@@ -25,9 +25,11 @@ from jaxserve.cluster.counts import ConductorCounts
 from jaxserve.cluster.dispatcher import MIGRATIONS, Dispatcher
 from jaxserve.cluster.member import Member
 from jaxserve.cluster.member_table import MemberTable
-from jaxserve.cluster.merge import MergedMetrics, member_view, merged_load, merged_view
+from jaxserve.cluster.merge import member_view, merged_load, merged_view
+from jaxserve.cluster.merged_metrics import MergedMetrics
 from jaxserve.cluster.role_board import OwnRoles, RoleBoard
 from jaxserve.cluster.role_changes import RoleChanges
+from jaxserve.cluster.role_loads import RoleSignals
 from jaxserve.cluster.router import Router
 from jaxserve.cluster.routing import KV_BANDWIDTH
 from jaxserve.replica.info import ReplicaInfo
@@ -81,6 +83,7 @@ class Conductor:
             self.router.cached.follow(member)
         self.metrics_registry = CollectorRegistry(auto_describe=False)
         self.metrics_registry.register(MergedMetrics(lambda: self.members))
+        self.metrics_registry.register(RoleSignals(self.table, self.now))
         self._dispatcher = Dispatcher(
             self.router,
             ArrivalCheck(self.table, settings.overload),

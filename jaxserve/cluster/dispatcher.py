@@ -115,6 +115,7 @@ class Dispatcher:
                 return
             if error.status not in PASSED_ON:
                 raise error
+            self._counts.count_refusal(error)
             if refusal is None or refusal.status == "UNAVAILABLE":
                 refusal = error
         self._end_now(routed, *routed.ending)

@@ -154,9 +154,16 @@ class Member:
         others = self.other_work
         decodes = self.work.decodes + others.decodes
         steps = -(-missing // info.chunk_tokens)
-        waiting = max(self.work.requests + others.requests + 1 - info.max_seqs, 0)
         shared = steps * self.decode_rate.seconds(decodes) if decodes else 0.0
-        return shared + waiting * self.completion / info.max_seqs
+        return shared + self.slot_wait
+
+    @property
+    def slot_wait(self) -> float:
+        """Predicted seconds until one more request has a slot; 0 where it does not decode."""
+        if not self.role.decodes:
+            return 0.0
+        slots = self.replica.info.max_seqs
+        return max(self.requests + 1 - slots, 0) * self.completion / slots
 
     def learn(self, end: Finished) -> None:
         """Learns from a request that has ended how fast prompts are computed, and tokens come."""

@@ -1,17 +1,13 @@
-"""Merges facts, load, views and metrics of members into those of their conductor."""
+"""Merges facts, load and views of members into those of their conductor."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
-
-from prometheus_client.core import GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from jaxserve.cluster.member import Member
 from jaxserve.replica.info import ReplicaInfo
-from jaxserve.replica.protocol import Replica
 from jaxserve.scheduling import Load
 from jaxserve.settings.schema import ConfigError
 
@@ -26,8 +22,6 @@ SAME = (
     "cache_dtype",
 )
 SHOWN_REQUESTS = 256  # of all members together, in a view
-ALIVE = "jaxserve:replica_alive"
-AVERAGED = ("_perc", "_scale")  # ends of the names of gauges that are means, not sums
 
 
 def merged_info(infos: Sequence[ReplicaInfo]) -> ReplicaInfo:
@@ -113,52 +107,3 @@ def merged_view(
     shown["segment"] = full[0]["segment"]
     left_out = {name: sum(view["left_out"][name] for view in full) for name in full[0]["left_out"]}
     return {**shown, "left_out": left_out}
-
-
-class MergedMetrics(Collector):
-    """The metrics of all members: sums of counters, histograms and gauges, means of shares. Beside
-    them, which members are alive."""
-
-    def __init__(self, members: Callable[[], Sequence[Member]]):
-        self._members = members
-
-    def collect(self) -> Iterator[Metric]:
-        yield self._alive()
-        merged: dict[str, Metric] = {}
-        values: dict[str, dict[tuple, list[float]]] = {}
-        for member in self._members():
-            if not member.alive:
-                continue
-            for family in member.ask(_families) or ():
-                merged.setdefault(
-                    family.name, Metric(family.name, family.documentation, family.type)
-                )
-                known = values.setdefault(family.name, {})
-                for sample in family.samples:
-                    place = sample.name, tuple(sorted(sample.labels.items()))
-                    known.setdefault(place, []).append(sample.value)
-        for name, family in merged.items():
-            for (sample, labels), found in values[name].items():
-                family.add_sample(sample, dict(labels), _together(family, sample, found))
-            yield family
-
-    def _alive(self) -> Metric:
-        labels = ["replica", "role"]
-        alive = GaugeMetricFamily(ALIVE, "1: it can be sent requests", labels=labels)
-        for member in self._members():
-            role = member.role.value if member.joined else ""
-            alive.add_metric([member.name, role], float(member.usable))
-        return alive
-
-
-def _together(family: Metric, sample: str, values: list[float]) -> float:
-    if family.type == "info" or sample.endswith("_created"):
-        return values[0]
-    total = sum(values)
-    if family.type == "gauge" and family.name.endswith(AVERAGED):
-        return total / len(values)
-    return total
-
-
-def _families(replica: Replica) -> list[Metric]:
-    return list(replica.metrics_registry.collect())

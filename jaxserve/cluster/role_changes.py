@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from jaxserve.cluster.member import Member
 from jaxserve.cluster.member_table import MemberTable
 from jaxserve.cluster.role_board import RoleBoard
+from jaxserve.cluster.role_loads import RoleLoads
 from jaxserve.cluster.roles import RatioController, RatioLimits, Role
 
 log = logging.getLogger(__name__)
@@ -35,6 +36,7 @@ class RoleChanges:
         self._board = board
         self._post = post
         self._controller = RatioController(limits or RatioLimits())
+        self._load = RoleLoads(table)
         self._version = 0
 
     def follow(self, now: float) -> None:
@@ -53,8 +55,8 @@ class RoleChanges:
     def check(self, now: float) -> None:
         """Proposes that members change sides where that is called for, the least loaded ones
         first."""
-        prefill = self._loads(Role.PREFILL, lambda member: self._prefill_load(member, now))
-        decode = self._loads(Role.DECODE, self._decode_load)
+        prefill = self._loads(Role.PREFILL, lambda member: self._load.prefill(member, now))
+        decode = self._loads(Role.DECODE, self._load.decode)
         count = self._controller.change(list(prefill.values()), list(decode.values()), now)
         if not count:
             return
@@ -72,18 +74,6 @@ class RoleChanges:
     def _loads(self, role: Role, load: Callable[[Member], float]) -> dict[Member, float]:
         members = [member for member in self._table.all if member.usable and member.moves_kv]
         return {member: load(member) for member in members if member.role is role}
-
-    def _prefill_load(self, member: Member, now: float) -> float:
-        """Its queue over the objective for the first token."""
-        return member.queue(now) / self._table.objectives.of().ttft
-
-    def _decode_load(self, member: Member) -> float:
-        """Its seconds per token over the objective, or its share of slots, if that is more."""
-        decodes = member.decodes
-        if not decodes:
-            return 0.0
-        pace = member.decode_rate.seconds(decodes) / self._table.objectives.of().tpot
-        return max(pace, decodes / member.replica.info.max_seqs)
 
 
 def _name(role: Role | None) -> str:
