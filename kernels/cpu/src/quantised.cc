@@ -147,10 +147,14 @@ struct Product {
 // --- few rows
 
 // y of R rows and one column of tiles. sums [rows][K / step]: of the activations. A row's sums do
-// not depend on R.
+// not depend on R: products of each half of a step are summed for themselves, at once where
+// registers allow it, so that a sum does not wait for the one before. All vectors of a tile are
+// multiplied by a number before the next one is read: GCC would keep all 32 x R of them on the stack.
 template <int R, typename Code, int STEP>
 void multiply_column(const Product& call, int64_t row, int64_t column, const float* scale,
                      const float* offset, const float* sums) {
+  constexpr int HALF = STEP / 2;
+  constexpr bool AT_ONCE = R * VECTORS <= 4;
   const int64_t steps = call.K / STEP;
   const bool offsets = call.has_offsets();
   const uint32_t* tile = call.codes + column * (call.K / INPUTS) * Code::WORDS;
@@ -160,17 +164,23 @@ void multiply_column(const Product& call, int64_t row, int64_t column, const flo
   for (int64_t k = 0; k < call.K; k += INPUTS, tile += Code::WORDS) {
     UNROLL for (int word = 0; word < Code::WORDS; word += 16)
       __builtin_prefetch(tile + 4 * Code::WORDS + word, 0, 3);
-    for (int v = 0; v < VECTORS; v++) {
-      UNROLL for (int part = 0; part < INPUTS / STEP; part++) {
-        Floats even[R] = {}, odd[R] = {};
-        UNROLL for (int i = part * STEP; i < (part + 1) * STEP; i++) {
-          const Floats number = Code::number(tile, i, v);
-          UNROLL for (int r = 0; r < R; r++)
-            (i % 2 ? odd : even)[r] += number * x[r * call.K + k + i];
+    UNROLL for (int part = 0; part < INPUTS / STEP; part++) {
+      Floats halves[2][R][VECTORS] = {};
+      UNROLL for (int i = 0; i < STEP; i++) {
+        const int half = AT_ONCE ? i % 2 : i / HALF;
+        const int input = part * STEP + (AT_ONCE ? half * HALF + i / 2 : i);
+        Floats numbers[VECTORS];
+        UNROLL for (int v = 0; v < VECTORS; v++) numbers[v] = Code::number(tile, input, v);
+        UNROLL for (int r = 0; r < R; r++) {
+          const Floats one = broadcast(x[r * call.K + k + input]);
+          UNROLL for (int v = 0; v < VECTORS; v++) halves[half][r][v] += numbers[v] * one;
         }
-        const int64_t at = k / STEP + part;
+      }
+      const int64_t at = k / STEP + part;
+      UNROLL for (int v = 0; v < VECTORS; v++) {
         const Floats factor = load(scale + at * OUTPUTS + v * WIDTH);
-        UNROLL for (int r = 0; r < R; r++) total[r][v] += factor * (even[r] + odd[r]);
+        UNROLL for (int r = 0; r < R; r++)
+          total[r][v] += factor * (halves[0][r][v] + halves[1][r][v]);
         if (!offsets) continue;
         const Floats more = load(offset + at * OUTPUTS + v * WIDTH);
         UNROLL for (int r = 0; r < R; r++) total[r][v] += more * sums[r * steps + at];
