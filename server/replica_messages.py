@@ -51,6 +51,7 @@ def submit_message(number: int, request: Request, now: float) -> pb.Submit:
         ttft=slo.ttft,
         tpot=slo.tpot,
         class_name=slo.class_name,
+        job=request.job,
         **options,
     )
     if request.kv_source is not None:
@@ -80,6 +81,7 @@ def request_of(message: pb.Submit, info: ReplicaInfo, now: float) -> Request:
         deadline=now + message.time_left if message.HasField("time_left") else None,
         kv_source=_kv_source_of(message),
         continuation=_continuation_of(message, now),
+        job=message.job,
         **_options_of(message),
     )
 

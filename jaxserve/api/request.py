@@ -140,7 +140,8 @@ class Request(RequestOptions):
     prompt: int32 token ids, not longer than the model takes. arrival, deadline: clock seconds.
     kv_source: where blocks may be fetched from instead of computing them; blocks that do not come
     are computed. continuation: from where it goes on; None: it begins. streamed: its caller gets
-    tokens as they come; else all at the end.
+    tokens as they come; else all at the end. job: its prompt is computed for another replica, and
+    its token reaches no user.
     """
 
     id: str
@@ -152,6 +153,7 @@ class Request(RequestOptions):
     kv_source: KvSource | None = None
     continuation: Continuation | None = None
     streamed: bool = True
+    job: bool = False
 
     @property
     def completions(self) -> Sequence[int]:

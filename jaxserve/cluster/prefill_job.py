@@ -42,7 +42,7 @@ def job_for(request: Request, member: Member, fetch: KvSource | None) -> Prefill
     job may get the prompt's first blocks. Only full blocks can be fetched."""
     assert member.address is not None
     job = dataclasses.replace(
-        request, id=request.id + SUFFIX, sampling=ONE_TOKEN, guide=None, kv_source=fetch
+        request, id=request.id + SUFFIX, sampling=ONE_TOKEN, guide=None, kv_source=fetch, job=True
     )
     size = member.replica.info.block_size
     source = KvSource(member.address, len(request.prompt) // size, job.id, size)

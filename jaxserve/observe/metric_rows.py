@@ -110,10 +110,18 @@ COUNTERS: Mapping[str, str] = {
         "Requests that ran to their end with TTFT and TPOT within their objectives"
     ),
     "moved_pages": "Pages that changed lanes",
+    "prefill_job_tokens": (
+        "Tokens of prompts for other replicas that were computed here; no other metric of requests "
+        "or tokens counts these jobs"
+    ),
 }
 LABELLED: Mapping[str, Labelled] = {
     "request_success": Labelled(
         "Sequences that ended (a request has n of them), by reason, faults included",
+        "finished_reason",
+    ),
+    "prefill_jobs": Labelled(
+        "Prompts that were computed for other replicas, by the reason of their end",
         "finished_reason",
     ),
     "early_rejections": Labelled(

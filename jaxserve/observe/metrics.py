@@ -168,6 +168,7 @@ class Metrics:
             list(self._labelled["tbt_slo_violations"].values()),
         )
         self.hit_tokens = 0  # what `prefix_cache_hits` counts
+        self._job_slots = np.zeros(slots, bool)  # their tokens reach no user
         self.registry.register(self)
 
     def _make_labelled(self, name: str) -> dict[str, Counter]:
@@ -246,7 +247,7 @@ class Metrics:
 
     def _tokens(self, event: Tokens) -> None:
         batch = event.batch
-        self.gaps.count(event.slots, event.now)
+        self.gaps.count(event.slots[~self._job_slots[event.slots]], event.now)
         if batch.tokens.size:
             chunks = ~batch.is_decode
             degrees = np.count_nonzero(batch.blocks_per_lane[chunks], axis=1)
@@ -257,6 +258,7 @@ class Metrics:
 
     def _admitted(self, event: Admitted) -> None:
         sequence = event.sequence
+        self._job_slots[event.slot] = sequence.request.job
         class_number = self._number(sequence.request.slo.class_name)
         self.gaps.admit(event.slot, sequence.tpot, class_number, sequence.last_token_at)
 
@@ -265,6 +267,10 @@ class Metrics:
             return
         sequence = event.sequence
         request = sequence.request
+        if request.job:
+            computed = len(request.prompt) - sequence.cached_tokens
+            self._counters["prefill_job_tokens"].inc(computed)
+            return
         started = event.now if sequence.started_at is None else sequence.started_at
         slack = event.ttft_deadline - event.now
         self._observe("time_to_first_token_seconds", event.now - request.arrival)
@@ -280,10 +286,10 @@ class Metrics:
 
     def _completion_ended(self, event: CompletionEnded) -> None:
         """Counts an end, and with the last one of a request that of the request."""
-        self._count("request_success", event.event.reason)
-        if not event.of_request:
-            return
         request = event.request
+        self._count("prefill_jobs" if request.job else "request_success", event.event.reason)
+        if not event.of_request or request.job:
+            return
         if all(end.reason in ("stop", "length") for end in event.of_request):
             budget = event.ttft_deadline - request.arrival
             self._request_completed(event.of_request, budget, event.tpot)

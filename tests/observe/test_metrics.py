@@ -40,6 +40,8 @@ COUNTERS = {
     "prefix_cache_queries",
     "prefix_cache_hits",
     "request_success",
+    "prefill_jobs",
+    "prefill_job_tokens",
     "ttft_slo_violations",
     "exchange_steps",
     "moved_pages",
@@ -367,6 +369,20 @@ def test_deadlines_and_cancelled_streams_count_their_tokens(real):
     )
     for reason in ("deadline", "cancelled"):
         assert value(real, "request_success_total", finished_reason=reason) == 1
+
+
+def test_prompts_for_other_replicas_are_counted_apart_from_users_requests(real):
+    runner = Served(real)
+    runner.submit(prompts(20)[0], "job", max_tokens=1, rest={"job": True})
+    runner.submit(prompts(30)[0], "user", max_tokens=3)
+    runner.run()
+    assert value(real, "prefill_jobs_total", finished_reason="length") == 1
+    assert value(real, "prefill_job_tokens_total") == 20
+    assert value(real, "request_success_total", finished_reason="length") == 1
+    assert value(real, "prompt_tokens_total") == 30
+    assert value(real, "generation_tokens_total") == 3
+    assert value(real, "time_to_first_token_seconds_count") == 1
+    assert value(real, "e2e_request_latency_seconds_count") == 1
 
 
 def test_preempted_sequences_are_counted_once_and_their_wait_is_a_gap(built):

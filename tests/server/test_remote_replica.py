@@ -404,6 +404,7 @@ def test_requests_cross_with_moments_on_the_replicas_clock(
         cache_retention=retention,
         kv_source=None if bypass else KvSource("host:1", 7, "id"),
         embed=bypass and sampling.n == 1,
+        job=bypass,
     )
     message = pb.Submit.FromString(submit_message(1, asked, here).SerializeToString())
     copy = request_of(message, FakeReplica().info, there)
@@ -418,6 +419,7 @@ def test_requests_cross_with_moments_on_the_replicas_clock(
         "bypass_prefix_cache",
         "kv_source",
         "embed",
+        "job",
     ):
         assert getattr(copy, name) == getattr(asked, name)
     assert copy.cache_retention == retention
