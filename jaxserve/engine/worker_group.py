@@ -14,6 +14,7 @@ import dataclasses
 import json
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,7 @@ from jaxserve.lanes.rates import LaneLinks, links_from_json
 from jaxserve.settings.schema import ConfigError
 
 HANGS = 3  # times hang_timeout that a step may take before the workers are given up
+COMPILE_SECONDS = 1800.0  # that the compilation of one program may take
 END_SECONDS = 5.0  # for workers to end by themselves
 
 
@@ -86,6 +88,7 @@ class WorkerGroup(CommandExecutor):
         if frame.kind == Kind.STATUS:
             peer.status = content
         elif frame.kind == Kind.PROGRESS:
+            peer.progressed_at = time.monotonic()
             self._progress(content["name"])
         elif frame.kind == Kind.ANSWER:
             peer.answers.put(content)
@@ -146,7 +149,7 @@ class WorkerGroup(CommandExecutor):
         peers = self._peers
         if self._terms.warm_up:
             self._tell_state("compiling")
-            statuses = peers.ask("warm_up", variants=VARIANTS)
+            statuses = peers.ask("warm_up", COMPILE_SECONDS, variants=VARIANTS)
             for peer, status in zip(peers.all, statuses):
                 peer.status = status
         first_token(self.plan, self._execute, self._wait)
@@ -215,7 +218,7 @@ class WorkerGroup(CommandExecutor):
         return self._wait()
 
     def _wait(self) -> StepResult:
-        seconds = HANGS * self._terms.hang_timeout
+        seconds = self._hang_seconds
         try:
             result = self._peers.results.get(timeout=seconds)
         except queue.Empty:
@@ -226,13 +229,19 @@ class WorkerGroup(CommandExecutor):
         return result
 
     def settle(self) -> None:
-        self._peers.ask("settle")
+        self._peers.ask("settle", self._hang_seconds)
         while self.ready():
             self.wait()
 
     def measure_links(self) -> dict[int, LaneLinks]:
-        measured = filter(None, self._peers.ask("links"))  # {} where a worker has no last stage
-        return links_from_json(next(measured, {}), self.plan.mesh.kvp)
+        measured = self._peers.ask("links", self._hang_seconds)
+        last_stage = filter(None, measured)  # {} where a worker has no last stage
+        return links_from_json(next(last_stage, {}), self.plan.mesh.kvp)
+
+    @property
+    def _hang_seconds(self) -> float:
+        """Seconds after which what takes a step's time is given up."""
+        return HANGS * self._terms.hang_timeout
 
     def members(self) -> list[dict[str, Any]]:
         return self._peers.members(self._issued)

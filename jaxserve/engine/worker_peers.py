@@ -23,12 +23,16 @@ from jaxserve.settings.schema import ConfigError
 MAX_HANDSHAKES = 64  # at a time: strangers wait
 RETRY_SECONDS = 0.2
 MAX_HELLO_BYTES = 1 << 16
+LOOK_SECONDS = 1.0  # between looks at who is silent; a worker sends a status as often
+SILENT_LOOKS = 10  # after which a worker that said nothing is gone
+NO_ANSWER = object()
 log = logging.getLogger(__name__)
 
 
 class Peer:
     """A worker that has joined. facts: what it sent when it was loaded; status: what it sends each
-    second."""
+    second. silent_looks: since its last frame; progressed_at: monotonic seconds of the last part of
+    an answer."""
 
     def __init__(self, channel: Channel, hello: Hello, host: str):
         self.channel = channel
@@ -37,6 +41,8 @@ class Peer:
         self.facts: dict[str, Any] | None = None
         self.status: dict[str, int] = {}
         self.answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.silent_looks = 0
+        self.progressed_at = 0.0
 
 
 class Peers:
@@ -149,14 +155,30 @@ class Peers:
             self.disband(f"a worker went away ({error})")
             raise WorkersLost(self.lost) from None
 
-    def ask(self, what: str, **arguments: Any) -> list[Any]:
-        """Has all workers do something else than a step, and returns their answers by number.
-        Errors: WorkersLost."""
+    def ask(self, what: str, seconds: float, **arguments: Any) -> list[Any]:
+        """Has all workers do something else than a step, and returns their answers by number. Gives
+        the group up where a worker makes no progress for `seconds`. Errors: WorkersLost."""
+        asked_at = time.monotonic()
+        peers = self.all
         self.tell(Kind.ASK, json.dumps({"what": what, **arguments}).encode())
-        answers = [peer.answers.get() for peer in self.all]
+        answers = []
+        for peer in peers:
+            while (answer := _answer(peer, LOOK_SECONDS)) is NO_ANSWER:
+                if time.monotonic() - max(asked_at, peer.progressed_at) > seconds:
+                    self.disband(f"{what} of worker {peer.hello.worker} hangs since {seconds:g} s")
+            answers.append(answer)
         if not self.formed:
             raise WorkersLost(self.lost)
         return answers
+
+    def look(self) -> None:
+        """Gives up workers that have said nothing in `SILENT_LOOKS` of these. Counts looks and not
+        seconds, so that a leader that was stopped itself reads first what has come meanwhile."""
+        for peer in self.all:
+            peer.silent_looks += 1
+            if peer.silent_looks > SILENT_LOOKS:
+                seconds = SILENT_LOOKS * LOOK_SECONDS
+                self.leave(peer, f"worker {peer.hello.worker} has said nothing for {seconds:g} s")
 
     def members(self, issued: int) -> list[dict[str, Any]]:
         """Describes all workers for people. lag: steps, of those `issued`, that are not
@@ -174,6 +196,14 @@ class Peers:
             "lag": issued - peer.status.get("finished", 0),
             "device_bytes": peer.status.get("device_bytes", 0),
         }
+
+
+def _answer(peer: Peer, seconds: float) -> Any:
+    """Waits for a worker's answer; returns NO_ANSWER if none comes in time."""
+    try:
+        return peer.answers.get(timeout=seconds)
+    except queue.Empty:
+        return NO_ANSWER
 
 
 class Listener:
@@ -198,7 +228,8 @@ class Listener:
         except OSError as error:
             fault = f"cannot listen on {member.host}:{member.port}: {error.strerror}"
             raise ConfigError("group", fault) from None
-        threading.Thread(target=self._listen, name="group", daemon=True).start()
+        for run in (self._listen, self._watch):
+            threading.Thread(target=run, name="group", daemon=True).start()
 
     def close(self) -> None:
         """Takes no more workers in."""
@@ -220,6 +251,11 @@ class Listener:
             threading.Thread(
                 target=self._welcome, args=(connection, address[0]), daemon=True
             ).start()
+
+    def _watch(self) -> None:
+        while not self._peers.closed:
+            time.sleep(LOOK_SECONDS)
+            self._peers.look()
 
     def _welcome(self, connection: socket.socket, host: str) -> None:
         """Takes a worker in, or sends it away with the reason; then passes on what it sends."""
@@ -243,7 +279,9 @@ class Listener:
         log.info("worker %d has come from %s", number, host)
         try:
             while True:
-                self._hear(peer, channel.receive())
+                frame = channel.receive()
+                peer.silent_looks = 0
+                self._hear(peer, frame)
         except Exception as error:  # also of frames that cannot be read
             self._peers.leave(peer, f"worker {number} is gone ({type(error).__name__}: {error})")
 

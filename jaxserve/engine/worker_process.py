@@ -47,10 +47,11 @@ def work(config: EngineConfig, member: Member) -> NoReturn:
     pulse = Pulse(member)
     try:
         channel = _join(config, member)
-        begin = _begin(channel, pulse)
-        with _reporting(channel):
-            config = led_by(begin["settings"], config)
-            worker = _load(config, member, begin["coordinator"], channel.own_host, pulse)
+        with _alive(channel):
+            begin = _begin(channel, pulse)
+            with _reporting(channel):
+                config = led_by(begin["settings"], config)
+                worker = _load(config, member, begin["coordinator"], channel.own_host, pulse)
         _Process(member, worker, channel, pulse).run()
         code = 0
     except ConfigError as error:
@@ -117,6 +118,23 @@ def _load(
     )
     checkpoint = open_checkpoint(config.source.model, config.source.revision)
     return load_worker(config, checkpoint, False)
+
+
+@contextlib.contextmanager
+def _alive(channel: Channel) -> Iterator[None]:
+    """Sends the leader empty statuses inside, before there is anything to say."""
+    over = threading.Event()
+    threading.Thread(target=_send_signs, args=(channel, over), daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def _send_signs(channel: Channel, over: threading.Event) -> None:
+    with contextlib.suppress(ChannelError):  # the main thread gets it too
+        while not over.wait(STATUS_SECONDS):
+            channel.send(Kind.STATUS, b"{}")
 
 
 @contextlib.contextmanager

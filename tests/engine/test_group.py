@@ -132,14 +132,17 @@ def test_all_that_can_be_asked_says_what_one_process_says(mesh, processes, monke
 
 
 @pytest.mark.parametrize(
-    "replay",
+    "replay, fault",
     [
-        pytest.param("none", marks=pytest.mark.matrix),
-        "unsent",
-        pytest.param("all", marks=pytest.mark.matrix),
+        pytest.param("none", signal.SIGKILL, marks=pytest.mark.matrix),
+        ("unsent", signal.SIGKILL),
+        pytest.param("unsent", signal.SIGSTOP, marks=pytest.mark.matrix),
+        pytest.param("all", signal.SIGKILL, marks=pytest.mark.matrix),
     ],
 )
-def test_a_worker_that_is_killed_is_replaced_and_requests_end_or_begin_anew(replay, monkeypatch):
+def test_a_worker_that_is_lost_is_replaced_and_requests_end_or_begin_anew(
+    replay, fault, monkeypatch
+):
     """Requests that go on say what they would have said."""
     size = dict(chunk_tokens=32, max_seqs=2, pages=60, max_model_len=512)
     with led(monkeypatch, TINY, "spp=2", 2, replay=replay, **size) as (real, workers):
@@ -153,7 +156,7 @@ def test_a_worker_that_is_killed_is_replaced_and_requests_end_or_begin_anew(repl
         ids = [runner.submit(prompt, max_tokens=40) for prompt in prompts]
         while not any(len(runner.events[id]) > 5 for id in ids):
             time.sleep(0.001)
-        workers.processes[1].send_signal(signal.SIGKILL)
+        workers.processes[1].send_signal(fault)
         ended_at_once = {"none": 4, "unsent": 2, "all": 0}[replay]
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline and real.available:
@@ -161,6 +164,7 @@ def test_a_worker_that_is_killed_is_replaced_and_requests_end_or_begin_anew(repl
         with pytest.raises(RequestError, match="restarting"):
             runner.submit(prompts[0], "refused")
         assert len(real.registry.ids()) <= 4 - ended_at_once
+        workers.processes[1].kill()
         workers.end()
         for number in range(2):
             workers.start(number)
