@@ -11,11 +11,10 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-import grpc
-
 from jaxserve.cluster.conductor import Conductor, ConductorSettings
 from jaxserve.cluster.member import Member
-from jaxserve.server.files import file_signature
+from jaxserve.files import file_signature
+from jaxserve.server.auth.tls import Authorities
 from jaxserve.server.registry import Registry
 from jaxserve.server.remote_replica import RemoteReplica
 from jaxserve.settings.schema import ConfigError
@@ -54,12 +53,12 @@ class Members:
         self,
         targets: Iterable[str],
         secret: bytes,
-        credentials: grpc.ChannelCredentials | None = None,
+        authorities: Authorities | None = None,
         file: Path | None = None,
         registry: Registry | None = None,
     ):
         self._secret = secret
-        self._credentials = credentials
+        self._authorities = authorities
         self._file = file
         self._registry = registry
         self._failing = False  # the registry has what is no address
@@ -146,7 +145,7 @@ class Members:
             removed = [self._members.pop(old) for old in set(self._members) - set(targets)]
             for target in targets:
                 if target not in self._members:
-                    member = RemoteReplica(target, self._secret, self._credentials)
+                    member = RemoteReplica(target, self._secret, self._authorities)
                     self._members[target] = member
             if self._conductor is not None:
                 self._tell(self._conductor)

@@ -26,9 +26,10 @@ from jaxserve.api.request import KvSource
 from jaxserve.group.handshake import Certificate
 from jaxserve.server import replica_pb2 as pb
 from jaxserve.server import replica_pb2_grpc as rpc
+from jaxserve.server.auth.tls import Authorities
 from jaxserve.server.block_service import SILENT_SECONDS, STREAM_SECONDS
 from jaxserve.server.replica_auth import CallerProof
-from jaxserve.server.replica_session import CHANNEL_OPTIONS
+from jaxserve.server.replica_session import open_channel
 from jaxserve.store.checksum import block_checksum
 from jaxserve.transfer import ReceiveBuffers, TcpTransfer, TransferError, Window
 
@@ -86,7 +87,7 @@ class StagingBuffers:
 
 class PeerReplicas:
     """`PeerBlocks` over gRPC and TCP. host: on which this process receives; peer_host: how others
-    reach it; tls: its certificate, credentials: how it checks theirs. Errors: OSError where it
+    reach it; tls: its certificate; authorities: of theirs. Errors: OSError where it
     cannot listen."""
 
     def __init__(
@@ -96,10 +97,10 @@ class PeerReplicas:
         *,
         peer_host: str = "",
         tls: Certificate | None = None,
-        credentials: grpc.ChannelCredentials | None = None,
+        authorities: Authorities | None = None,
     ):
         self.secret = secret
-        self.credentials = credentials
+        self.authorities = authorities
         self.memory = np.empty(STAGING_BYTES, np.uint8)
         self.transfer = TcpTransfer(self.memory, secret, host, peer_host=peer_host, tls=tls)
         self.buffers = StagingBuffers(self.memory)
@@ -186,7 +187,7 @@ class PeerStream:
 
     def _begin(self, block_bytes: int) -> None:
         peers = self._peers
-        self._session = _Session(self._source.address, peers.credentials)
+        self._session = _Session(self._source.address, peers.authorities)
         if self._ending.is_set():
             raise StreamFault("closed")
         agreement = self._session.open(peers.secret, self._keys, self._source.request_id)
@@ -262,11 +263,8 @@ class PeerStream:
 class _Session:
     """The RPC of one stream; a thread of its own reads the reports."""
 
-    def __init__(self, address: str, credentials: grpc.ChannelCredentials | None):
-        if credentials is None:
-            self._channel = grpc.insecure_channel(address, CHANNEL_OPTIONS)
-        else:
-            self._channel = grpc.secure_channel(address, credentials, CHANNEL_OPTIONS)
+    def __init__(self, address: str, authorities: Authorities | None):
+        self._channel = open_channel(address, authorities)
         self._said: queue.SimpleQueue[pb.BlocksAsked | None] = queue.SimpleQueue()
         self._heard: queue.SimpleQueue[pb.BlocksTold | str] = queue.SimpleQueue()
 

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import grpc
 from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
@@ -27,6 +26,7 @@ from jaxserve.replica.info import ReplicaInfo
 from jaxserve.replica.protocol import Sink
 from jaxserve.scheduling import Load
 from jaxserve.server import replica_pb2 as pb
+from jaxserve.server.auth.tls import Authorities
 from jaxserve.server.grpc.proto import value_in
 from jaxserve.server.remote_blocks import RemoteBlocks
 from jaxserve.server.remote_requests import (
@@ -46,14 +46,14 @@ SAME_MODEL = ("model", "vocab", "eos_ids", "max_model_len", "dtype", "kv_dtype",
 
 
 class RemoteReplica:
-    """A replica of another process. target: HOST:PORT of its `--replica_port`. credentials: of TLS;
-    None: none. silent_seconds: after which a silent replica counts as not alive."""
+    """A replica of another process. target: HOST:PORT of its `--replica_port`. authorities: of its
+    certificate; None: no TLS. silent_seconds: after which a silent replica counts as not alive."""
 
     def __init__(
         self,
         target: str,
         secret: bytes,
-        credentials: grpc.ChannelCredentials | None = None,
+        authorities: Authorities | None = None,
         silent_seconds: float = SILENT_SECONDS,
     ):
         self.target = target
@@ -67,7 +67,7 @@ class RemoteReplica:
         self._metrics.register(_RemoteMetrics(lambda: self._question(metrics=True)))
         self._connection = ReplicaConnection(
             target,
-            functools.partial(ReplicaSession, target, secret, credentials),
+            functools.partial(ReplicaSession, target, secret, authorities),
             self,
             self._lock,
             silent_seconds,

@@ -11,6 +11,7 @@ import grpc
 from jaxserve.api.errors import RequestError
 from jaxserve.server import replica_pb2 as pb
 from jaxserve.server import replica_pb2_grpc as rpc
+from jaxserve.server.auth.tls import Authorities
 from jaxserve.server.replica_auth import CallerProof
 
 CHANNEL_OPTIONS = [
@@ -20,19 +21,22 @@ CHANNEL_OPTIONS = [
 ]
 
 
+def open_channel(target: str, authorities: Authorities | None) -> grpc.Channel:
+    """Returns a connection to the port of a replica. authorities: of its certificate; None: it has
+    no TLS."""
+    if authorities is None:
+        return grpc.insecure_channel(target, CHANNEL_OPTIONS)
+    return grpc.secure_channel(target, authorities.credentials(), CHANNEL_OPTIONS)
+
+
 class ReplicaSession:
     """One session. `say` and `end` may be called by any thread, `open` and `next` by one.
 
     heard_at: monotonic seconds of the replica's last word, of the beginning before there was one.
     """
 
-    def __init__(
-        self, target: str, secret: bytes, credentials: grpc.ChannelCredentials | None = None
-    ):
-        if credentials is None:
-            self._channel = grpc.insecure_channel(target, CHANNEL_OPTIONS)
-        else:
-            self._channel = grpc.secure_channel(target, credentials, CHANNEL_OPTIONS)
+    def __init__(self, target: str, secret: bytes, authorities: Authorities | None = None):
+        self._channel = open_channel(target, authorities)
         self._secret = secret
         self._commands: queue.SimpleQueue[pb.Command | None] = queue.SimpleQueue()
         self._reports: Any = iter(())

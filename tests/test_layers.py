@@ -27,6 +27,7 @@ HOST = {
         "lanes",
         "progress",
         "settings",
+        "files",
         "folders",
         "group",
         "checkpoint",

@@ -60,7 +60,7 @@ OPTIONS = [
 ROLE_CACHE_GIB = 1.0  # host memory for KV of a replica with a role, where none is configured
 SECRET_VARIABLE = "JAXSERVE_CLUSTER_SECRET"
 OF_CLUSTER = {option.name for option in OPTIONS} | {"config", "print_config", "role"}
-NOT_PASSED = {"replicas", "replicas_file", "replicas_ca", "config", "print_config"}
+NOT_PASSED = {"replicas", "replicas_file", "cluster_ca", "config", "print_config"}
 # a replica's own; the rest of the server's settings are the conductor's
 OF_REPLICA = {"log_format", "log_level", "drain_timeout", "max_message_mib"}
 

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from jaxserve.cli.cluster_flags import CLUSTER_CA
 from jaxserve.cli.engine_flags import CONFIG, SERVER, server_config
 from jaxserve.cluster.dispatcher import MIGRATIONS
 from jaxserve.cluster.routing import KV_BANDWIDTH, ROUTING
@@ -31,9 +32,9 @@ takes requests while at least one replica can serve them; grpc.health.v1 and /re
 Replicas that are lost are tried again until they answer.
 
 All processes of a cluster must have the same JAXSERVE_CLUSTER_SECRET. Sessions with replicas on
-other hosts need TLS: give the replicas --tls_cert and --tls_key, and the conductor --replicas_ca.
+other hosts need TLS: give the replicas --tls_cert and --tls_key, and the conductor --cluster_ca.
 
-  jaxserve conductor --replicas=10.0.0.1:8480,10.0.0.2:8480 --replicas_ca=ca.pem
+  jaxserve conductor --replicas=10.0.0.1:8480,10.0.0.2:8480 --cluster_ca=ca.pem
 """
 OPTIONS = [
     Option(
@@ -49,12 +50,7 @@ OPTIONS = [
         None,
         "file with replicas' addresses, a line each, read again when it changes; else --replicas",
     ),
-    Option(
-        "replicas_ca",
-        str,
-        None,
-        "PEM file of the authorities of the replicas' certificates; default: no TLS to replicas",
-    ),
+    CLUSTER_CA,
     Option(
         "routing",
         str,
@@ -126,8 +122,7 @@ def run(values: dict[str, Any]) -> int:
 
 def _members(values: dict[str, Any]) -> Any:
     """Returns the members of the settings. Errors: ConfigError."""
-    import grpc
-
+    from jaxserve.server.auth.tls import Authorities
     from jaxserve.server.etcd import EtcdUrl
     from jaxserve.server.members import Members, addresses
     from jaxserve.server.registry import Registry
@@ -143,14 +138,10 @@ def _members(values: dict[str, Any]) -> Any:
     targets = addresses(given or "", "replicas")
     if given is not None and not targets:
         raise ConfigError("replicas", "names no replica")
-    credentials = None
-    if values["replicas_ca"] is not None:
-        try:
-            authorities = Path(values["replicas_ca"]).read_bytes()
-        except OSError as error:
-            raise ConfigError("replicas_ca", f"{values['replicas_ca']}: {error.strerror}") from None
-        credentials = grpc.ssl_channel_credentials(authorities)
-    return Members(targets, cluster_secret(), credentials, Path(file) if file else None, registry)
+    authorities = None
+    if values["cluster_ca"] is not None:
+        authorities = Authorities("cluster_ca", Path(values["cluster_ca"]))
+    return Members(targets, cluster_secret(), authorities, Path(file) if file else None, registry)
 
 
 def _tokenizer(model: str, revision: str | None) -> Any:

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import sys
 from pathlib import Path
 from typing import Any
 
+from jaxserve.cli.cluster_flags import ADVERTISE_ADDRESS, CLUSTER_CA, REGISTRY
 from jaxserve.cli.doctor.forecast import launch_lines
 from jaxserve.cli.engine_flags import SERVER, engine_config, engine_groups, server_config
 from jaxserve.settings.flags import Command
-from jaxserve.settings.options import Option
 from jaxserve.settings.schema import ConfigError, ServerConfig
 from jaxserve.settings.schema.engine import SERVED
 
 log = logging.getLogger(__name__)
-ANY_HOST = ("", "0.0.0.0", "::")
 
 ABOUT = """\
 The server listens at once and takes requests when the model is loaded and compiled;
@@ -29,18 +27,11 @@ and Ctrl-C let running requests finish.
 """
 
 
-REGISTRY = Option(
-    "registry",
-    str,
-    None,
-    "registry in which conductors find this replica by its --replica_port, "
-    "etcd://HOST:PORT[/PREFIX]; default: none",
-)
-
-
 def run(values: dict[str, Any]) -> int:
     from jaxserve.llm import open_engine
     from jaxserve.server import logs
+    from jaxserve.server.own_address import OwnAddress
+    from jaxserve.server.registry import Registration
     from jaxserve.server.supervisor import Server, check_host, serve
 
     engine = engine_config(values)
@@ -48,14 +39,19 @@ def run(values: dict[str, Any]) -> int:
     logs.setup(server.log_format, server.log_level)
     check_host(server)
     registry = _registry(values["registry"], server)
-    peers = _peers(server) if server.replica_port is not None else None
+    _check_replica_flags(values, server)
+    peers = own_address = None
+    if server.replica_port is not None:
+        own_address = OwnAddress.of(values["advertise_address"], server.host)
+        peers = _peers(server, own_address, values["cluster_ca"])
     registrations = []
 
     def listening(started: Server) -> None:
         for name in started.ports:
             print(started.address(name), flush=True)
-        if registry is not None:
-            registrations.append(_registration(registry, started))
+        if registry is not None and own_address is not None:
+            registered = own_address.at(started.ports["replica"])
+            registrations.append(Registration(registry, registered))
         log.info("loading %s on %s", engine.source.model, engine.mesh)
 
     def build() -> tuple[Any, Any]:
@@ -83,39 +79,39 @@ def _registry(text: str | None, config: ServerConfig) -> Any:
     return EtcdUrl.parse(text, "registry")
 
 
-def _registration(registry: Any, started: Any) -> Any:
-    """Puts the address by which others reach this replica into the registry."""
-    from jaxserve.server.registry import Registration
-
-    host, port = started.config.host, started.ports["replica"]
-    if host in ANY_HOST:
-        return Registration(registry, f"{socket.getfqdn()}:{port}")
-    return Registration(registry, started.address("replica"))
+def _check_replica_flags(values: dict[str, Any], config: ServerConfig) -> None:
+    """Refuses flags that have no effect. Errors: ConfigError."""
+    if config.replica_port is None and values["advertise_address"] is not None:
+        raise ConfigError("advertise_address", "needs --replica_port, which others reach by it")
+    if config.tls_cert is None and values["cluster_ca"] is not None:
+        raise ConfigError("cluster_ca", "needs --tls_cert: all replicas have TLS, or none")
 
 
-def _peers(config: ServerConfig) -> Any:
+def _peers(config: ServerConfig, own_address: Any, cluster_ca: str | None) -> Any:
     """Returns the client by which this replica fetches blocks of others, and sends its own. Errors:
     ConfigError."""
-    import grpc
-
     from jaxserve.group.handshake import Certificate
+    from jaxserve.server.auth.tls import Authorities
     from jaxserve.server.peer_blocks import PeerReplicas
     from jaxserve.server.replica_auth import cluster_secret
 
-    tls = credentials = None
+    tls = authorities = None
     if config.tls_cert is not None and config.tls_key is not None:
         tls = Certificate.given(config.tls_cert, config.tls_key)
-        credentials = grpc.ssl_channel_credentials(Path(config.tls_cert).read_bytes())
-    anywhere = config.host in ANY_HOST
+        trusted = (
+            ("tls_cert", config.tls_cert) if cluster_ca is None else ("cluster_ca", cluster_ca)
+        )
+        authorities = Authorities(trusted[0], Path(trusted[1]))
     return PeerReplicas(
         cluster_secret(),
         config.host,
-        peer_host=socket.getfqdn() if anywhere else "",
+        peer_host=own_address.host,
         tls=tls,
-        credentials=credentials,
+        authorities=authorities,
     )
 
 
+CLUSTER = [REGISTRY, ADVERTISE_ADDRESS, CLUSTER_CA]
 COMMAND = Command(
-    {**SERVER, "cluster": [REGISTRY], **engine_groups(**SERVED)}, run, ABOUT, argument="[MODEL]"
+    {**SERVER, "cluster": CLUSTER, **engine_groups(**SERVED)}, run, ABOUT, argument="[MODEL]"
 )

@@ -248,6 +248,8 @@ class Listener:
                 time.sleep(RETRY_SECONDS)
                 continue
             self._handshakes.acquire()
+            if self._tls is not None:
+                self._tls = self._tls.renewed()
             threading.Thread(
                 target=self._welcome, args=(connection, address[0]), daemon=True
             ).start()

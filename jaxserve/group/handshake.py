@@ -7,15 +7,19 @@ for each direction, which no other party knows.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import hmac
+import logging
 import secrets
 import socket
 import ssl
 import struct
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
+from jaxserve.files import FileSignature, file_signature
 from jaxserve.group.connection import ChannelError
 from jaxserve.settings.schema import ConfigError
 
@@ -23,6 +27,7 @@ NONCE_BYTES = 32
 STRANGER = bytes(32)  # in place of the listener's proof, for who does not know the secret
 CODE_BYTES = 16
 HANDSHAKE_SECONDS = 10.0
+log = logging.getLogger(__name__)
 
 
 class StrangerError(ChannelError):
@@ -53,21 +58,40 @@ class Session:
 
 @dataclass(frozen=True)
 class Certificate:
-    """The listener's: what speaks TLS with it, and the certificate itself in DER form."""
+    """The listener's: what speaks TLS with it, and the certificate itself in DER form. files: of
+    the certificate and its key; signature: of these files when they were read."""
 
     context: ssl.SSLContext
     der: bytes
+    files: tuple[str, str]
+    signature: FileSignature | None
 
     @classmethod
     def load(cls, certificate: str, key: str) -> Certificate:
         """From PEM files. Errors: OSError, ssl.SSLError."""
+        signature = file_signature(Path(certificate), Path(key))
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.load_cert_chain(certificate, key)
         begin, end = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
         with open(certificate, errors="replace") as file:
             first = file.read().partition(begin)[2].partition(end)[0]
-        return cls(context, ssl.PEM_cert_to_DER_cert(begin + first + end))
+        der = ssl.PEM_cert_to_DER_cert(begin + first + end)
+        return cls(context, der, (certificate, key), signature)
+
+    def renewed(self) -> Certificate:
+        """Returns the certificate that its files have now. Files that cannot be used are logged,
+        and this certificate stays."""
+        signature = file_signature(*map(Path, self.files))
+        if signature == self.signature:
+            return self
+        try:
+            newer = Certificate.load(*self.files)
+        except (OSError, ValueError) as error:
+            log.error("%s: %s; the certificate stays as it was", self.files[0], error)
+            return dataclasses.replace(self, signature=signature)
+        log.info("read the certificate %s again", self.files[0])
+        return newer
 
     @classmethod
     def given(cls, certificate: str, key: str) -> Certificate:

@@ -114,6 +114,7 @@ FLAGS: Mapping[str, str] = {  # old name -> name
     "rates": "qps",
     "prompt_len": "prompt",
     "output_len": "output",
+    "replicas_ca": "cluster_ca",
 }
 VALUES: Mapping[str, Mapping[str, str]] = {  # setting -> old value -> value
     # the papers' LRS is the least relative slack, --policy=relative-slack or slack

@@ -122,6 +122,8 @@ class Receiver:
                     log.warning("transfer: no connection can be taken: %s", error)
                     time.sleep(RETRY_SECONDS)
                 continue
+            if self._tls is not None:
+                self._tls = self._tls.renewed()
             with self._lock:
                 welcome = self._strangers < MAX_HANDSHAKES and not self._closing
                 self._strangers += welcome

@@ -26,7 +26,7 @@ from typing import Any
 
 import yaml
 
-from jaxserve.server.files import check_private, file_signature
+from jaxserve.files import check_private, file_signature
 from jaxserve.settings.schema import ConfigError
 
 log = logging.getLogger(__name__)

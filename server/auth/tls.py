@@ -1,9 +1,9 @@
-"""TLS for every port: the server's certificate, and optionally authorities that clients'
-certificates must come from.
+"""TLS for every port: the server's certificate, optionally authorities that clients' certificates
+must come from, and those of other servers in a cluster.
 
-Certificate and key are read again when their files change, as they do on renewal; open connections
-keep theirs. A pair that cannot be used is logged and changes nothing. The clients' authorities are
-read once.
+Certificate, key and other servers' authorities are read again when their files change, as they do
+on renewal; open connections keep theirs. Files that cannot be used are logged and change nothing.
+The clients' authorities are read once.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from __future__ import annotations
 import datetime
 import logging
 import ssl
+import threading
 import time
 from pathlib import Path
 
 import grpc
 
-from jaxserve.server.files import check_private, file_signature
+from jaxserve.files import check_private, file_signature
 from jaxserve.settings.schema import ConfigError, ServerConfig
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ class Tls:
         self._authorities = (
             None
             if config.tls_client_ca is None
-            else _read_pem("tls_client_ca", Path(config.tls_client_ca))
+            else read_authorities("tls_client_ca", Path(config.tls_client_ca))
         )
         self._contexts: list[ssl.SSLContext] = []
         self._signature = file_signature(self._cert, self._key)
@@ -62,13 +63,7 @@ class Tls:
         """A context for HTTP servers. It stays current as long as `refresh` is called."""
         context = _context(self._cert, self._key)
         if self._authorities is not None:
-            try:
-                # comments may be in any script
-                context.load_verify_locations(cadata=self._authorities.decode("ascii", "ignore"))
-            except (ssl.SSLError, ValueError):
-                raise ConfigError(
-                    "tls_client_ca", "holds no PEM certificates that can be read"
-                ) from None
+            _trust(context, self._authorities)
             context.verify_mode = ssl.CERT_REQUIRED
         self._contexts.append(context)
         return context
@@ -77,8 +72,6 @@ class Tls:
         """Credentials for one gRPC server. They stay current as long as `refresh` is called.
         clients: whether those need certificates, where there are authorities for these."""
         authorities = self._authorities if clients else None
-        if authorities is not None:
-            self.context()  # raises for authorities that gRPC would silently fail to read
         pair = self._pair
 
         def newer() -> grpc.ServerCertificateConfiguration | None:
@@ -113,6 +106,51 @@ class Tls:
         check_private("tls_key", self._key, self._key.stat())
         _warn_of_expiry(self._cert, _expiry(_context(self._cert, self._key), pair[1]))
         return pair
+
+
+class Authorities:
+    """The authorities of other servers' certificates, in a PEM file that is read again when it
+    changes. field: the setting that names it. Errors: ConfigError."""
+
+    def __init__(self, field: str, file: Path):
+        self._field = field
+        self._file = file
+        self._lock = threading.Lock()
+        self._signature = file_signature(file)
+        self._credentials = self._read()
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """Returns credentials for the next connection. A file that cannot be used is logged and
+        changes nothing."""
+        with self._lock:
+            signature = file_signature(self._file)
+            if signature != self._signature:
+                self._signature = signature
+                try:
+                    self._credentials = self._read()
+                    log.info("read the authorities in %s again", self._file)
+                except ConfigError as error:
+                    log.error("%s; the authorities stay as they were", error)
+            return self._credentials
+
+    def _read(self) -> grpc.ChannelCredentials:
+        return grpc.ssl_channel_credentials(read_authorities(self._field, self._file))
+
+
+def read_authorities(field: str, file: Path) -> bytes:
+    """Returns the certificates in a PEM file, as gRPC takes them: it would silently fail to read
+    wrong ones. Errors: ConfigError that names `field`."""
+    data = _read_pem(field, file)
+    try:
+        _trust(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), data)
+    except (ssl.SSLError, ValueError):
+        raise ConfigError(field, "holds no PEM certificates that can be read") from None
+    return data
+
+
+def _trust(context: ssl.SSLContext, authorities: bytes) -> None:
+    """Has a context trust certificates; comments between them may be in any script."""
+    context.load_verify_locations(cadata=authorities.decode("ascii", "ignore"))
 
 
 def _read_pem(field: str, file: Path) -> bytes:

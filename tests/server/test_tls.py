@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives import serialization
 
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.cli import main as cli
-from jaxserve.server.auth.tls import Tls
+from jaxserve.server.auth.tls import Authorities, Tls
 from jaxserve.server.client import AsyncClient, Client
 from jaxserve.server.remote_replica import RemoteReplica
 from jaxserve.server.supervisor import Background, check_host, check_replica_port, warn_of_host
@@ -351,14 +351,13 @@ def test_conductors_reach_a_replica_by_tls_and_need_no_client_certificate(files,
     with Background(config, lambda: (FakeReplica(), FakeTokenizer())) as server:
         server.wait_ready()
         target = server.server.address("replica")
-        roots = files.ours.cert_pem.bytes(), files.theirs.cert_pem.bytes(), None
+        roots = [
+            Authorities("cluster_ca", Path(files.write(name, authority.cert_pem.bytes())))
+            for name, authority in (("ours.pem", files.ours), ("theirs.pem", files.theirs))
+        ]
         ours, theirs, plain = [
-            RemoteReplica(
-                target,
-                b"of the tests of TLS",
-                authority and grpc.ssl_channel_credentials(authority),
-            )
-            for authority in roots
+            RemoteReplica(target, b"of the tests of TLS", authorities)
+            for authorities in (*roots, None)
         ]
         try:
             assert ours.wait_connected(10) and ours.info.vocab == 257

@@ -31,6 +31,9 @@ spec:
         {{- include "jaxserve.serverArgs" $root | nindent 8 }}
         {{- if $values.conductor.enabled }}
         - --replica_port=8480
+        {{- if $values.tlsSecret }}
+        - --cluster_ca=/etc/jaxserve/tls/ca.crt
+        {{- end }}
         {{- end }}
         {{- with .role }}
         - --role={{ . }}

@@ -1,4 +1,4 @@
-"""Checks of files with secrets: who else can read them, and whether they have changed."""
+"""Checks of files: who else can read them, and whether they have changed."""
 
 from __future__ import annotations
 
