@@ -36,11 +36,13 @@ class TierCounts:
 
 @dataclass(slots=True)
 class Fetched:
-    """Blocks that came from one other replica since the start. source: its address. seconds: for
-    which requests waited for it, all together."""
+    """Blocks that came from one other replica since the start. source: its address. missed: blocks
+    that were asked for and did not come. seconds: for which requests waited for it, all
+    together."""
 
     source: str
     blocks: int = 0
+    missed: int = 0
     seconds: float = 0.0
 
 

@@ -14,7 +14,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from jaxserve.cluster.member import Member
-from jaxserve.observe.metric_rows import PREFIX
+from jaxserve.observe.metric_rows import OF_TRANSFERS, PREFIX
 from jaxserve.replica.protocol import Replica
 
 ALIVE = "replica_alive"
@@ -30,6 +30,7 @@ OF_EACH = (  # metrics that are also shown of each replica
     "generation_tokens",
     "prefix_cache_hits",
     "kv_blocks_from_peers",
+    *OF_TRANSFERS,
     "num_preemptions",
 )
 

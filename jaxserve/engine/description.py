@@ -69,3 +69,18 @@ def tier_readings(tiers: LowerTiers | None) -> dict[str, float]:
         "kv_blocks_in_host": counts.host_blocks,
         "kv_blocks_on_disk": counts.disk_blocks,
     }
+
+
+def transfer_readings(tiers: LowerTiers | None) -> dict[str, dict[str, float]]:
+    """Returns the values of `metric_rows.OF_TRANSFERS` by the replica that KV was asked of."""
+    if tiers is None:
+        return {}
+    return {
+        one.source: {
+            "kv_transfer_blocks": one.blocks,
+            "kv_transfer_missed": one.missed,
+            "kv_transfer_bytes": one.blocks * tiers.block_bytes,
+            "kv_transfer_seconds": one.seconds,
+        }
+        for one in tiers.fetched()
+    }

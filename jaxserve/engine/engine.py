@@ -25,7 +25,7 @@ from jaxserve.clock import Clock, WallClock
 from jaxserve.engine.block_export import TierExporter
 from jaxserve.engine.block_mover import Arrival
 from jaxserve.engine.command import DeviceError, WorkersLost
-from jaxserve.engine.description import replica_info, tier_readings
+from jaxserve.engine.description import replica_info, tier_readings, transfer_readings
 from jaxserve.engine.executor import CommandExecutor
 from jaxserve.engine.steps import Steps
 from jaxserve.engine.watchdog import RESTARTING, lost_error, request_error
@@ -163,6 +163,9 @@ class Engine(ReplicaCore):
             "xla_compiles": self.worker.compiles,
             "xla_recompiles": self.worker.recompiles,
         }
+
+    def _transfers(self) -> dict[str, dict[str, float]]:
+        return transfer_readings(self.worker.lower_tiers)
 
     def view(self, since: int = 0) -> dict[str, Any]:
         """Describes what runs and what ran lately, steps from number `since` on, as plain data for

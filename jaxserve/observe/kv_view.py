@@ -13,8 +13,8 @@ def kv_view(tiers: LowerTiers | None, hit_tokens: int, block_tokens: int) -> dic
     whose KV was reused; block_tokens: of a block.
 
     host_bytes, disk_bytes: in use now. from_host, from_disk, from_store, from_peers: tokens whose
-    KV was read from there. fetched: for each other replica its address, blocks, bytes, and the
-    seconds for which requests waited for them.
+    KV was read from there. fetched: for each other replica its address, blocks that came and
+    that did not, bytes, and the seconds for which requests waited for them.
     """
     if tiers is None:
         return {"hit_tokens": hit_tokens, "fetched": []}

@@ -77,6 +77,13 @@ OF_WORKERS = {
     "lag": "Steps that were issued and that the process has not finished",
     "device_bytes": "Bytes in use on the process's devices",
 }
+# read at each scrape, of each replica (the label `source`) of which KV was asked
+OF_TRANSFERS: Mapping[str, str] = {
+    "kv_transfer_blocks": "KV blocks that came from another replica",
+    "kv_transfer_missed": "KV blocks that were asked of another replica and did not come",
+    "kv_transfer_bytes": "Bytes of KV that came from another replica",
+    "kv_transfer_seconds": "Seconds for which requests waited for KV of another replica",
+}
 
 
 class Labelled(NamedTuple):

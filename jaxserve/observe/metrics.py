@@ -14,7 +14,12 @@ from typing import Any
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Histogram, Info
-from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 
 from jaxserve.api.events import Finished, Summary
 from jaxserve.observe.metric_rows import (
@@ -22,6 +27,7 @@ from jaxserve.observe.metric_rows import (
     HISTOGRAMS,
     LABEL_VALUES,
     LABELLED,
+    OF_TRANSFERS,
     OF_WORKERS,
     OTHER,
     PREFIX,
@@ -134,7 +140,7 @@ class Metrics:
     slots: sequences that run at once. classes: names of classes of requests; what names none is
     counted as of class `default`. read: returns the values that READ describes; it is called at
     each scrape, from the scraper's thread. workers: returns those of OF_WORKERS for each process
-    that has devices, if these are other processes.
+    that has devices, if these are other processes. transfers: those of OF_TRANSFERS by source.
     """
 
     def __init__(
@@ -143,10 +149,12 @@ class Metrics:
         classes: Iterable[str],
         read: Callable[[], Mapping[str, float]],
         workers: Callable[[], Sequence[Mapping[str, Any]]] = lambda: (),
+        transfers: Callable[[], Mapping[str, Mapping[str, float]]] = dict,
     ):
         self.registry = CollectorRegistry(auto_describe=True)
         self._read = read
         self._workers = workers
+        self._transfers = transfers
         self._prefix_caching = False
         self._classes = (DEFAULT_CLASS, *classes)
         self._counters = {
@@ -194,6 +202,7 @@ class Metrics:
         values = self._read()
         for name, (family, help) in READ.items():
             yield family(PREFIX + name, help, value=values[name])
+        yield from self._of_transfers()
         workers = self._workers()
         if not workers:
             return
@@ -202,6 +211,14 @@ class Metrics:
             for worker in workers:
                 gauge.add_metric([str(worker["worker"])], float(worker.get(name, 0)))
             yield gauge
+
+    def _of_transfers(self) -> Iterator[Metric]:
+        by_source = self._transfers()
+        for name, help in OF_TRANSFERS.items() if by_source else ():
+            counter = CounterMetricFamily(PREFIX + name, help, labels=["source"])
+            for source, values in by_source.items():
+                counter.add_metric([source], values[name])
+            yield counter
 
     def listen(self, bus: EventBus, prefix_caching: bool) -> None:
         """Counts what happens from now on. prefix_caching: whether prompts are looked up in the

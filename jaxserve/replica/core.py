@@ -49,7 +49,9 @@ class ReplicaCore:
         self.registry = Registry()
         self.journal = Journal(info.mesh.spp, clock.now())
         self.journal.listen(self.bus)
-        self.metrics = Metrics(info.max_seqs, info.class_names, self._readings, workers)
+        self.metrics = Metrics(
+            info.max_seqs, info.class_names, self._readings, workers, self._transfers
+        )
         self.metrics.configured(
             block_size=info.block_size,
             num_gpu_blocks=scheduler.cache.total,
@@ -136,6 +138,10 @@ class ReplicaCore:
     def flush_cache(self) -> int:
         """Forgets the prefixes that no request uses; returns how many pages that frees."""
         return self.scheduler.cache.flush()
+
+    def _transfers(self) -> Mapping[str, Mapping[str, float]]:
+        """Returns the values of `metric_rows.OF_TRANSFERS` by source."""
+        return {}
 
     def _readings(self) -> dict[str, float]:
         """Returns the values of `metric_rows.READ` that the scheduler knows."""

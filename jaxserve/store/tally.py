@@ -57,6 +57,7 @@ class PeerFetches:
                     return
                 fetched = self._sources[source] = Fetched(source)
             fetched.blocks += came
+            fetched.missed += not came
             fetched.seconds += seconds
 
     def all(self) -> list[Fetched]:

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse
 from jaxserve.api.errors import RequestError
 from jaxserve.cluster.conductor import Conductor
 from jaxserve.cluster.member import Member
-from jaxserve.observe.metric_rows import READ
+from jaxserve.observe.metric_rows import OF_TRANSFERS, READ
 from jaxserve.observe.metrics import Metrics
 from tests.cluster.fakes import RoleCluster, RoleReplica
 
@@ -22,10 +22,13 @@ class Counting(RoleReplica):
     def __init__(self, role: str):
         super().__init__(role)
         self.restart()
-        self.metrics = Metrics(4, ("chat",), lambda: self.values)
+        self.metrics = Metrics(
+            4, ("chat",), lambda: self.values, transfers=lambda: {"host:1": self.transfers}
+        )
 
     def restart(self) -> None:
         self.values = dict.fromkeys(READ, 0.0)
+        self.transfers = dict.fromkeys(OF_TRANSFERS, 0.0)
 
     def count(self, number: int) -> None:
         self.values["num_preemptions"] += number
@@ -100,6 +103,16 @@ def test_each_replica_has_its_series():
     assert samples["replica_queued_prefill_seconds", first] == 0
     scraped.fakes[0].alive = False
     assert ("replica_num_preemptions_total", first) not in scraped.samples()
+
+
+def test_kv_that_goes_from_one_replica_to_another_has_a_series():
+    scraped = Scraped("prefill", "decode")
+    scraped.fakes[1].transfers["kv_transfer_blocks"] = 5
+    text = generate_latest(scraped.conductor.metrics_registry).decode()
+    name = scraped.conductor.members[1].name
+    series = "jaxserve:replica_kv_transfer_blocks_total"
+    assert f'{series}{{replica="{name}",source="host:1"}} 5.0' in text
+    assert 'jaxserve:kv_transfer_blocks_total{source="host:1"} 5.0' in text
 
 
 def test_signals_by_role_tell_how_long_requests_wait():

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse
 
 from jaxserve.cli import main as cli
-from jaxserve.observe.metric_rows import READ
+from jaxserve.observe.metric_rows import OF_TRANSFERS, READ
 from jaxserve.observe.metrics import Metrics
 from jaxserve.server.frontend_metrics import FrontendMetrics, exposition
 from jaxserve.settings import flags
@@ -27,7 +27,12 @@ NOT_SHOWN = {"process_start_time_seconds"}
 @pytest.fixture(scope="module")
 def families() -> dict:
     """By name, those of a server and its engine."""
-    metrics = Metrics(4, ("chat",), lambda: dict.fromkeys(READ, 1.0))
+    metrics = Metrics(
+        4,
+        ("chat",),
+        lambda: dict.fromkeys(READ, 1.0),
+        transfers=lambda: {"host:1": dict.fromkeys(OF_TRANSFERS, 1.0)},
+    )
     front = FrontendMetrics()
     metrics.configured(
         block_size=16,

@@ -10,9 +10,9 @@ def test_blocks_that_came_and_seconds_of_all_are_counted_by_source():
     fetches = PeerFetches()
     for source, came, seconds in (("a:1", True, 0.5), ("b:2", True, 1.0), ("a:1", False, 2.0)):
         fetches.add(source, came, seconds)
-    assert [(one.source, one.blocks, one.seconds) for one in fetches.all()] == [
-        ("a:1", 1, 2.5),
-        ("b:2", 1, 1.0),
+    assert [(one.source, one.blocks, one.missed, one.seconds) for one in fetches.all()] == [
+        ("a:1", 1, 1, 2.5),
+        ("b:2", 1, 0, 1.0),
     ]
 
 
