@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from jaxserve.checkpoint.delta_net import DeltaNetSpec
 from jaxserve.checkpoint.generation_config import Sampling
 from jaxserve.checkpoint.rope import Rope
@@ -120,8 +122,8 @@ class ModelConfig(Dimensions):
         return found
 
     def share(self, tp: int) -> ModelConfig:
-        """The part of the model on one of `tp` ranks, as a model; sizes that do not divide are
-        rounded up, and each rank has at least one kv head."""
+        """The part of the model on one of `tp` ranks of a lane, as a model; sizes that do not
+        divide are rounded up, and each rank has at least one kv head."""
         heads, kv_heads = self.rank_heads(tp)
         return replace(
             self,
@@ -181,20 +183,24 @@ class ModelConfig(Dimensions):
         """Elements of the product with the vocabulary on one of `tp` ranks."""
         return self.d_model * self.share(tp).vocab
 
-    def weight_bytes(self, itemsize: int = 2) -> int:
-        """Bytes of the matrices of all layers, the embedding and the head; a tied head is a copy of
+    def weight_bytes(self, tp: int = 1, spp: int = 1, itemsize: int = 2) -> int:
+        """Bytes of the weights on the device that has most, of `tp` ranks and `spp` stages: some
+        are in f32 whatever `itemsize` says, ranks have copies of some, and a tied head is a copy of
         the embedding."""
-        return itemsize * (self.layers * self.layer_weights() + 2 * self.head_weights())
+        rank = self.share(tp)
+        stages = [declare(rank, layers).values() for layers in layers_of(rank, spp)]
+        dtype = np.dtype(f"V{itemsize}")
+        return max(sum(p.size * p.dtype(dtype).itemsize for p in stage) for stage in stages)
 
     def kv_bytes_per_token(self, itemsize: int = 2) -> int:
         """Bytes of KV cache per token, over all layers, for numbers of `itemsize` bytes."""
         return itemsize * kv_elements(self.paged_layers(), self.kv_heads, self.kv_head_dim)
 
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of the states of one sequence, over all layers; without the few last inputs of
-        convolutions."""
-        specs = [self.mixer(layer) for layer in range(self.layers)]
+    def state_bytes(self, layers: range | None = None) -> int:
+        """Bytes of the states of one sequence, in some or all layers; without the few last inputs
+        of convolutions."""
+        some = range(self.layers) if layers is None else layers
+        specs = [self.mixer(layer) for layer in some]
         return 4 * sum(math.prod(spec.state) for spec in specs if isinstance(spec, DeltaNetSpec))
 
     @property
@@ -218,7 +224,7 @@ class ModelConfig(Dimensions):
         over which experts are split too. Errors: ConfigError if heads, d_ff or experts do not
         divide, with the degrees that work."""
         if lanes > 1:
-            return self._with_lanes(lanes).with_tp(tp)
+            return self.over(lanes).with_tp(tp)
         if not self.splits(tp):
             works = [d for d in range(1, self.heads + 1) if self.splits(d)]
             raise ConfigError(
@@ -230,7 +236,8 @@ class ModelConfig(Dimensions):
             )
         return replace(self, kv_heads=max(self.kv_heads, tp))
 
-    def _with_lanes(self, lanes: int) -> ModelConfig:
+    def over(self, lanes: int) -> ModelConfig:
+        """Returns the config for lanes that share experts out."""
         return replace(self, mlps=tuple(spec.over(lanes) for spec in self.mlps))
 
     def splits(self, tp: int) -> bool:

@@ -300,7 +300,7 @@ class ExpertsSpec:
     MLPs with `d_ff` inner states each. biases: experts have biases. shared: inner states of an MLP
     that computes every token beside them, 0: there is none; shared_gate: its output has a weight
     for each token. lanes: over which experts are split besides ranks; each lane then computes its
-    experts for the tokens of all."""
+    experts for the tokens of all. held: experts of one device, in the spec of its share; 0: all."""
 
     count: int
     active: int
@@ -311,26 +311,27 @@ class ExpertsSpec:
     shared: int = 0
     shared_gate: bool = False
     lanes: int = 1
+    held: int = 0
 
     def declare(self, sizes: Dimensions) -> dict[str, Declared]:
         """Experts are split over ranks, or over lanes and ranks; what is shared is split as an MLP
         is."""
         D = sizes.d_model
-        E = self.count
+        E = self.held or self.count
         F = self.d_ff
         experts = "experts"
         if self.lanes > 1:
             experts = "experts_over_lanes"
         axes = (experts, None, None)
         declared = {
-            "router": Declared((D, E), ("embed", None), inputs=1, wide=True),
+            "router": Declared((D, self.count), ("embed", None), inputs=1, wide=True),
             "expert_gate_up": Declared((E, D, 2, F), (experts, "embed", None, None), inputs=1),
             "expert_down": Declared((E, F, D), (experts, None, "embed"), inputs=1),
         }
         if self.router.bias:
-            declared["router_bias"] = Declared((E,), (None,), wide=True)
+            declared["router_bias"] = Declared((self.count,), (None,), wide=True)
         if self.router.correction:
-            declared["correction"] = Declared((E,), (None,), wide=True)
+            declared["correction"] = Declared((self.count,), (None,), wide=True)
         if self.biases:
             declared["expert_gate_up_bias"] = Declared((E, 2, F), axes)
             declared["expert_down_bias"] = Declared((E, D), axes[:2])
@@ -372,8 +373,9 @@ class ExpertsSpec:
         return replace(self, lanes=lanes)
 
     def share(self, tp: int) -> ExpertsSpec:
-        """Returns the spec of one of `tp` ranks."""
-        return replace(self, count=-(-self.count // tp), shared=-(-self.shared // tp))
+        """Returns the spec of one of `tp` ranks of a lane."""
+        held = -(-self.count // (tp * self.lanes))
+        return replace(self, held=held, shared=-(-self.shared // tp))
 
     def inner(self, sizes: Dimensions) -> int:
         """Counts the inner states of a token: for each of its experts the token, gate, up, their

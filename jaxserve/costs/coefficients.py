@@ -43,7 +43,8 @@ class Costs:
     times the share of the experts that n tokens use, 1 - (1 - `active_experts`)^n. Attention of a
     chunk of new tokens after cached ones: the greater of `pair (cached + new / 2) new` and `read
     (cached + new)`, plus `chunk` and `chunk_token new`. Of decodes: `decode` once, `decode_seq`
-    each, `decode_kv` per token of context. In a batch with both, `mixed` times the smaller of the
+    each, `decode_kv` per token of context. In a share `windowed` of the layers that attend, a token
+    sees no more than `window` tokens. In a batch with both, `mixed` times the smaller of the
     two is added (below 0: they overlap).
     """
 
@@ -62,6 +63,8 @@ class Costs:
     decode: float = 0.0
     decode_seq: float = 0.0
     decode_kv: float = 0.0
+    window: int = 0  # tokens
+    windowed: float = 0.0
     mixed: float = 0.0
     head: float = 0.0  # final norm, projection to the vocabulary and sampling, in the last stage
     head_token: float = 0.0  # per sampled token
@@ -156,20 +159,31 @@ class Costs:
         and of the new ones."""
         if part is None:
             part = new
-        return self._attend(self.pair * (cached + part / 2) * new, cached + part, new)
+        return self.attend((cached + part / 2) * new, cached + part, new)
 
     def attend(self, pairs: float, read: float, queries: float) -> float:
         """Seconds of one layer's attention of `queries` new tokens in `pairs` pairs of query and
         key, over `read` tokens of KV."""
-        return self._attend(self.pair * pairs, read, queries)
+        return self.chunk + self.chunk_token * queries + self.attended(pairs, read, queries)
 
-    def _attend(self, computed: float, read: float, queries: float) -> float:
-        return self.chunk + self.chunk_token * queries + smooth_max(computed, self.read * read)
+    def attended(self, pairs: float, read: float, queries: float) -> float:
+        """Seconds of one layer's pairs of query and key, or of reading `read` tokens of KV for
+        them, whichever takes longer."""
+        everywhere = smooth_max(self.pair * pairs, self.read * read)
+        if not self.windowed:
+            return everywhere
+        near = smooth_max(
+            self.pair * min(pairs, self.window * queries),
+            self.read * min(read, self.window + queries),
+        )
+        return everywhere + self.windowed * (near - everywhere)
 
     def attend_decodes(self, count: int, context: float) -> float:
         """Seconds of one layer's attention of `count` decodes over `context` tokens together."""
         if not count:
             return 0.0
+        if self.windowed:
+            context += self.windowed * min(self.window * count - context, 0)
         return self.decode + self.decode_seq * count + self.decode_kv * context
 
     def attention(self, prefill: float, decode: float) -> float:
@@ -181,9 +195,8 @@ class Costs:
         context: tokens that they attend over on average; part: tokens of a chunk that the lane
         computes."""
         layer = steps * (self.linear(math.ceil(part)) + self.chunk) + self.chunk_token * new
-        return layer + smooth_max(
-            self.pair * context * new, self.read * steps * (context + part / 2)
-        )
+        each = new / steps
+        return layer + steps * self.attended(context * each, context + part / 2, each)
 
     def gathered(self, tokens: float, times: int = 1) -> float:
         """Seconds of one layer's messages in `times` steps that gather queries of `tokens` spread
@@ -197,7 +210,7 @@ class Costs:
         token = heads.query_bytes + heads.new_kv_bytes + heads.partial_bytes
         link = Link(self.kvp / 2, per(token, self.kvp_token))
         return ExchangeRates(
-            per(4 * heads.heads * heads.head_dim, self.pair),
+            per(heads.pair_flops, self.pair),
             per(heads.kv_bytes, max(self.read, self.decode_kv)),
             self.chunk,
             link,

@@ -16,8 +16,9 @@ from pathlib import Path
 from jaxserve.checkpoint.model import ModelConfig, declare
 from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.costs.coefficients import Costs
+from jaxserve.costs.heads import heads_of
 from jaxserve.lanes.rates import Link
-from jaxserve.lanes.work import ITEM, PARTIAL
+from jaxserve.lanes.work import ITEM
 from jaxserve.settings.schema import ConfigError
 
 FILE = Path(__file__).with_name("profiles.json")
@@ -32,6 +33,14 @@ def elementwise_bytes(model: ModelConfig, tp: int = 1) -> float:
     rank = model.share(tp)
     rotated = rank.heads + rank.kv_heads
     return ITEM * (7 * model.d_model + 2 * rotated * rank.head_dim + model.inner(tp))
+
+
+def windows_of(model: ModelConfig) -> tuple[int, float]:
+    """Returns the largest sliding window (0: there is none), and the share of the layers with pages
+    that have one."""
+    paged = [layer for layer in range(model.layers) if model.mixer(layer).has_pages]
+    windows = [window for window in map(model.window, paged) if window is not None]
+    return max(windows, default=0), len(windows) / len(paged)
 
 
 @functools.cache
@@ -80,16 +89,16 @@ class Device:
         """Computed from the model, averaged over its layers: only some may attend, and others have
         states, which decodes read and write. Errors: ConfigError for a degree above those that were
         measured."""
-        heads, kv_heads = model.rank_heads(tp)
-        attending = model.paged_layers() / model.layers
-        state = model.share(tp).state_bytes / model.layers  # of a sequence
+        heads = heads_of(model, tp)
+        attending = heads.attending
+        state = model.share(tp).state_bytes() / model.layers  # of a sequence
         weights = ITEM * model.dense_weights(tp)
         experts = ITEM * model.expert_weights(tp)
         active = weights + experts * model.active_experts
-        multiplied = sum(model.paged_mixer.attended_dims(model))
-        pair = attending * 2 * heads * multiplied / self.attention_flops_per_s
-        kv = attending * 2 * ITEM * kv_heads * model.kv_head_dim
+        pair = attending * heads.pair_flops / self.attention_flops_per_s
+        kv = attending * heads.kv_bytes
         head = model.head_weights(tp)
+        window, windowed = windows_of(model)
         return dataclasses.replace(
             self.messages(model, tp),
             launch=self.launch,
@@ -106,9 +115,11 @@ class Device:
             pair=pair,
             read=kv / self.read_bytes_per_s,
             decode=self.decode_seconds,
-            decode_seq=attending * kv_heads * self.decode_kv_head_seconds
+            decode_seq=attending * heads.kv_heads * self.decode_kv_head_seconds
             + 2 * state / self.decode_bytes_per_s,
             decode_kv=max(kv / self.decode_bytes_per_s, pair),  # latents are used by many heads
+            window=window,
+            windowed=windowed,
             head=self.sample + ITEM * head / self.weight_bytes_per_s,
             head_token=2 * head / self.product_flops_per_s,
         )
@@ -120,18 +131,17 @@ class Device:
         Ranks: two sums of an activation per layer. Lanes: queries, keys and values go out, partial
         results come back. Stages: every rank sends the activation to its peer.
         """
-        heads, kv_heads = model.rank_heads(tp)
+        heads = heads_of(model, tp)
         activation = ITEM * model.d_model
-        query, result = model.paged_mixer.attended_dims(model)
-        exchanged = ITEM * (heads * query + 2 * kv_heads * model.kv_head_dim)
-        exchanged += PARTIAL * heads * (result + 1)
+        exchanged = heads.query_bytes + heads.new_kv_bytes + heads.partial_bytes
+        node = self.node.in_layers(heads.attending)
         link = self._ranks(tp)
         return Costs(
             layers=model.layers,
             tp=2 * link.seconds,
             tp_token=2 * activation / link.bytes_per_s,
-            kvp=2 * self.node.seconds,
-            kvp_token=exchanged / self.node.bytes_per_s,
+            kvp=2 * node.seconds,
+            kvp_token=exchanged / node.bytes_per_s,
             hop=self.node.seconds,
             hop_token=activation / self.node.bytes_per_s,
         )
@@ -198,7 +208,7 @@ def costs(device: str, model: ModelConfig, tp: int = 1) -> Costs:
     if not 1 <= tp <= model.heads:
         raise ConfigError("mesh", f"tp={tp} cannot split {model.heads} heads")
     for row in profiles():
-        measured = (row.device, row.tp) == (device, tp)
+        measured = (row.device, row.tp) == (device, tp) and not model.has_windows
         if measured and _matrices(MODELS[row.model]) == _matrices(model):
             return row.costs
     return devices()[device].costs(model, tp)

@@ -58,7 +58,7 @@ def _passes_kv(times: ExchangeTimes, work: ExchangeWork, returned: float) -> boo
     heads = times.heads
     rates = times.rates
     hidden = (
-        work.tokens * 4 * heads.heads * heads.head_dim * rates.hop.bytes_per_s
+        work.tokens * heads.pair_flops * rates.hop.bytes_per_s
         >= times.lanes * rates.flops_per_s * heads.kv_bytes
     )
     equal_miss = heads.kv_bytes / heads.query_bytes

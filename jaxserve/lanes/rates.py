@@ -19,6 +19,10 @@ class Link:
     def __call__(self, size: float) -> float:
         return self.seconds + size / self.bytes_per_s
 
+    def in_layers(self, share: float) -> Link:
+        """Returns the link as it seems per layer, where that share of the layers sends messages."""
+        return Link(share * self.seconds, self.bytes_per_s / share)
+
 
 LINKS = ("hop", "all_gather", "all_to_all")  # the fields of `LaneLinks`
 
@@ -35,6 +39,10 @@ class LaneLinks:
     def alike(cls, link: Link) -> LaneLinks:
         """Returns one link for all that is sent."""
         return cls(link, link, link)
+
+    def in_layers(self, share: float) -> LaneLinks:
+        """Returns the links as they seem per layer, where that share of the layers sends."""
+        return LaneLinks(**{name: link.in_layers(share) for name, link in self.by_name().items()})
 
     def by_name(self) -> dict[str, Link]:
         """Returns the links by what they are for."""
@@ -137,7 +145,7 @@ class ExchangeTimes:
             return self.costs.attend(pairs, read, queries)
         heads = self.heads
         rates = self.rates
-        computed = 4 * heads.heads * heads.head_dim * pairs / rates.flops_per_s
+        computed = heads.pair_flops * pairs / rates.flops_per_s
         return rates.launch + max(computed, heads.kv_bytes * read / rates.read_bytes_per_s)
 
     def attention_of_decodes(self, count: int, kv: float) -> float:

@@ -19,8 +19,8 @@ def least_segment(heads: Heads, rates: ExchangeRates) -> int:
     two bytes, and k the seconds of attention of one query over a token of KV: max(4 d / F, 4 d / B)
     with MHA, and the second times K / N with GQA, whose KV is that much smaller (TokenLake,
     4.2)."""
-    width = heads.heads * heads.head_dim
-    per_token = max(4 * width / rates.flops_per_s, heads.kv_bytes / rates.read_bytes_per_s)
+    computed = heads.pair_flops / rates.flops_per_s
+    per_token = max(computed, heads.kv_bytes / rates.read_bytes_per_s)
     messages = rates.all_gather(heads.query_bytes) + rates.all_to_all(heads.query_bytes)
     if not per_token > 0:
         return 1

@@ -25,18 +25,21 @@ def require(fits: bool, field: str, value: Any, rule: str) -> None:
         raise ConfigError(field, f"{value} is not {rule}")
 
 
-def stored_bytes(head_dim: int, item: int, fp8: bool) -> int:
-    """Bytes of a key or value of one head on pages, its scale included. item: bytes of an element
-    where it is not FP8."""
-    return head_dim + SCALE_ITEM if fp8 else head_dim * item
+def stored_bytes(numbers: int, item: int, fp8: bool) -> int:
+    """Bytes of a vector on pages, its scale included: of a key or a value of one head, or of a
+    latent. item: bytes of an element where it is not FP8."""
+    return numbers + SCALE_ITEM if fp8 else numbers * item
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Heads:
-    """Attention heads of one rank. item: bytes of an element of queries, keys and values; partial:
-    of partial outputs and their log-sum-exp, 4 in our engine, `item` in the paper; stored: of one
-    key or value as it lies on pages, its scale included; 0: head_dim x item. Errors: ConfigError
-    for a field below 1."""
+    """Attention heads of one rank. head_dim: numbers of a query, and of a vector on pages. item:
+    bytes of an element of queries and vectors; partial: of partial outputs and their log-sum-exp, 4
+    in our engine, `item` in the paper; stored: of one vector as it lies on pages, its scale
+    included; 0: head_dim x item. vectors: of a token and kv head on pages: key and value, or the
+    latent that is both. value_dim: numbers of a head's output; 0: head_dim. attending: share of the
+    model's layers that have these heads; others keep states, and send nothing. Errors: ConfigError
+    for a field that cannot be."""
 
     heads: int
     kv_heads: int
@@ -44,11 +47,15 @@ class Heads:
     item: int = ITEM
     partial: int = PARTIAL
     stored: int = 0
+    vectors: int = 2
+    value_dim: int = 0
+    attending: float = 1.0
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
+        require(0 < self.attending <= 1, "attending", self.attending, "a share of the layers")
+        for field in dataclasses.fields(self)[:-1]:
             value = getattr(self, field.name)
-            low = int(field.name != "stored")
+            low = int(field.name not in ("stored", "value_dim"))
             require(value >= low, field.name, value, f"{low} or more")
 
     @property
@@ -58,18 +65,28 @@ class Heads:
 
     @property
     def new_kv_bytes(self) -> int:
-        """Bytes of a new token's key and value."""
-        return 2 * self.kv_heads * self.head_dim * self.item
+        """Bytes of a new token's vectors, before they lie on pages."""
+        return self.vectors * self.kv_heads * self.head_dim * self.item
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of a token's key and value on pages."""
-        return 2 * self.kv_heads * (self.stored or self.head_dim * self.item)
+        """Bytes of a token's vectors on pages."""
+        return self.vectors * self.kv_heads * (self.stored or self.head_dim * self.item)
 
     @property
     def partial_bytes(self) -> int:
         """Bytes of a token's partial output and log-sum-exp over one lane's KV."""
-        return self.heads * (self.head_dim + 1) * self.partial
+        return self.heads * (self._value_dim + 1) * self.partial
+
+    @property
+    def pair_flops(self) -> int:
+        """FLOP of a token's queries and the vectors of one token: a product for the score, and one
+        with the value."""
+        return 2 * self.heads * (self.head_dim + self._value_dim)
+
+    @property
+    def _value_dim(self) -> int:
+        return self.value_dim or self.head_dim
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

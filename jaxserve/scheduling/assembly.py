@@ -79,7 +79,8 @@ class ReplicaSizes:
         if tokens is None and profile is not None:
             rates = profile.costs.exchange_rates(self.heads)
             if profile.links:
-                rates = rates.with_links(links_of(profile.links, cache.pool(self.mesh.kvp)))
+                links = self._links(profile)
+                rates = rates.with_links(links_of(links, cache.pool(self.mesh.kvp)))
             tokens = max(least_segment(self.heads, rates), row * cache.block_size)
         if tokens is None:
             return row
@@ -100,9 +101,14 @@ class ReplicaSizes:
             block=self.cache.block_size,
             moves=self.moves,
             corrections=profile.corrections,
-            links=profile.links,
+            links=self._links(profile),
         )
         return chooser.for_groups(self.mesh.kvp)
+
+    def _links(self, profile: ReplicaProfile) -> GroupLinks:
+        """Returns the links of a profile per layer: only some may attend."""
+        share = self.heads.attending
+        return {size: links.in_layers(share) for size, links in profile.links.items()}
 
     def instances(self, profile: ReplicaProfile) -> Instances:
         """Returns the lanes as prefill instances to plan with."""

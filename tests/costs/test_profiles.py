@@ -99,7 +99,7 @@ def test_only_layers_that_attend_cost_more_with_context_and_states_cost_each_seq
     found, whole = (costs("h100", model, 1) for model in (hybrid, attends))
     assert found.decode_kv == pytest.approx(whole.decode_kv / 4)
     assert found.pair == pytest.approx(whole.pair / 4)
-    states = 2 * hybrid.state_bytes / hybrid.layers / devices()["h100"].decode_bytes_per_s
+    states = 2 * hybrid.state_bytes() / hybrid.layers / devices()["h100"].decode_bytes_per_s
     assert found.decode_seq == pytest.approx(whole.decode_seq / 4 + states)
 
 

@@ -9,12 +9,12 @@ import pytest
 from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.cli.engine_flags import engine_config, engine_groups
 from jaxserve.engine.machine import fitted
-from jaxserve.engine.memory import DeviceRoom
+from jaxserve.engine.memory import DeviceRoom, sizes
 from jaxserve.engine.sizing import for_this_machine, kv_tokens, make_plan
 from jaxserve.lab.cli import profile_steps
 from jaxserve.settings.flags import Command, parse
 from jaxserve.settings.options import make, values_of
-from jaxserve.settings.schema import EngineConfig
+from jaxserve.settings.schema import EngineConfig, MeshConfig
 from jaxserve.settings.schema.engine import SERVED
 
 LLAMA = MODELS["llama3-8b"]
@@ -42,14 +42,26 @@ def test_a_start_without_flags_takes_the_gpus_that_there_are():
 
 
 def test_as_many_sequences_run_as_there_is_room_for():
-    sizes = {}
+    sequences = {}
     for gigabytes in (24, 32, 80, 141):
         found, _ = fit({}, DeviceRoom("gpu", gigabytes * 10**9))
-        sizes[gigabytes] = found.scheduler.max_seqs
+        sequences[gigabytes] = found.scheduler.max_seqs
         plan = make_plan(found, LLAMA, DeviceRoom("gpu", gigabytes * 10**9))
         room = plan.pages * plan.block_size
         assert found.scheduler.max_seqs == 16 or room >= 900 * found.scheduler.max_seqs
-    assert sizes[24] < sizes[80] <= sizes[141] == 256
+    assert sequences[24] < sequences[80] <= sequences[141] == 256
+
+
+@pytest.mark.parametrize("mesh", [{}, {"spp": 2, "tp": 4}, {"spp": 3}, {"kvp": 2, "tp": 2}])
+@pytest.mark.parametrize("name", ["llama3-8b", "gpt-oss-20b", "qwen3-next-80b-a3b"])
+def test_simulations_count_the_weights_that_a_device_holds(name, mesh):
+    degrees = MeshConfig(**mesh)
+    for lanes in {1, degrees.kvp}:  # experts over ranks, or over lanes too
+        model = MODELS[name].with_tp(degrees.tp, lanes)
+        config = dataclasses.replace(make(EngineConfig, {"max_seqs": 2}), mesh=degrees)
+        plan = make_plan(config, model, DeviceRoom("gpu", 10**12))
+        counted = MODELS[name].over(lanes).weight_bytes(degrees.tp, degrees.spp)
+        assert counted == sizes(plan).weights
 
 
 @pytest.mark.parametrize(

@@ -109,11 +109,11 @@ def planned(model: ModelConfig, room: DeviceRoom = CPU, **settings):
 
 def test_memory_for_states_is_set_aside_before_that_for_pages():
     model = from_hf(NEXT_80B)
-    assert model.paged_layers() == 12 and model.state_bytes == 36 * 32 * 128 * 128 * 4
+    assert model.paged_layers() == 12 and model.state_bytes() == 36 * 32 * 128 * 128 * 4
     gpu = DeviceRoom("gpu", 141 * 10**9)
     small, large = (planned(model, gpu, mesh="tp=2", max_seqs=n) for n in (16, 64))
     window = 36 * 3 * (2 * 2048 + 4096) * 2
-    assert state_bytes(large, range(48)) == 64 * (model.state_bytes + window) // 2
+    assert state_bytes(large, range(48)) == 64 * (model.state_bytes() + window) // 2
     assert sizes(small).kv - sizes(large).kv >= sizes(large).states - sizes(small).states > 0
     assert sizes(large).total < 0.9 * gpu.bytes
     with pytest.raises(ConfigError, match=r"kv_memory_gib: 1 GiB hold 0 pages .* of 64 sequences"):
@@ -142,4 +142,4 @@ def test_bytes_of_kv_are_those_of_layers_with_pages():
     assert model.kv_bytes_per_token() == 12 * 2 * 2 * 256 * 2
     made = planned(model, mesh="tp=2", pages=10, max_seqs=4, dtype="bfloat16")
     assert sizes(made).kv == 10 * 16 * model.kv_bytes_per_token() // 2
-    assert np.prod(made.cache(0).state.shape) == 4 * model.state_bytes // 36 // 4
+    assert np.prod(made.cache(0).state.shape) == 4 * model.state_bytes() // 36 // 4

@@ -28,6 +28,7 @@ from jaxserve.costs.fit import (
     from_json,
     to_json,
 )
+from jaxserve.costs.heads import heads_of
 from jaxserve.engine.executor import CommandExecutor
 from jaxserve.engine.memory import sizes as memory_sizes
 from jaxserve.engine.profiling.measure import MeasuredStep, grid, measure, spread_grid
@@ -39,7 +40,6 @@ from jaxserve.kernels.kv_pages import FP8
 from jaxserve.lanes.choice import Correction
 from jaxserve.lanes.exchange import EXCHANGES
 from jaxserve.lanes.rates import GroupLinks, links_from_json, links_to_json
-from jaxserve.lanes.work import Heads, stored_bytes
 from jaxserve.progress import progress_bar
 from jaxserve.scheduling.assembly import ReplicaProfile, ReplicaSizes
 from jaxserve.settings.schema import (
@@ -51,7 +51,7 @@ from jaxserve.settings.schema import (
 )
 
 log = logging.getLogger(__name__)
-FORMAT = 6  # of the file
+FORMAT = 7  # of the file
 Search = Callable[["ReplicaProfile"], dict[str, dict[float, float]]]
 QUICK = 2**20  # most pairs of a step that is measured without being asked for
 
@@ -60,15 +60,12 @@ def replica_sizes(
     plan: StagePlan, cache: CacheConfig, scheduler: SchedulerConfig, max_len: int
 ) -> ReplicaSizes:
     """Returns the sizes of a replica whose stages follow a plan. max_len: tokens of a sequence."""
-    model = plan.model
-    tp = plan.mesh.tp
     item = np.dtype(plan.dtype).itemsize
-    stored = stored_bytes(model.head_dim, item, plan.kv_dtype == FP8)
     return ReplicaSizes(
         plan.mesh,
         dataclasses.replace(cache, pages=plan.pages, block_size=plan.block_size),
         scheduler,
-        Heads(model.heads // tp, model.kv_heads // tp, model.head_dim, item, stored=stored),
+        heads_of(plan.model, plan.mesh.tp, item, plan.kv_dtype == FP8),
         max_len,
         min(max_len, plan.width * plan.block_size * plan.mesh.kvp),
     )

@@ -95,13 +95,12 @@ def pool(system: System, tp: int, reserved: float) -> LoongPool:
     if spare or not count:
         raise ConfigError("mesh", f"{system.mesh.devices} devices do not make instances of {tp}")
     part = dataclasses.replace(system, mesh=MeshConfig(tp=tp))
-    kv_heads = system.shape.rank_heads(tp)[1]
     links = devices()[system.device].ranks
     return LoongPool(
         count,
         part.costs,
         part.kv_tokens(),
-        2 * kv_heads * system.kv_vector_bytes,
+        part.heads.kv_bytes,
         links[min(links)],
         round(reserved * count),
     )

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxserve.costs.coefficients import Costs, smooth_max
+from jaxserve.costs.coefficients import Costs
 from jaxserve.lab.simulate.arrival import Arrival, class_of
 from jaxserve.lab.simulate.recorder import Recorder, RequestRecord
 from jaxserve.lanes.rates import Link
@@ -48,11 +48,11 @@ class LoongPool:
         attention as far as it lasts."""
         costs = self.costs
         tokens = sum(prompts)
-        pairs = costs.pair * sum(n * n / 2 for n in prompts) / degree
+        pairs = sum(n * n / 2 for n in prompts) / degree
         attention = (
             len(prompts) * costs.chunk
             + costs.chunk_token * tokens / degree
-            + smooth_max(pairs, costs.read * tokens)
+            + costs.attended(pairs, tokens, tokens / degree)
         )
         ring = 0.0
         if degree > 1:

@@ -109,14 +109,15 @@ class PlanAnswer:
     """Results of simulating a plan. Seconds and tokens; `met` is the share of requests that met
     both objectives; `capacity` the most requests per second with which `attainment` of each kind
     do, None where it was not looked for; `alone` the seconds to the first token of the longest
-    prompt on idle devices, None where it does not fit. `weights` are bytes per device."""
+    prompt on idle devices, None where it does not fit. `weights` are bytes on the device that has
+    most."""
 
     plan: MeshPlan
     requests: int
     met: float
     figures: dict[str, Any]
     kv_tokens: int
-    weights: float
+    weights: int
     alone: float | None
     capacity: float | None = None
 
@@ -180,7 +181,7 @@ def _obstacle(mesh: MeshConfig, question: PlanQuestion) -> str:
     system = question.system(mesh)
     if reason := system.obstacle():
         return reason
-    if (tokens := system.kv_tokens()) < 2 * question.cache.block_size:
+    if (tokens := system.kv_tokens(question.scheduler.max_seqs)) < 2 * question.cache.block_size:
         return f"KV of {tokens} tokens fits, which is less than two blocks"
     scheduler, cache = question.settings(mesh)
     try:
@@ -242,8 +243,8 @@ class PlanRunner:
             len(outcome.records),
             self._met(outcome.records),
             outcome_summary(outcome, scheduler.tpot, tpot_by_kind(scheduler))["all"],
-            plan.mesh.kvp * (system.kv_tokens() // block) * block,
-            system.shape.weight_bytes() / (plan.mesh.spp * plan.mesh.tp),
+            plan.mesh.kvp * (system.kv_tokens(scheduler.max_seqs) // block) * block,
+            system.weights,
             None if alone.reason == "refused" else alone.ttft,
         )
 

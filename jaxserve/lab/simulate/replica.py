@@ -241,7 +241,7 @@ def _info(
         layers=shape.layers,
         heads=shape.heads,
         kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
+        head_dim=shape.kv_head_dim,
         d_model=shape.d_model,
         bos_id=None,
         eos_ids=(),

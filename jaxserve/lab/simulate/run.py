@@ -18,9 +18,10 @@ import numpy as np
 
 from jaxserve.api.errors import RequestError
 from jaxserve.api.request import Request, Slo
-from jaxserve.checkpoint.model import ModelConfig
+from jaxserve.checkpoint.model import ModelConfig, layers_of
 from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.costs.coefficients import Costs
+from jaxserve.costs.heads import heads_of
 from jaxserve.costs.profiles import costs, devices
 from jaxserve.lab.quotients import quotient
 from jaxserve.lab.simulate.arrival import Arrival, kind_of, to_request
@@ -28,8 +29,8 @@ from jaxserve.lab.simulate.recorder import Outcome, Recorder, RequestRecord, spa
 from jaxserve.lab.simulate.replica import VirtualReplica
 from jaxserve.lanes.groups import group_sizes
 from jaxserve.lanes.rates import LaneLinks, Link
-from jaxserve.lanes.work import ITEM, Heads, stored_bytes
-from jaxserve.scheduling.assembly import ReplicaProfile, ReplicaSizes, assemble
+from jaxserve.lanes.work import ITEM, Heads
+from jaxserve.scheduling.assembly import CachedModel, ReplicaProfile, ReplicaSizes, assemble
 from jaxserve.settings.schema import (
     CacheConfig,
     ConfigError,
@@ -92,15 +93,17 @@ class System:
         bfloat16. Errors: ConfigError for an unknown device or a degree of tp that was not
         measured."""
         measured = costs(self.device, self.shape, self.mesh.tp)
-        bytes_ = self.kv_vector_bytes / (ITEM * self.shape.head_dim)
+        bytes_ = self.heads.stored / (ITEM * self.heads.head_dim)
         return dataclasses.replace(
-            measured, read=measured.read * bytes_, decode_kv=measured.decode_kv * bytes_
+            measured,
+            read=measured.read * bytes_,
+            decode_kv=max(measured.decode_kv * bytes_, measured.pair),
         )
 
     @property
-    def kv_vector_bytes(self) -> int:
-        """Bytes of a key or a value of one head."""
-        return stored_bytes(self.shape.head_dim, ITEM, self.kv_cache_dtype == "fp8")
+    def heads(self) -> Heads:
+        """Heads of one rank."""
+        return heads_of(self.shape, self.mesh.tp, fp8=self.kv_cache_dtype == "fp8")
 
     def link(self, lanes: int) -> Link:
         """Returns the link from a lane to another of its group of `lanes` lanes, for one rank."""
@@ -121,9 +124,7 @@ class System:
     ) -> ReplicaSizes:
         """Returns the sizes of a replica with these settings. cache: with its pages. longest:
         tokens of the longest prompt that plans are fitted to."""
-        heads, kv_heads = self.shape.rank_heads(self.mesh.tp)
-        sizes = Heads(heads, kv_heads, self.shape.head_dim, stored=self.kv_vector_bytes)
-        return ReplicaSizes(self.mesh, cache, scheduler, sizes, UNLIMITED, longest)
+        return ReplicaSizes(self.mesh, cache, scheduler, self.heads, UNLIMITED, longest)
 
     def check(self) -> None:
         """Checks the mesh. Errors: ConfigError if the model cannot run on it."""
@@ -147,22 +148,29 @@ class System:
             return error.message
         return ""
 
-    def kv_tokens(self) -> int:
-        """Tokens whose KV fits on one lane. Errors: ConfigError where not even the weights fit."""
-        ranks = self.mesh.spp * self.mesh.tp
-        free = self.memory * devices()[self.device].memory_bytes - self.shape.weight_bytes() / ranks
+    @property
+    def weights(self) -> int:
+        """Bytes of weights on the device that has most. GPUs hold them in bfloat16, however a
+        checkpoint does."""
+        return self.shape.weight_bytes(self.mesh.tp, self.mesh.spp)
+
+    def kv_tokens(self, slots: int = 0) -> int:
+        """Tokens whose KV fits on one lane, beside the states of as many sequences as there are
+        slots. Errors: ConfigError where not even the weights fit."""
+        free = self.memory * devices()[self.device].memory_bytes - self.weights
         if free <= 0:
-            need = self.shape.weight_bytes() / ranks / 2**30
             raise ConfigError(
                 "mesh",
-                f"{need:.0f} GiB of weights per device leave no room for KV on {self.device} "
-                f"with {self.mesh}",
+                f"{self.weights / 2**30:.0f} GiB of weights per device leave no room for KV on "
+                f"{self.device} with {self.mesh}",
             )
-        heads = self.shape.rank_heads(self.mesh.tp)[1]
-        layers = -(-self.shape.layers // self.mesh.spp)
         if self.kv_gib is not None:
             free = self.kv_gib * 2**30
-        return int(free / (layers * 2 * heads * self.kv_vector_bytes))
+        rank = self.shape.share(self.mesh.tp)
+        stages = layers_of(self.shape, self.mesh.spp)
+        states = slots * max(map(rank.state_bytes, stages))
+        layers = max(map(self.shape.paged_layers, stages))
+        return max(0, int((free - states) / (layers * self.heads.kv_bytes)))
 
     def replica(
         self,
@@ -175,10 +183,14 @@ class System:
         system = self.with_cache(cache)
         system.check()
         check_lanes(self.mesh, cache, scheduler)
-        pages = cache.pages or system.kv_tokens() // cache.block_size
+        pages = cache.pages or system.kv_tokens(scheduler.max_seqs) // cache.block_size
         cache = dataclasses.replace(cache, pages=pages)
         return VirtualReplica(
-            assemble(system.sizes(scheduler, cache), system.profile),
+            assemble(
+                system.sizes(scheduler, cache),
+                system.profile,
+                CachedModel(ascending=self.shape.has_windows, states=self.shape.has_states),
+            ),
             cache,
             self.mesh,
             lookahead,

@@ -27,7 +27,7 @@ class AttentionRates(NamedTuple):
         """
         return cls(
             layers * heads.kv_bytes / bytes_per_s,
-            layers * 4 * heads.heads * heads.head_dim / flops_per_s,
+            layers * heads.pair_flops / flops_per_s,
         )
 
 

@@ -426,7 +426,7 @@ def test_what_a_group_exchanges_depends_on_the_node_that_it_leaves_or_not():
 def test_kv_in_fp8_has_half_the_bytes_and_a_scale():
     plain = System(SHAPE, "h100", MeshConfig(tp=8))
     small = plain.with_cache(CacheConfig(kv_cache_dtype="fp8"))
-    assert small.kv_vector_bytes == 128 + 2 and plain.kv_vector_bytes == 256
+    assert small.heads.stored == 128 + 2 and plain.heads.stored == 256
     assert small.kv_tokens() == pytest.approx(plain.kv_tokens() * 256 / 130, abs=1)
     assert small.costs.decode_kv == pytest.approx(plain.costs.decode_kv * 130 / 256)
     assert small.costs.pair == plain.costs.pair

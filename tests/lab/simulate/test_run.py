@@ -17,8 +17,8 @@ from jaxserve.lab.simulate.run import MEMORY_SHARE, Outcome, System, execute, ou
 from jaxserve.lab.simulate.workload import parse
 from jaxserve.settings.schema import CacheConfig, ConfigError, MeshConfig, SchedulerConfig
 
-# 16 layers of 8 * (2 * 4 + 2 * 2) * 2 + 3 * 8 * 16 = 576 weights, and twice 8 * 100 for the
-# vocabulary
+# 16 layers of 8 * (2 * 4 + 2 * 2) * 2 + 3 * 8 * 16 = 576 weights and two norms of 8 in f32; twice 8
+# * 112 for the vocabulary, which is padded to tiles of 16, and a norm
 SHAPE = ModelConfig(
     name="small",
     layers=16,
@@ -44,18 +44,19 @@ def record(
 
 
 def test_weights_of_a_shape_by_hand():
-    assert SHAPE.weight_bytes() == 2 * (16 * 576 + 1600) == 21_632
+    layer = 2 * 576 + 2 * 4 * 8
+    assert SHAPE.weight_bytes() == 16 * layer + 2 * 2 * 8 * 112 + 4 * 8 == 23_072
 
 
 @pytest.mark.parametrize(
     ("mesh", "weights", "token"),
     [
-        (MeshConfig(), 21_632, 16 * 16),
-        (MeshConfig(tp=2), 10_816, 16 * 8),
-        (MeshConfig(spp=4), 5_408, 4 * 16),
-        (MeshConfig(spp=3), 21_632 / 3, 6 * 16),
-        (MeshConfig(tp=4), 5_408, 16 * 8),
-        (MeshConfig(kvp=4), 21_632, 16 * 16),
+        (MeshConfig(), 23_072, 16 * 16),
+        (MeshConfig(tp=2), 12_320, 16 * 8),  # norms are on both; 50 ids of each are padded to 64
+        (MeshConfig(spp=4), 6_688, 4 * 16),  # the last stage, with the head and its norm
+        (MeshConfig(spp=3), 9_120, 6 * 16),
+        (MeshConfig(tp=4), 7_200, 16 * 8),  # two ranks have a copy of each kv head
+        (MeshConfig(kvp=4), 23_072, 16 * 16),
     ],
 )
 def test_tokens_that_fit_on_a_lane_by_hand(mesh, weights, token):
@@ -67,7 +68,7 @@ def test_tokens_that_fit_on_a_lane_by_hand(mesh, weights, token):
 
 def test_a_large_model_by_hand():
     """70.6 GB x 2 of weights on 4 devices, and 80 layers x 2 heads x 128 x 4 bytes a token."""
-    free = MEMORY_SHARE * devices()["h100"].memory_bytes - LARGE.weight_bytes() / 4
+    free = MEMORY_SHARE * devices()["h100"].memory_bytes - LARGE.weight_bytes(tp=4)
     assert System(LARGE, "h100", MeshConfig(tp=4)).kv_tokens() == int(free / (80 * 2 * 128 * 4))
     assert 2 * 70e9 < LARGE.weight_bytes() < 2 * 71e9
 
