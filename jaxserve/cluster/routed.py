@@ -69,8 +69,9 @@ class RoutedRequest:
         return ended or any(self.tokens.values())
 
     def next_request(self) -> Request:
-        """Returns the request as the next member gets it: one that has begun goes on."""
-        if not self.begun:
+        """Returns the request as the next member gets it: one that has begun goes on. So does one
+        that a member had taken, perhaps from its first token on: no full queue may refuse it."""
+        if not self.begun and not self.losses:
             return self.request
         outputs = {index: tuple(self.tokens[index]) for index in sorted(self.unfinished)}
         going_on = Continuation(outputs, self.first_token_at)

@@ -101,6 +101,17 @@ def test_a_request_without_tokens_is_redone_where_its_member_dies(make):
     assert cluster.idle()
 
 
+def test_requests_that_were_accepted_move_to_a_member_whose_queue_is_full(make):
+    cluster = make(paused(max_queue=2), paused(max_queue=2))
+    heard = [cluster.submit(f"{number}", tokens=6) for number in range(4)]
+    assert [len(fake.requests) for fake in cluster.fakes] == [2, 2]
+    cluster.fakes[0].die()
+    cluster.fakes[1].paused = False
+    eventually(lambda: all(one.ends for one in heard))
+    for one in heard:
+        assert_served(one, 6)
+
+
 def test_all_completions_are_redone_together(make):
     cluster = make(paused(), paused())
     heard = cluster.submit(tokens=4, n=3)

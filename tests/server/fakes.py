@@ -242,7 +242,7 @@ class FakeReplica:
                 raise RequestError("", "the engine is not running", "UNAVAILABLE")
             if request.id in self.requests:
                 raise RequestError("request_id", f"{request.id!r} is running", "ALREADY_EXISTS")
-            if len(self.requests) >= self._max_queue:
+            if len(self.requests) >= self._max_queue and request.continuation is None:
                 raise RequestError(
                     "queue",
                     f"{self._max_queue} requests wait already",
