@@ -238,7 +238,7 @@ class Dispatcher:
         if routed.ending is not None or self._closed:
             return None
         errors = [one.error for one in events if isinstance(one, Finished) and one.error]
-        return next((e for e in errors if lost or e.status == "UNAVAILABLE"), None)
+        return next((one for one in errors if lost or one.status == "UNAVAILABLE"), None)
 
     # --- events
 

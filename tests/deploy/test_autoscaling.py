@@ -15,6 +15,7 @@ from jaxserve.cluster.roles import Role
 from tests.cluster.fakes import RoleCluster, RoleReplica
 
 FOLDER = Path(__file__).parents[2] / "docs/deploy/autoscaling"
+KUBERNETES = "1.36"
 QUERY = re.compile(r'max\((?P<name>jaxserve:\w+)\{role="(?P<role>\w+)"\}\)')
 
 
@@ -55,6 +56,12 @@ def test_keda_asks_for_signals_that_conductors_have():
             assert one["metadata"]["name"] == f"jaxserve-{asked['role']}"
             assert trigger["type"] == "prometheus" and trigger["metricType"] == "Value"
             assert float(trigger["metadata"]["threshold"]) > 0
+
+
+def test_kubernetes_takes_the_autoscalers():
+    validate = pytest.importorskip("kubernetes_validate", reason="the extra `deploy`").validate
+    for one in documents("hpa.yaml"):
+        validate(one, KUBERNETES, strict=True)
 
 
 def test_autoscalers_ask_for_what_the_adapter_gives_of_conductors():
