@@ -236,7 +236,8 @@ class CallerSession:
     ) -> None:
         """Has a request go on whose guide is compiled; called on the thread that did it."""
         submit = functools.partial(self._submit_guided, number, request, compiling)
-        self._served.threads.submit(self._go_on, number, submit)
+        with contextlib.suppress(RuntimeError):  # the service has stopped, with its sessions
+            self._served.threads.submit(self._go_on, number, submit)
 
     def _go_on(self, number: int, submit: Callable[[], None]) -> None:
         self._attempt(number, submit)
