@@ -27,10 +27,11 @@ from jaxserve.transfer.frames import (
     encode_answer,
 )
 from jaxserve.transfer.sieve import Sieve
+from jaxserve.transfer.strangers import Strangers
 from jaxserve.transfer.windows import Lease, Windows
 
 STALL_SECONDS = 10.0  # that a sender may take between two parts of a slice
-MAX_HANDSHAKES = 64  # at once: strangers can hold no more threads
+MAX_HANDSHAKES = 64  # at once, a thread each
 BACKLOG = 256
 RETRY_SECONDS = 0.1  # to wait where this process has no file left for a connection
 DRAIN_BYTES = 1 << 16  # that are thrown away at a time
@@ -61,10 +62,9 @@ class Receiver:
         self._secret = secret
         self._tls = tls
         self._max_connections = max_connections
+        self._strangers = Strangers(MAX_HANDSHAKES)
         self._lock = threading.Lock()  # of all below
         self._links: Sieve[_Link] = Sieve()
-        self._strangers = 0  # connections in the handshake
-        self._greeting: set[socket.socket] = set()  # handles of these
         self._threads: set[threading.Thread] = set()
         self._closing = False
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -87,12 +87,11 @@ class Receiver:
         with self._lock:
             self._closing = True
             links = self._links.keys()
-            ending = list(self._greeting)
             threads = list(self._threads)
-        for listener in (self._server, *ending):
-            with contextlib.suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)
         self._server.close()
+        self._strangers.end_all()
         for link in links:
             link.connection.close()
         for thread in threads:
@@ -124,27 +123,25 @@ class Receiver:
                 continue
             if self._tls is not None:
                 self._tls = self._tls.renewed()
-            with self._lock:
-                welcome = self._strangers < MAX_HANDSHAKES and not self._closing
-                self._strangers += welcome
-            if welcome:
-                self._start(self._receive, "transfer-receive", connection, address)
-            else:
+            try:
+                handle = self._strangers.add(connection, address[0])
+            except OSError as error:
                 connection.close()
+                log.warning("transfer: no connection can be taken: %s", error)
+                continue
+            self._start(self._receive, "transfer-receive", connection, handle, address)
 
-    def _receive(self, connection: socket.socket, address: tuple) -> None:
-        """A connection's life."""
+    def _receive(self, connection: socket.socket, handle: socket.socket, address: tuple) -> None:
+        """A connection's life. handle: by which its handshake can be ended."""
         try:
-            session = self._greet(connection)
-            link = _Link(session)
+            link = _Link(handshake.accept(connection, self._secret, PURPOSE, self._tls))
         except OSError as error:
             with self._lock:
                 self.refused += 1
             log.info("transfer: refused %s: %s", address[0], error)
             return
         finally:
-            with self._lock:
-                self._strangers -= 1
+            self._strangers.remove(handle)
         try:
             if self._admit(link):
                 while True:
@@ -155,25 +152,6 @@ class Receiver:
             link.connection.close()
             with self._lock:
                 self._links.remove(link)
-
-    def _greet(self, connection: socket.socket) -> Session:
-        """The handshake, which `close` can end by another handle of the same connection: TLS takes
-        this one away. Errors: OSError."""
-        try:
-            handle = connection.dup()
-        except OSError:
-            connection.close()
-            raise
-        with handle:
-            with self._lock:
-                self._greeting.add(handle)
-                if self._closing:
-                    handle.shutdown(socket.SHUT_RDWR)
-            try:
-                return handshake.accept(connection, self._secret, PURPOSE, self._tls)
-            finally:
-                with self._lock:
-                    self._greeting.discard(handle)
 
     def _admit(self, link: _Link) -> bool:
         """Counts a connection in. False where all there may be are busy, or at the end."""

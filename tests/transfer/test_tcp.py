@@ -20,6 +20,7 @@ from jaxserve.transfer import TransferError, frames, protocol, receiver, sender
 from jaxserve.transfer.frames import Answer, Request
 from jaxserve.transfer.link import SendingLink
 from jaxserve.transfer.protocol import split_address
+from jaxserve.transfer.strangers import Strangers
 from jaxserve.transfer.tcp import TcpTransfer
 from tests.examples import examples
 from tests.transfer.peer import SECRET, make, noise
@@ -227,23 +228,43 @@ def test_garbage_on_the_port_harms_nobody(transfers, said):
     lender.end(window)
 
 
-def test_strangers_that_say_nothing_are_bounded_and_leave(transfers, monkeypatch):
-    monkeypatch.setattr(handshake, "HANDSHAKE_SECONDS", 1.0)
+def test_strangers_that_say_nothing_are_bounded_and_leave_and_keep_no_peer_out(
+    transfers, monkeypatch
+):
+    monkeypatch.setattr(handshake, "HANDSHAKE_SECONDS", 1.5)
     monkeypatch.setattr(receiver, "MAX_HANDSHAKES", 4)
     lender = transfers(size=1 << 20)
     silent = [socket.create_connection(split_address(lender.address)) for _ in range(12)]
-    eventually(lambda: lender.counts().refused == 4, SOON)
+    eventually(lambda: lender.counts().refused >= 8, SOON)
+    writer = transfers(10, size=1 << 20)
+    window = lender.lend(0, 100, 60)
+    assert over(writer, writer.write(window, 0, writer.memory[:100], 2)) == ""
+    lender.end(window)
     for stranger in silent:
         stranger.settimeout(SOON)
         with contextlib.suppress(ConnectionError):
             while stranger.recv(1000):
                 pass
         stranger.close()
-    assert lender.counts().refused == 4, "the others were sent away at once"
-    writer = transfers(10, size=1 << 20)
-    window = lender.lend(0, 100, 60)
-    assert over(writer, writer.write(window, 0, writer.memory[:100], 10)) == ""
-    lender.end(window)
+    assert lender.counts().refused == 12
+
+
+def test_of_an_address_with_many_strangers_the_oldest_leaves():
+    strangers = Strangers(3)
+    with contextlib.ExitStack() as stack:
+        ends = [stack.enter_context(end) for _ in range(5) for end in socket.socketpair()]
+        for end, address in zip(ends[::2], ("single", "flood", "flood", "flood", "flood")):
+            stack.callback(strangers.remove, strangers.add(end, address))
+        for other in ends[1::2]:
+            other.setblocking(False)
+        assert [_is_open(other) for other in ends[1::2]] == [True, False, False, True, True]
+
+
+def _is_open(end: socket.socket) -> bool:
+    try:
+        return bool(end.recv(1))
+    except BlockingIOError:
+        return True
 
 
 def test_one_with_tls_and_one_without_do_not_meet(transfers, kind, certificate):
