@@ -6,6 +6,7 @@ What others routed there is `other_work`. Times are clock seconds.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -61,6 +62,14 @@ class Assignments:
         head = next(iter(self._prefills.values()))
         done = min(max(now - self._head_since, 0.0), head)
         return math.fsum(self._prefills.values()) - done
+
+    def prefill_ends(self, now: float) -> dict[str, float]:
+        """Predicted seconds until each of the prompts there is prefilled, by its request's id."""
+        if not self._prefills:
+            return {}
+        done = min(max(now - self._head_since, 0.0), next(iter(self._prefills.values())))
+        ends = itertools.accumulate(self._prefills.values(), initial=-done)
+        return dict(zip(self._prefills, itertools.islice(ends, 1, None)))
 
     # --- decode
 

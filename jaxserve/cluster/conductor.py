@@ -158,7 +158,7 @@ class Conductor:
 
     def check(self) -> None:
         """Looks which members have come to life, are lost, or have ended the last request before
-        they leave."""
+        they leave, and which requests wait too long for their prompts."""
         for member in self.members:
             if member.replica.alive:
                 if member.lost:
@@ -170,6 +170,7 @@ class Conductor:
                 self._lose(member)
             if member.leaving and not self._dispatcher.serves_on(member):
                 self._let_go(member)
+        self._dispatcher.review()
         self._role_changes.follow(self.now())
         if self._changes_roles:
             self._role_changes.check(self.now())

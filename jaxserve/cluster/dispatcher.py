@@ -25,6 +25,7 @@ from jaxserve.cluster.counts import ENDED, LOST, ConductorCounts
 from jaxserve.cluster.delivery import Delivery
 from jaxserve.cluster.member import RETRY_SECONDS, Member
 from jaxserve.cluster.prefill_jobs import PrefillJobs
+from jaxserve.cluster.prefill_review import PrefillReview
 from jaxserve.cluster.routed import RoutedRequest
 from jaxserve.cluster.router import Placement, Router
 from jaxserve.replica.protocol import Replica, Sink
@@ -60,7 +61,8 @@ class Dispatcher:
         self._idle = threading.Condition(self._lock)
         self._live: dict[str, RoutedRequest] = {}
         self._delivery = Delivery(self._lock)
-        self._jobs = PrefillJobs(self._lock, now, post)
+        self._jobs = PrefillJobs(self._lock, now, post, self._go_on)
+        self._review = PrefillReview(self._jobs, router, self._lock, self._go_on)
         self._draining = self._closed = False
 
     def __len__(self) -> int:
@@ -108,7 +110,8 @@ class Dispatcher:
                     "", "no replica can take requests now", "UNAVAILABLE", RETRY_SECONDS
                 )
             if placement.prefill_on is not None:
-                self._jobs.begin(routed, placement)
+                if self._jobs.begin(routed, placement):
+                    return
                 continue
             error = self._send(routed, placement)
             if error is None:
@@ -190,10 +193,11 @@ class Dispatcher:
         """Takes the requests of a member that is lost from it."""
         error = RequestError("", f"the replica {member.name} was lost", "UNAVAILABLE")
         with self._lock:
-            self._jobs.lost(member, self._live.values())
-            mine = [r for r in self._live.values() if r.member is member and r.placed]
+            live = list(self._live.values())
+            mine = [r for r in live if r.member is member and r.placed]
             for routed in mine:
                 self._fail(routed, member)
+        self._jobs.lost(member, live)
         for routed in mine:
             self._post(functools.partial(self._redo, routed, error, LOST))
 
@@ -230,6 +234,29 @@ class Dispatcher:
                 log.exception("request %r could not be tried again", routed.request.id)
         reason, wanted = routed.ending or ("error", error)
         self._end_now(routed, reason, wanted)
+
+    def review(self) -> None:
+        """Decides again where prompts of requests are computed that would be late. To be called now
+        and then, by one thread."""
+        with self._lock:
+            live = list(self._live.values())
+        self._review.review(live, self._now())
+
+    def _go_on(self, routed: RoutedRequest) -> None:
+        """Places a request that waits for its prefill job no longer, or ends it."""
+        deadline = routed.request.deadline
+        if deadline is not None and deadline <= self._now():
+            self._end_now(routed, "deadline", None)
+            return
+        error = RequestError("", "it could not be placed", "UNAVAILABLE")
+        try:
+            self._place(routed)
+            return
+        except RequestError as refusal:
+            error = refusal
+        except Exception:
+            log.exception("request %r could not go on", routed.request.id)
+        self._end_now(routed, "error", error)
 
     def _failure(
         self, routed: RoutedRequest, lost: bool, events: Sequence[Event]
@@ -309,7 +336,8 @@ class Dispatcher:
         routed = self._live.get(request_id)
         if routed is None:
             return False
-        self._jobs.end(routed)
+        if self._jobs.end(routed):
+            return self._end_now(routed, reason, None)
         while True:
             with self._lock:
                 if self._live.get(request_id) is not routed:
@@ -354,7 +382,8 @@ class Dispatcher:
             for routed in live:
                 routed.ending = ("error", error)
         for routed in live:
-            self._jobs.end(routed)
+            if self._jobs.end(routed):
+                self._end_now(routed, "error", error)
             if routed.placed and routed.member is not None:
                 self._post(functools.partial(_cancel, routed.member, routed.request.id))
         with self._lock:

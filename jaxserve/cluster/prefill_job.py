@@ -12,6 +12,7 @@ import dataclasses
 from jaxserve.api.request import KvSource, Request
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.cluster.member import Member
+from jaxserve.cluster.router import Placement
 
 SUFFIX = "#prefill"  # of the ids of jobs
 ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
@@ -20,14 +21,19 @@ ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 @dataclasses.dataclass(eq=False)
 class PrefillJob:
     """A prompt that `member` computes for the member that decodes it. Its fields change under the
-    lock of its maker. source: where the decode member asks for the blocks. ready_at: predicted
-    clock second of its end. ended: the member does nothing for it any more. failed: its KV will
-    not come, or not all of it."""
+    lock of its maker. source: where the decode member asks for the blocks. expected_on: the member
+    that decodes if things stay as they are; the request counts as work to come there while it waits
+    for the job. prefill: predicted seconds of computing; ready_at: predicted clock second of its
+    end. begun: some of its blocks are there. ended: the member does nothing for it any more.
+    failed: its KV will not come, or not all of it."""
 
     request: Request
     member: Member
     source: KvSource
+    expected_on: Member
+    prefill: float = 0.0
     ready_at: float = 0.0
+    begun: bool = False
     ended: bool = False
     failed: bool = False
 
@@ -37,13 +43,19 @@ class PrefillJob:
         return not self.failed and self.member.alive
 
 
-def job_for(request: Request, member: Member, fetch: KvSource | None) -> PrefillJob:
-    """The job of computing a request's prompt. member: which has an address. fetch: from where the
-    job may get the prompt's first blocks. Only full blocks can be fetched."""
-    assert member.address is not None
+def job_for(request: Request, placement: Placement) -> PrefillJob:
+    """The job of computing a request's prompt, on a member that has an address. Only full blocks
+    can be fetched from it."""
+    member = placement.prefill_on
+    assert member is not None and member.address is not None
     job = dataclasses.replace(
-        request, id=request.id + SUFFIX, sampling=ONE_TOKEN, guide=None, kv_source=fetch, job=True
+        request,
+        id=request.id + SUFFIX,
+        sampling=ONE_TOKEN,
+        guide=None,
+        kv_source=placement.fetch,
+        job=True,
     )
     size = member.replica.info.block_size
     source = KvSource(member.address, len(request.prompt) // size, job.id, size)
-    return PrefillJob(job, member, source)
+    return PrefillJob(job, member, source, placement.member)

@@ -26,10 +26,11 @@ class RoutedRequest:
     member: that has it or is just being asked to take it; None while it has none. admitted: it is
     not refused any more for overload. placed: the member has taken it. attempt: number of the try.
     tried: members that have failed it or refused it; spared: those that have failed or refused its
-    prefill job. job: by which another member computes its prompt. losses: members that took it and
-    failed it. tokens: ids that the caller was sent, by completion. decoding: this try gave a token.
-    stops: completions that are to end. ending: with which all completions end, whatever the member
-    says.
+    prefill job. job: by which another member computes its prompt. waits_for: the same until the job
+    has begun: the request is on no member that would keep a place for it. reviewed: it was decided
+    again who computes its prompt. losses: members that took it and failed it. tokens: ids that the
+    caller was sent, by completion. decoding: this try gave a token. stops: completions that are to
+    end. ending: with which all completions end, whatever the member says.
     """
 
     request: Request
@@ -41,6 +42,8 @@ class RoutedRequest:
     tried: set[Member] = dataclasses.field(default_factory=set)
     spared: set[Member] = dataclasses.field(default_factory=set)
     job: PrefillJob | None = None
+    waits_for: PrefillJob | None = None
+    reviewed: bool = False
     losses: int = 0
     tokens: dict[int, list[int]] = dataclasses.field(default_factory=dict)
     decoding: bool = False

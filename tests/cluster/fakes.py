@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jaxserve.api.events import Progress
 from jaxserve.api.request import Request
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.cache.block_events import StoredBlocks
@@ -27,7 +28,9 @@ SHORT = LONG[:20]
 
 
 class RoleReplica(FakeReplica):
-    """A fake with a role. seen: all requests that it took, jobs of prefill among them."""
+    """A fake with a role. seen: all requests that it took, jobs of prefill among them. busy: it has
+    not begun with prefill jobs that it takes; else it has computed some of each, also while it is
+    `paused`."""
 
     def __init__(self, role: str = "mixed", block_size: int = BLOCK, **rest):
         super().__init__(**rest)
@@ -36,6 +39,7 @@ class RoleReplica(FakeReplica):
         self.host_cache_gib = 1.0
         self.seen: list[Request] = []
         self.closed = False
+        self.busy = False
 
     @property
     def info(self) -> ReplicaInfo:
@@ -47,6 +51,8 @@ class RoleReplica(FakeReplica):
     def submit(self, request: Request, sink: Sink) -> None:
         super().submit(request, sink)
         self.seen.append(request)
+        if request.id.endswith(SUFFIX) and not self.busy:
+            sink([Progress(0, 1, len(request.prompt))])
 
     def close(self) -> None:
         self.closed = True

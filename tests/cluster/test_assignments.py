@@ -21,6 +21,15 @@ def test_a_queue_is_what_was_routed_less_what_was_done():
     assert member.queue(16.0) == 0 and member.prefills == 0
 
 
+def test_each_prompt_of_a_queue_has_a_predicted_end():
+    member = Assignments()
+    assert member.prefill_ends(5.0) == {}
+    member.begin_prefill("a", 4.0, 10.0)
+    member.begin_prefill("b", 2.0, 11.0)
+    assert member.prefill_ends(11.0) == pytest.approx({"a": 3.0, "b": 5.0})
+    assert member.prefill_ends(99.0) == pytest.approx({"a": 0.0, "b": 2.0})
+
+
 def test_promised_tokens_are_those_under_way():
     member = Assignments()
     member.expect_decode("a", 100, 1.0)

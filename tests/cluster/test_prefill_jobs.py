@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxserve.api.errors import RequestError
+from jaxserve.api.events import Progress
 from jaxserve.api.request import KvSource, Slo
 from tests.cluster.fakes import BLOCK, LONG, SHORT, RoleCluster, RoleReplica, assert_right, make
 from tests.waiting import eventually
@@ -97,7 +98,7 @@ def test_requests_are_spread_over_members_that_prefill_and_that_decode(cluster):
     for number in range(8):
         four.submit(str(number), prompt=[number, *LONG])
     assert [len(fake.jobs) for fake in fakes] == [4, 4, 0, 0]
-    assert sorted(len(fake.own) for fake in fakes)[2:] == [4, 4]
+    eventually(lambda: sorted(len(fake.own) for fake in fakes)[2:] == [4, 4])
 
 
 def test_mixed_members_serve_whole_requests_beside_the_others(cluster):
@@ -134,10 +135,101 @@ def test_full_members_that_decode_do_not_send_users_to_those_that_prefill(cluste
     prefill, decode = make("prefill", True), make("decode", True, max_queue=1)
     both = cluster(prefill, decode)
     both.submit("first")
-    with pytest.raises(RequestError) as refused:
-        both.submit("second")
-    assert refused.value.status == "RESOURCE_EXHAUSTED" and not prefill.own
+    eventually(lambda: decode.own)
+    heard = both.serve("second")
+    assert heard.end.error.status == "RESOURCE_EXHAUSTED" and not prefill.own
     eventually(lambda: [*prefill.requests] == ["first#prefill"], 2)
+
+
+# --- requests that wait for their prompts
+
+
+def waiting(cluster, *others: RoleReplica, **settings):
+    """A cluster whose first member prefills and has begun with nothing."""
+    prefill = make("prefill", True)
+    prefill.busy = True
+    return prefill, cluster(prefill, *others, **settings)
+
+
+def begin(prefill: RoleReplica, id: str = "r") -> None:
+    """Has a member tell that it has computed some of a request's prompt."""
+    prefill.requests[f"{id}#prefill"].sink([Progress(0, 16, len(LONG))])
+
+
+def test_a_request_is_sent_to_be_decoded_once_some_of_its_prompt_is_computed(cluster):
+    decode = make("decode")
+    prefill, both = waiting(cluster, decode)
+    heard = both.submit(slo=Slo(ttft=60.0))
+    assert prefill.jobs and both.members[1].promised == len(LONG) + 5
+    for _ in range(3):
+        both.conductor.check()
+    assert not decode.seen and not heard.events
+    begin(prefill)
+    eventually(lambda: heard.ends)
+    assert_right(heard)
+    assert source_of(decode) == job_source(both, prefill)
+    eventually(both.idle)
+
+
+@pytest.mark.parametrize("end", ["cancel", "close"])
+def test_a_request_that_waits_for_its_prompt_ends_at_once(cluster, end):
+    decode = make("decode")
+    prefill, both = waiting(cluster, decode)
+    heard = both.submit()
+    if end == "cancel":
+        assert both.conductor.cancel("r") is True
+        assert heard.end.reason == "cancelled"
+    else:
+        both.conductor.close()
+        assert heard.end.error.status == "UNAVAILABLE"
+    eventually(lambda: prefill.cancelled == ["r#prefill"])
+    assert not decode.seen
+    eventually(both.idle)
+
+
+def test_a_request_goes_on_elsewhere_when_the_member_that_was_to_prefill_is_lost(cluster):
+    decode = make("decode")
+    prefill, both = waiting(cluster, decode)
+    heard = both.submit()
+    prefill.alive = False
+    eventually(lambda: heard.ends)
+    assert_right(heard)
+    assert source_of(decode) is None
+
+
+def test_a_request_whose_deadline_comes_while_it_waits_ends_with_that_reason(cluster):
+    decode = make("decode")
+    prefill, both = waiting(cluster, decode)
+    heard = both.submit(deadline=both.conductor.now() + 0.01)
+    time.sleep(0.02)
+    prefill.cancel("r#prefill", "deadline")  # as a replica does
+    eventually(lambda: heard.ends)
+    assert heard.end.reason == "deadline" and not decode.seen
+
+
+def test_a_prompt_that_would_be_late_is_computed_elsewhere_once_that_is_earlier(cluster):
+    decode = make("decode")
+    prefill, both = waiting(cluster, decode)
+    for member in both.members:
+        member.rate = 0.001  # seconds per token
+    both.members[0].work.begin_prefill("ahead", 9.0, both.conductor.now())
+    patient = both.submit("patient", slo=Slo(ttft=60.0))
+    hurried = both.submit("hurried", slo=Slo(ttft=2.0))
+    eventually(lambda: hurried.ends)
+    assert_right(hurried)
+    assert source_of(decode) is None and prefill.cancelled == ["hurried#prefill"]
+    assert not patient.events and [request.id for request in decode.own] == ["hurried"]
+
+
+def test_a_prompt_stays_where_it_waits_if_it_would_be_later_elsewhere(cluster):
+    decode = make("decode")
+    prefill, both = waiting(cluster, decode)
+    both.members[1].rate = 0.2
+    both.members[0].work.begin_prefill("ahead", 9.0, both.conductor.now())
+    both.submit(slo=Slo(ttft=2.0))
+    for _ in range(3):
+        both.conductor.check()
+    assert not decode.seen and not prefill.cancelled
 
 
 # --- members that refuse and die
@@ -167,6 +259,7 @@ def test_a_member_that_dies_while_it_prefills_leaves_the_request_where_it_is(clu
     prefill, decode = make("prefill", True), make("decode", True)
     both = cluster(prefill, decode)
     heard = both.submit()
+    eventually(lambda: decode.own)
     prefill.die()
     eventually(lambda: not both.members[0].work.requests)
     decode.paused = False
@@ -203,10 +296,11 @@ def test_another_member_decodes_from_the_same_source_where_one_dies(cluster):
     decoding = [make("decode", True), make("decode", True)]
     three = cluster(prefill, *decoding)
     heard = three.submit()
+    eventually(lambda: any(fake.own for fake in decoding))
     (dying,) = [fake for fake in decoding if fake.requests]
     (other,) = [fake for fake in decoding if fake is not dying]
     dying.die()
-    eventually(lambda: other.requests)
+    eventually(lambda: other.own)
     assert source_of(other) == source_of(dying) and len(prefill.jobs) == 1
     other.paused = False
     eventually(lambda: heard.ends)
@@ -219,11 +313,12 @@ def test_where_both_die_another_pair_serves(cluster):
     decoding = [make("decode", True), make("decode", True)]
     four = cluster(*prefilling, *decoding)
     heard = four.submit()
+    eventually(lambda: any(fake.own for fake in decoding))
     for fakes in (prefilling, decoding):
         next(fake for fake in fakes if fake.requests).die()
     (prefill,) = [fake for fake in prefilling if fake.alive]
     (decode,) = [fake for fake in decoding if fake.alive]
-    eventually(lambda: decode.requests)
+    eventually(lambda: decode.own)
     assert source_of(decode) == job_source(four, prefill)
     decode.paused = False
     eventually(lambda: heard.ends)
@@ -261,7 +356,9 @@ def test_a_cancelled_requests_job_is_cancelled(cluster):
     prefill, decode = make("prefill", True), make("decode", True)
     both = cluster(prefill, decode)
     heard = both.submit()
+    eventually(lambda: decode.own and both.members[1].work.requests)
     assert both.conductor.cancel("r") is True
+    eventually(lambda: heard.ends)
     assert heard.end.reason == "cancelled"
     eventually(lambda: prefill.cancelled == ["r#prefill"])
     assert decode.cancelled == ["r"]
