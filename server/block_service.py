@@ -23,9 +23,10 @@ from jaxserve.server import replica_pb2 as pb
 from jaxserve.server import replica_pb2_grpc as rpc
 from jaxserve.store.checksum import block_checksum
 from jaxserve.store.peers import BlockExporter
-from jaxserve.transfer import Transfer, TransferError, Window
+from jaxserve.transfer import Places, Transfer, TransferError, Window
 
-MAX_STREAMS = 16  # at once; each takes three threads
+MAX_STREAMS = 1024  # that send or wait; each takes three threads, and no buffer while it waits
+MAX_SENDING = 16  # at once
 STREAM_SECONDS = 600.0  # a stream in all
 ALIVE_SECONDS = 1.0  # between words of a source that has nothing to tell
 SILENT_SECONDS = 5.0  # that either side may say nothing; the asker answers each word
@@ -35,13 +36,16 @@ log = logging.getLogger(__name__)
 
 
 class BlockService(rpc.BlocksServicer):
-    """Serves the blocks of one replica from `open` on. transfer: by which bytes are sent."""
+    """Serves the blocks of one replica from `open` on, to at most MAX_SENDING streams at once;
+    others wait, those whose requests are due first before others. transfer: by which bytes are
+    sent."""
 
     def __init__(self, transfer: Transfer):
         self._transfer = transfer
         self._exporter: BlockExporter | None = None
         self._lock = threading.Lock()  # of the next
         self.streams = 0
+        self.places = Places(MAX_SENDING)
 
     def open(self, exporter: BlockExporter | None) -> None:
         """Begins to serve; None: there are no blocks to be had."""
@@ -56,11 +60,12 @@ class BlockService(rpc.BlocksServicer):
             context.abort(grpc.StatusCode.UNAVAILABLE, "the replica has no blocks for others")
             return
         if not self._enter():
-            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_STREAMS} streams run already")
+            said = f"there are {MAX_STREAMS} streams, the limit"
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, said)
             return
         try:
             yield pb.BlocksTold(ready=pb.Ready(block_bytes=exporter.block_bytes))
-            sending = _Sending(exporter, self._transfer, asked)
+            sending = _Sending(exporter, self._transfer, self.places, asked)
             try:
                 yield from sending.told()
             finally:
@@ -81,14 +86,18 @@ class _Sending:
     """Sends the blocks of one stream, on a thread of its own. asked: what follows the proof."""
 
     def __init__(
-        self, exporter: BlockExporter, transfer: Transfer, asked: Iterator[pb.BlocksAsked]
+        self,
+        exporter: BlockExporter,
+        transfer: Transfer,
+        places: Places,
+        asked: Iterator[pb.BlocksAsked],
     ):
         self._exporter = exporter
         self._transfer = transfer
+        self._places = places
         self._asked = asked
         self._request_id = ""
-        rows = max(1, GROUP_BYTES // exporter.block_bytes)
-        self._rows = np.empty((rows, exporter.block_bytes), np.uint8)
+        self._rows = np.empty((0, exporter.block_bytes), np.uint8)
         self._told: queue.SimpleQueue[pb.Sent] = queue.SimpleQueue()
         self._heard: queue.SimpleQueue[pb.BlocksAsked | None] = queue.SimpleQueue()
         self._heard_at = time.monotonic()
@@ -142,12 +151,13 @@ class _Sending:
             self._told.put(pb.Sent(last=True))
 
     def _send_all(self) -> None:
-        """Sends batch after batch, until the asker ends or a block does not come. Errors:
-        TransferError."""
+        """Waits for a place, then sends batch after batch, until the asker ends or a block does not
+        come. Errors: TransferError."""
         first = self._heard.get()
         if first is None:
             return
         want = first.want
+        place = self._places.ask(time.monotonic() + want.time_left)
         keys = [
             want.keys[position : position + KEY_BYTES]
             for position in range(0, len(want.keys), KEY_BYTES)
@@ -155,16 +165,25 @@ class _Sending:
         self._request_id = want.request_id
         self._exporter.want(keys)
         try:
-            position = 0
-            for message in iter(self._heard.get, None):
-                batch = message.batch
-                mine = keys[position : position + batch.blocks]
-                position += len(mine)
-                window = Window(batch.peer, batch.token, batch.size, batch.epoch)
-                if not self._send(window, mine):
+            while not place.given.wait(ALIVE_SECONDS):
+                if self._ending.is_set():
                     return
+            self._send_batches(keys)
         finally:
+            place.leave()
             self._exporter.unwant(keys)
+
+    def _send_batches(self, keys: list[bytes]) -> None:
+        rows = max(1, GROUP_BYTES // self._exporter.block_bytes)
+        self._rows = np.empty((rows, self._exporter.block_bytes), np.uint8)
+        position = 0
+        for message in iter(self._heard.get, None):
+            batch = message.batch
+            mine = keys[position : position + batch.blocks]
+            position += len(mine)
+            window = Window(batch.peer, batch.token, batch.size, batch.epoch)
+            if not self._send(window, mine):
+                return
 
     def _send(self, window: Window, keys: list[bytes]) -> bool:
         """Sends these blocks to a window, from its beginning; False where one does not come.

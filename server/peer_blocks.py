@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import numpy as np
@@ -113,8 +114,11 @@ class PeerReplicas:
         """Streams that are open."""
         return len(self._open)
 
-    def open(self, source: KvSource, keys: Sequence[bytes]) -> PeerStream:
-        stream = PeerStream(self, f"{next(self._numbers)}", source, list(keys), self._forget)
+    def open(
+        self, source: KvSource, keys: Sequence[bytes], time_left: float = math.inf
+    ) -> PeerStream:
+        wanted = Wanted(source, list(keys), time.monotonic() + time_left)
+        stream = PeerStream(self, f"{next(self._numbers)}", wanted, self._forget)
         with self._lock:
             self._open[stream.name] = stream
             closed = self._closed
@@ -147,6 +151,15 @@ class _Batch:
     read: int = 0
 
 
+class Wanted(NamedTuple):
+    """Blocks with these keys, that a source has or computes, for a request whose first token is due
+    at this monotonic second."""
+
+    source: KvSource
+    keys: list[bytes]
+    due: float
+
+
 class PeerStream:
     """`BlockStream` of one request. closed: called when it has given back all that it had."""
 
@@ -154,14 +167,14 @@ class PeerStream:
         self,
         peers: PeerReplicas,
         name: str,
-        source: KvSource,
-        keys: list[bytes],
+        wanted: Wanted,
         closed: Callable[[PeerStream], None],
     ):
         self.name = name
         self._peers = peers
-        self._source = source
-        self._keys = keys
+        self._source = wanted.source
+        self._keys = wanted.keys
+        self._due = wanted.due
         self._closed = closed
         self._reading = threading.Lock()
         self._ending = threading.Event()
@@ -186,13 +199,8 @@ class PeerStream:
                 return False
 
     def _begin(self, block_bytes: int) -> None:
+        """Waits for staging memory first: with a stream at its source it could block others."""
         peers = self._peers
-        self._session = _Session(self._source.address, peers.authorities)
-        if self._ending.is_set():
-            raise StreamFault("closed")
-        agreement = self._session.open(peers.secret, self._keys, self._source.request_id)
-        if agreement != block_bytes:
-            raise StreamFault(f"its blocks have {agreement} bytes, not {block_bytes}")
         self._block_bytes = block_bytes
         self._per_batch = max(1, WINDOW_BYTES // block_bytes)
         windows = min(WINDOWS, -(-len(self._keys) // self._per_batch))
@@ -200,6 +208,17 @@ class PeerStream:
         while (bases := peers.buffers.ask(self.name, windows, block_bytes)) is None:
             if self._ending.wait(ASK_SECONDS) or time.monotonic() > deadline:
                 raise StreamFault("there is no staging memory")
+        self._session = _Session(self._source.address, peers.authorities)
+        if self._ending.is_set():
+            raise StreamFault("closed")
+        want = pb.Want(
+            keys=b"".join(self._keys),
+            request_id=self._source.request_id,
+            time_left=self._due - time.monotonic(),
+        )
+        agreement = self._session.open(peers.secret, want)
+        if agreement != block_bytes:
+            raise StreamFault(f"its blocks have {agreement} bytes, not {block_bytes}")
         for base in bases:
             self._ask(base)
 
@@ -281,7 +300,7 @@ class _Session:
         except RequestError as error:
             self._heard.put(str(error))
 
-    def open(self, secret: bytes, keys: list[bytes], request_id: str) -> int:
+    def open(self, secret: bytes, want: pb.Want) -> int:
         """Proves both sides' secrets and tells what is wanted; returns a block's bytes there.
         Errors: StreamFault."""
         try:
@@ -295,7 +314,7 @@ class _Session:
         )
         listener.start()
         ready = self.next().ready
-        self.say(pb.BlocksAsked(want=pb.Want(keys=b"".join(keys), request_id=request_id)))
+        self.say(pb.BlocksAsked(want=want))
         return ready.block_bytes
 
     def say(self, asked: pb.BlocksAsked) -> None:

@@ -25,12 +25,14 @@ class BlocksTold(_message.Message):
     def __init__(self, ready: _Optional[_Union[Ready, _Mapping]] = ..., sent: _Optional[_Union[Sent, _Mapping]] = ...) -> None: ...
 
 class Want(_message.Message):
-    __slots__ = ("keys", "request_id")
+    __slots__ = ("keys", "request_id", "time_left")
     KEYS_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TIME_LEFT_FIELD_NUMBER: _ClassVar[int]
     keys: bytes
     request_id: str
-    def __init__(self, keys: _Optional[bytes] = ..., request_id: _Optional[str] = ...) -> None: ...
+    time_left: float
+    def __init__(self, keys: _Optional[bytes] = ..., request_id: _Optional[str] = ..., time_left: _Optional[float] = ...) -> None: ...
 
 class Batch(_message.Message):
     __slots__ = ("blocks", "peer", "token", "size", "epoch")

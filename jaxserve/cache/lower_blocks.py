@@ -69,10 +69,11 @@ class LowerBlocks:
         places: np.ndarray,
         source: KvSource | None,
         far: SourceBlocks | None,
+        time_left: float,
     ) -> int:
         """Asks for blocks, see `Fetch`. Returns the fetch's ticket."""
         ticket = next(self._tickets)
-        self._fetches.append(Fetch(ticket, keys, places, source, far))
+        self._fetches.append(Fetch(ticket, keys, places, source, far, time_left))
         return ticket
 
     def take_fetches(self) -> list[Fetch]:

@@ -6,6 +6,7 @@ the packer of batches reads of all slots at once is in arrays beside.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -303,9 +304,10 @@ class CacheManager:
         keys: list[bytes],
         source: KvSource | None = None,
         far: SourceBlocks | None = None,
+        time_left: float = math.inf,
     ) -> int | None:
         """Gives the slot pages for its next blocks, which have these keys, and asks lower tiers to
-        fill them, and `source` (see Fetch) for those that they do not hold; pages must be
+        fill them, and `source` for those that they do not hold (see Fetch); pages must be
         available. Returns the fetch's ticket; None where nothing is asked, for the pages have what
         the next batch copies to others: blocks may come before it."""
         table = self.layouts[slot].pages
@@ -315,7 +317,7 @@ class CacheManager:
         if self.moves.reads(table[first:]):
             return None
         places = np.stack(divmod(np.array(table[first:], np.int32), self.pages.per_lane), axis=1)
-        return self.below.fetch(keys, places, source, far)
+        return self.below.fetch(keys, places, source, far, time_left)
 
     def release(self, slot: int) -> None:
         """Empties the slot: its published blocks stay cached, its other pages are free."""

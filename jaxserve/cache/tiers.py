@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -113,7 +114,8 @@ class Fetch(NamedTuple):
 
     ticket: tells this fetch from all others. keys [n]: of the blocks, in the order of the sequence.
     places [n, 2] int32: lane and page of each. source: another replica, which is asked for what
-    lower tiers do not hold; there: its blocks, where they are of another size.
+    lower tiers do not hold; there: its blocks, where they are of another size. time_left: seconds
+    until the first token of the request is due.
     """
 
     ticket: int
@@ -121,3 +123,4 @@ class Fetch(NamedTuple):
     places: np.ndarray
     source: KvSource | None = None
     there: SourceBlocks | None = None
+    time_left: float = math.inf

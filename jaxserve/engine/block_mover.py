@@ -190,8 +190,8 @@ class BlockMover:
             return None
         if fetch.there is None:
             far = [key for key in fetch.keys if not self.tiers.holds(key)]
-            return self._peers.open(fetch.source, far)
-        stream = self._peers.open(fetch.source, fetch.there.keys)
+            return self._peers.open(fetch.source, far, fetch.time_left)
+        stream = self._peers.open(fetch.source, fetch.there.keys, fetch.time_left)
         theirs = self.io.layout_of(fetch.there.size)
         return ResizedStream(stream, fetch.keys, fetch.there, self.io.layout, theirs)
 

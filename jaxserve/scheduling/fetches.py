@@ -73,7 +73,8 @@ class Fetches:
         if source is not None:
             hashes = sequence.block_hashes
             blocks = cache.below.source_blocks(hashes, first, first + len(keys), source.block_size)
-        sequence.ticket = cache.fetch(sequence.slot, keys, source, blocks)
+        time_left = sequence.ttft_deadline - now
+        sequence.ticket = cache.fetch(sequence.slot, keys, source, blocks, time_left)
         sequence.fetch_seconds = SOURCE_SECONDS if source else FETCH_SECONDS
         sequence.fetch_deadline = now + sequence.fetch_seconds
 

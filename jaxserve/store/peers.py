@@ -53,8 +53,9 @@ class BlockStream(Protocol):
 class PeerBlocks(Protocol):
     """Asks other replicas for blocks. All methods may be called from any thread."""
 
-    def open(self, source: KvSource, keys: Sequence[bytes]) -> BlockStream:
-        """Asks a replica for the blocks with these keys. Never raises, never waits."""
+    def open(self, source: KvSource, keys: Sequence[bytes], time_left: float) -> BlockStream:
+        """Asks a replica for the blocks with these keys. time_left: seconds until the first token
+        of the request is due, infinite if it is not. Never raises, never waits."""
 
     def close(self) -> None:
         """Ends all streams."""

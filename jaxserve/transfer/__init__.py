@@ -8,6 +8,7 @@ ticket. What the bytes mean, and whether they are right (a checksum), is the cal
     tcp        `TcpTransfer`, the default: sockets, authenticated, windows fenced
     mooncake   `MooncakeTransfer`: the Mooncake Transfer Engine (TCP, RDMA), where it is installed
     buffers    `ReceiveBuffers`: who may send next where receive memory is short; integers and time
+    places     `Places`: who may send next where many want to
     sender     TCP: cuts writes into slices, makes connections, sends again what failed
     peers      TCP: the slices that wait for each receiver
     writes     TCP: how a ticket ends
@@ -19,11 +20,13 @@ ticket. What the bytes mean, and whether they are right (a checksum), is the cal
 """
 
 from jaxserve.transfer.buffers import Grant, ReceiveBuffers
+from jaxserve.transfer.places import Places
 from jaxserve.transfer.protocol import Ticket, Transfer, TransferCounts, TransferError, Window
 from jaxserve.transfer.tcp import TcpTransfer
 
 __all__ = [
     "Grant",
+    "Places",
     "ReceiveBuffers",
     "TcpTransfer",
     "Ticket",

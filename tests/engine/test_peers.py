@@ -43,7 +43,7 @@ class Direct:
         self.given = 0
         self.gone = False
 
-    def open(self, source: KvSource, keys: Sequence[bytes]) -> Stream:
+    def open(self, source: KvSource, keys: Sequence[bytes], time_left: float) -> Stream:
         return Stream(self, self.engines[source.address], source, list(keys))
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ fails, nothing waits for ever and nothing is left."""
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import random
 import signal
@@ -18,7 +19,7 @@ import pytest
 
 from jaxserve.api.request import KvSource
 from jaxserve.server import block_service, peer_blocks
-from jaxserve.server.block_service import MAX_STREAMS, BlockService
+from jaxserve.server.block_service import MAX_SENDING, BlockService
 from jaxserve.server.peer_blocks import PeerReplicas
 from jaxserve.server.replica_service import ReplicaService
 from jaxserve.transfer import TcpTransfer
@@ -117,7 +118,7 @@ def assert_nothing_left(peers: PeerReplicas, *sources: Source) -> None:
     assert not len(peers) and not peers.buffers.used and not peers.transfer.counts().windows
     for source in sources:
         eventually(lambda s=source: not s.blocks.wanted and not s.service.streams, 10)
-        assert not source.transfer.counts().tickets
+        assert not source.transfer.counts().tickets and not source.service.places.taken
 
 
 def test_blocks_come_in_the_order_asked(stack, peers):
@@ -241,26 +242,53 @@ def test_a_late_write_changes_nothing(stack, peers):
     assert_nothing_left(peers, source)
 
 
-def test_streams_beyond_the_limit_of_a_source_get_nothing(stack, peers):
+def test_more_streams_than_send_at_once_wait_and_those_that_are_due_first_go_first(
+    stack, peers, monkeypatch
+):
+    monkeypatch.setattr(peer_blocks, "WINDOW_BYTES", 4 * BLOCK)  # there is room for all of them
     source = Source(stack)
     source.blocks.live.add("job")
-    streams = [peers.open(source.of("job"), [key(0)]) for _ in range(MAX_STREAMS)]
-    into = np.empty((MAX_STREAMS, BLOCK), np.uint8)
-    results: list[bool] = []
-    threads = [
-        threading.Thread(target=lambda s=s, row=row: results.append(s.read(key(0), row)))
-        for s, row in zip(streams, into)
-    ]
+    came: list[int] = []
+
+    def read(number: int, time_left: float) -> None:
+        into = np.empty(BLOCK, np.uint8)
+        with contextlib.closing(peers.open(source.of("job"), [key(number)], time_left)) as stream:
+            if stream.read(key(number), into):
+                came.append(number)
+
+    threads = []
+    for number in range(MAX_SENDING):
+        threads.append(threading.Thread(target=read, args=(number, math.inf)))
     for thread in threads:
         thread.start()
-    eventually(lambda: source.service.streams == MAX_STREAMS, 10)
-    assert fetch(peers, source.of("job"), [0]) == 0
-    source.blocks.add([0])
+    eventually(lambda: source.service.places.taken == MAX_SENDING)
+    for place, time_left in enumerate((math.inf, 90.0, 10.0)):
+        threads.append(threading.Thread(target=read, args=(100 + place, time_left)))
+        threads[-1].start()
+        eventually(lambda count=place + 1: source.service.places.waiting == count)
+    source.blocks.add([100, 101, 102])
+    for number in range(3):  # one place gets free after the other
+        source.blocks.add([number])
+        eventually(lambda count=2 * number + 2: len(came) >= count)
+    assert [number for number in came if number >= 100] == [102, 101, 100]
+    source.blocks.add(range(MAX_SENDING))
     for thread in threads:
-        thread.join(20)
-    assert results == [True] * MAX_STREAMS
-    for stream in streams:
-        stream.close()
+        thread.join(60)
+    assert len(came) == MAX_SENDING + 3
+    assert_nothing_left(peers, source)
+
+
+def test_a_stream_that_is_closed_while_it_waits_takes_no_place(stack, peers, monkeypatch):
+    monkeypatch.setattr(block_service, "ALIVE_SECONDS", 0.1)
+    source = Source(stack, range(5))
+    places = [source.service.places.ask(0.0) for _ in range(MAX_SENDING)]
+    stream = peers.open(source.of(), [key(0)])
+    threading.Timer(0.3, stream.close).start()
+    assert not stream.read(key(0), np.empty(BLOCK, np.uint8))
+    eventually(lambda: not source.service.streams, 10)
+    for place in places:
+        place.leave()
+    assert fetch(peers, source.of(), range(5)) == 5
     assert_nothing_left(peers, source)
 
 
