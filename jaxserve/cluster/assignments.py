@@ -14,11 +14,12 @@ from dataclasses import dataclass
 @dataclass(slots=True)
 class DecodeWork:
     """A sequence to be decoded. tokens: of KV that it takes at its end; arrives: when it is or was
-    ready to decode; there: whether it is."""
+    ready to decode; there: whether it is. sent: the replica has it, or is just getting it."""
 
     tokens: int
     arrives: float
     there: bool = False
+    sent: bool = True
 
 
 class Assignments:
@@ -41,8 +42,9 @@ class Assignments:
 
     @property
     def requests(self) -> int:
-        """Requests that were routed there and have not ended."""
-        return len(self._decodes) + sum(id not in self._decodes for id in self._prefills)
+        """Requests that were sent there and have not ended."""
+        sent = sum(work.sent for work in self._decodes.values())
+        return sent + sum(id not in self._decodes for id in self._prefills)
 
     def begin_prefill(self, id: str, seconds: float, now: float) -> None:
         """Notes a request that is prefilled there. seconds: of work, predicted."""
@@ -73,9 +75,10 @@ class Assignments:
 
     # --- decode
 
-    def expect_decode(self, id: str, tokens: int, arrives: float) -> None:
-        """Notes a request that will decode there from clock second `arrives` on, as predicted."""
-        self._decodes[id] = DecodeWork(tokens, arrives)
+    def expect_decode(self, id: str, tokens: int, arrives: float, sent: bool = True) -> None:
+        """Notes a request that will decode there from clock second `arrives` on, as predicted.
+        sent: False for one that waits elsewhere."""
+        self._decodes[id] = DecodeWork(tokens, arrives, sent=sent)
 
     def begin_decode(self, id: str, now: float) -> None:
         """Notes that an expected request decodes from now on; unknown ones are ignored."""

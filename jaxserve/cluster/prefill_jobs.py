@@ -52,7 +52,7 @@ class PrefillJobs:
         job.prefill = placement.prefill
         tokens = len(request.prompt) + request.sampling.max_tokens
         with self._lock:
-            job.expected_on.work.expect_decode(request.id, tokens, job.ready_at)
+            job.expected_on.work.expect_decode(request.id, tokens, job.ready_at, sent=False)
             routed.job = routed.waits_for = job
             member.work.begin_prefill(job.request.id, placement.prefill, now)
         refusal = member.submit(job.request, functools.partial(self._hear, routed, job))

@@ -13,14 +13,14 @@ from jaxserve.cluster.prefill_jobs import PrefillJobs
 from jaxserve.cluster.routed import RoutedRequest
 from jaxserve.cluster.router import Router
 
-MAX_REVIEWED = 32  # requests at one time, those that are due first
+MAX_REVIEWED = 32  # requests at one time, those that would be latest
 
 
 class LatePrompt(NamedTuple):
-    """A request that waits for a job which, as predicted, ends `seconds` from now and after the
-    request is `due`, a clock second."""
+    """A request that waits for a job which, as predicted, ends `seconds` from now, and `late`
+    seconds after the request is due."""
 
-    due: float
+    late: float
     seconds: float
     routed: RoutedRequest
     job: PrefillJob
@@ -46,7 +46,7 @@ class PrefillReview:
     def review(self, requests: Iterable[RoutedRequest], now: float) -> None:
         """Looks at these requests at clock second `now`."""
         with self._lock:
-            late = sorted(self._late(requests, now), key=attrgetter("due"))
+            late = sorted(self._late(requests, now), key=attrgetter("late"), reverse=True)
         for prompt in late[:MAX_REVIEWED]:
             self._move(prompt, now)
 
@@ -60,9 +60,9 @@ class PrefillReview:
             if job.member not in ends:
                 ends[job.member] = job.member.work.prefill_ends(now)
             seconds = ends[job.member].get(job.request.id, 0.0)
-            due = self._due(routed, job.prefill)
-            if now + seconds > due:
-                yield LatePrompt(due, seconds, routed, job)
+            late = now + seconds - self._due(routed, job.prefill)
+            if late > 0:
+                yield LatePrompt(late, seconds, routed, job)
 
     def _due(self, routed: RoutedRequest, prefill: float) -> float:
         """Returns the clock second at which the first token of a request should come. prefill:

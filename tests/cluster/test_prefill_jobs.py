@@ -161,6 +161,7 @@ def test_a_request_is_sent_to_be_decoded_once_some_of_its_prompt_is_computed(clu
     prefill, both = waiting(cluster, decode)
     heard = both.submit(slo=Slo(ttft=60.0))
     assert prefill.jobs and both.members[1].promised == len(LONG) + 5
+    assert not both.members[1].requests, "it takes no slot there"
     for _ in range(3):
         both.conductor.check()
     assert not decode.seen and not heard.events
