@@ -86,8 +86,9 @@ class LowerTiers(Protocol):
     def wait(self, key: bytes, seconds: float) -> bool:
         """Waits until a block is there, at most so long; whether it is."""
 
-    def read(self, key: bytes, into: np.ndarray) -> bool:
-        """Copies a block to `into` [block_bytes] uint8; False where it is not there."""
+    def read(self, key: bytes, into: np.ndarray, use: bool = True) -> bool:
+        """Copies a block to `into` [block_bytes] uint8; False where it is not there. use: it counts
+        as used, and is kept longer than others."""
 
     def counts(self) -> TierCounts:
         """Counts what came and went."""

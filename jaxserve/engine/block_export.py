@@ -55,5 +55,7 @@ class TierExporter:
         arrived = self._tiers.wait(key, seconds)
         if not arrived and seconds and key in self._stores.promised:
             arrived = self._tiers.wait(key, WAY_SECONDS)
-        # one that is on its way now is worth the wait of `read`
-        return (arrived or self._tiers.holds(key)) and self._tiers.read(key, into)
+        if not (arrived or self._tiers.holds(key)):  # one on its way is worth the wait of `read`
+            return False
+        # what was sent is used there: kept longest here, it would drive out what is to be sent
+        return self._tiers.read(key, into, use=False)

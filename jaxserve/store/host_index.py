@@ -93,13 +93,14 @@ class HostIndex:
         """Returns whether the block has a slot and is not in it yet."""
         return key in self._filling
 
-    def pin(self, key: bytes) -> int | None:
+    def pin(self, key: bytes, use: bool = True) -> int | None:
         """Keeps a block where it is until `unpin`; returns its slot, or None where it is not there
-        or not whole yet."""
+        or not whole yet. use: it counts as used just now."""
         if key not in self._slot or key in self._filling:
             return None
         self._pins[key] = self._pins.get(key, 0) + 1
-        self.touch(key)
+        if use:
+            self.touch(key)
         return self._slot[key]
 
     def unpin(self, key: bytes) -> None:

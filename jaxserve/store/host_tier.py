@@ -147,12 +147,12 @@ class HostTier:
 
     # --- what is read
 
-    def read(self, key: bytes, into: np.ndarray) -> bool:
-        """Copies a block; False where it is not whole, or not what was put: then it is
-        forgotten."""
+    def read(self, key: bytes, into: np.ndarray, use: bool = True) -> bool:
+        """Copies a block; False where it is not whole, or not what was put: then it is forgotten.
+        use: it counts as used."""
         began = self._clock.now()
         with self._changed:
-            slot = self._index.pin(key)
+            slot = self._index.pin(key, use)
         if slot is None:
             return False
         np.copyto(into, self.blocks.view(slot))

@@ -133,11 +133,12 @@ class TieredBlocks(LowerTiers):
 
     # --- what goes
 
-    def read(self, key: bytes, into: np.ndarray) -> bool:
+    def read(self, key: bytes, into: np.ndarray, use: bool = True) -> bool:
         """Copies a block to `into` [block_bytes] uint8; False where it is not here, or was not what
-        was put: then it is forgotten. Waits, at most FILL_SECONDS, for one that comes."""
+        was put: then it is forgotten. Waits, at most FILL_SECONDS, for one that comes. use: it
+        counts as used."""
         self.host.wait(lambda: self._arrived(key) or not self.host.holds(key), FILL_SECONDS)
-        if self.host.read(key, into):
+        if self.host.read(key, into, use):
             self._tally.add("host_reads")
             return True
         if self.behind.read(key, into):

@@ -96,6 +96,17 @@ def test_what_is_kept_longer_and_longer_takes_no_memory_for_that():
         tier.check(4)
 
 
+def test_what_is_read_without_being_used_goes_as_early_as_before():
+    tier = HostIndex(3)
+    for number in range(3):
+        put(tier, number)
+    for number, use in ((0, True), (1, False)):
+        tier.pin(key(number), use)
+        tier.unpin(key(number))
+    leaves = tier.reserve(key(3), 0.0).leaves
+    assert leaves is not None and leaves[0] == key(1)
+
+
 def test_what_is_pinned_or_being_filled_stays():
     tier = HostIndex(2)
     put(tier, 1)
