@@ -104,8 +104,8 @@ class Cluster:
             *(f"--{role}={count}" for role, count in replicas.items()),
             f"--grpc_port={port}", f"--port={port + 1}", "--dtype=float32", "--block_size=16",
             f"--max_model_len={length}", f"--max_seqs={values['slots']}", "--chunk_tokens=512",
-            f"--pages={pages}", "--host_cache_gib=1", "--profile=none", "--policy=fcfs",
-            "--admission=queue", "--max_queue=4096",
+            f"--pages={pages}", "--host_cache_gib=4", "--profile=none", "--policy=fcfs",
+            "--admission=queue", "--max_queue=4096", "--nocompile_all",
         ]  # fmt: skip
         with log.open("wb") as out:
             self.process = subprocess.Popen(command, stdout=out, stderr=out)
