@@ -104,6 +104,7 @@ _DELTA_NET: dict[str, Any] = dict(
     allowed=frozenset({"partial_rotary_factor", "attn_output_gate"}),
     layer_types=HYBRID_TYPES,
     full_every=4,
+    further_layers=True,
 )
 _DELTA_DEFAULTS: dict[str, Any] = dict(
     num_attention_heads=16,
@@ -347,6 +348,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3_next": Family(
         "Qwen3NextForCausalLM",
+        gguf="qwen3next",
+        gguf_layout=tables.GGUF_QWEN_NEXT,
         parts=(delta.DELTA_NET, experts.QWEN_SHARED),
         tensors=tables.QWEN_NEXT,
         defaults=_DELTA_EXPERTS
@@ -356,6 +359,8 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5": Family(
         "Qwen3_5ForCausalLM",
         multimodal=("Qwen3_5ForConditionalGeneration",),
+        gguf="qwen35",
+        gguf_layout=tables.GGUF_QWEN_35,
         parts=(delta.DELTA_NET,),
         tensors=tables.QWEN_35,
         defaults=_DELTA_DEFAULTS | dict(num_key_value_heads=4, intermediate_size=12288),
@@ -364,6 +369,8 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_moe": Family(
         "Qwen3_5MoeForCausalLM",
         multimodal=("Qwen3_5MoeForConditionalGeneration",),
+        gguf="qwen35moe",
+        gguf_layout=tables.GGUF_QWEN_35,
         parts=(delta.DELTA_NET, experts.QWEN_SHARED),
         tensors=tables.QWEN_35_MOE,
         # there is no dense MLP

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.checkpoint.families import FAMILIES
-from jaxserve.checkpoint.fields import Fields, token_ids
+from jaxserve.checkpoint.fields import LINEAR, Fields, token_ids
 from jaxserve.checkpoint.generation_config import usable_sampling
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.checkpoint.model_config import MAX_LAYERS, from_hf
@@ -53,6 +53,11 @@ _NAMES = {
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_count": "n_shared_experts",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
     "expert_group_count": "n_group",
     "expert_group_used_count": "topk_group",
     "expert_weights_scale": "routed_scaling_factor",
@@ -66,6 +71,7 @@ _VARIANTS = {
     "deepseek2": (("expert_gating_func", 2, "deepseek_v3"),),  # sigmoids
 }
 _UNREAD = {"rope.dimension_sections": None, "attention.causal": True}  # and their only values
+_SECTIONS = {"qwen3_5", "qwen3_5_moe"}  # families in which a text's positions in all sections agree
 _GEMMA_27B = {"gemma2": 46, "gemma3": 62}  # layers: its scale is not that of the others
 
 
@@ -169,7 +175,7 @@ def _config(file: _File) -> dict[str, Any]:
     """Makes the fields of a config.json."""
     for key, only in _UNREAD.items():
         value = file.get(key)
-        if value is not None and value is not only:
+        if value is not None and value is not only and not _agrees(file, key):
             raise CheckpointError(f"{file.read.prefix}{key}: {value} is not supported")
     found = {hf: file.get(key) for key, hf in _NAMES.items()}
     config: dict[str, Any] = {
@@ -186,6 +192,11 @@ def _config(file: _File) -> dict[str, Any]:
     if file.family in _SPECIAL:
         config |= _SPECIAL[file.family](file)
     return config
+
+
+def _agrees(file: _File, key: str) -> bool:
+    """Returns True for a field that changes nothing for texts."""
+    return key == "rope.dimension_sections" and file.family in _SECTIONS
 
 
 def _windows(file: _File) -> dict[str, Any]:
@@ -302,6 +313,34 @@ def _qwen_moe(file: _File) -> dict[str, Any]:
     return {"norm_topk_prob": True}
 
 
+def _delta_net(file: _File) -> dict[str, Any]:
+    """Kinds of layers, and the size of a value. Errors: CheckpointError for files in which the
+    projections of Gated DeltaNet layers are one tensor, made before 2026."""
+    if file.has("ssm_in.weight"):
+        raise CheckpointError("blk.0.ssm_in.weight: is of older files; convert the model again")
+    heads = file.read.count("ssm.time_step_rank")
+    size, rest = divmod(file.read.count("ssm.inner_size"), heads)
+    if rest:
+        raise CheckpointError(
+            f"{file.read.prefix}ssm.inner_size: must be a multiple of {heads} heads"
+        )
+    every = file.read.count("full_attention_interval", 4)
+    kinds = [FULL if (layer + 1) % every == 0 else LINEAR for layer in range(file.layers)]
+    return {"linear_value_head_dim": size, "layer_types": kinds, "norm_topk_prob": True}
+
+
+def _qwen35(file: _File) -> dict[str, Any]:
+    """Fields of `_delta_net`. Errors: CheckpointError where key heads have several value heads,
+    which these files hold in another order, so that ranks would read parts of blocks."""
+    keys, values = (file.read.count(f"ssm.{name}") for name in ("group_count", "time_step_rank"))
+    if keys != values:
+        raise CheckpointError(
+            f"{file.read.prefix}ssm.time_step_rank: {values} value heads of {keys} key heads are "
+            "not read from GGUF files, whose order of value heads is another; use safetensors"
+        )
+    return _delta_net(file)
+
+
 def _gpt_oss(file: _File) -> dict[str, Any]:
     """Limits of YaRN's ramp are not rounded in any of these models; files cannot say it."""
     scaling = _scaling(file)
@@ -353,4 +392,7 @@ _SPECIAL: dict[str, Callable[[_File], dict[str, Any]]] = {
     "gpt_oss": _gpt_oss,
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek,
+    "qwen3_next": _delta_net,
+    "qwen3_5": _qwen35,
+    "qwen3_5_moe": _qwen35,
 }

@@ -199,6 +199,7 @@ _GGUF: Tensors = {
     _BLOCK + "ffn_gate_shexp.weight": ("shared_gate_proj",),
     _BLOCK + "ffn_up_shexp.weight": ("shared_up_proj",),
     _BLOCK + "ffn_down_shexp.weight": ("shared_down_proj",),
+    _BLOCK + "ffn_gate_inp_shexp.weight": ("shared_gate",),
 }
 _FFN_NORM: Tensors = {_BLOCK + "ffn_norm.weight": ("mlp_norm",)}
 _POST_NORMS: Tensors = {
@@ -227,5 +228,23 @@ GGUF_DEEPSEEK = Layout(
         _BLOCK + "attn_kv_a_norm.weight": ("kv_a_norm",),
         _BLOCK + "attn_k_b.weight": ("k_b",),
         _BLOCK + "attn_v_b.weight": ("v_b",),
+    }
+)
+_GGUF_DELTA_NET: Tensors = {
+    **GGUF_EXPERTS.tensors,
+    _BLOCK + "attn_qkv.weight": ("delta_q", "delta_k", "delta_v"),
+    _BLOCK + "attn_gate.weight": ("delta_z",),
+    _BLOCK + "ssm_conv1d.weight": ("conv_q", "conv_k", "conv_v"),
+    _BLOCK + "ssm_a": ("a_log",),
+    _BLOCK + "ssm_dt.bias": ("dt_bias",),
+    _BLOCK + "ssm_norm.weight": ("delta_norm",),
+    _BLOCK + "ssm_out.weight": ("delta_o",),
+}
+GGUF_QWEN_NEXT = Layout({**_GGUF_DELTA_NET, _BLOCK + "ssm_ba.weight": ("delta_ba",)})
+GGUF_QWEN_35 = Layout(
+    {
+        **_GGUF_DELTA_NET,
+        _BLOCK + "ssm_beta.weight": ("delta_b",),
+        _BLOCK + "ssm_alpha.weight": ("delta_a",),
     }
 )

@@ -346,7 +346,7 @@ TABLE: dict[str, Assembly] = {
         ("delta_ba", "delta_b", "delta_a"), delta_net.ba, axis=1
     ),
     "layers.{layers}.attention.conv": Built(("conv_q", "conv_k", "conv_v"), delta_net.conv),
-    "layers.{layers}.attention.a_log": Built(("a_log",), delta_net.of_value_heads),
+    "layers.{layers}.attention.a_log": Built(("a_log",), delta_net.a_log),
     "layers.{layers}.attention.dt_bias": Built(("dt_bias",), delta_net.of_value_heads),
     "layers.{layers}.attention.out_norm": Built(("delta_norm",), _vector),
     "layers.{layers}.attention.out_proj": Matrix(("delta_o",), delta_net.out_proj),

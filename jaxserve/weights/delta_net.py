@@ -36,6 +36,13 @@ def conv(sources: Sources, index: Index) -> np.ndarray:
     return np.concatenate([sources.take(some)[:, :, 0] for some in rows], 1).astype(sources.dtype)
 
 
+def a_log(sources: Sources, index: Index) -> np.ndarray:
+    """[K, G]: the logarithm of each value head's decay, of which GGUF files hold the negative."""
+    if not sources.stored.gguf:
+        return of_value_heads(sources, index)
+    return np.log(-of_value_heads(sources, index))
+
+
 def of_value_heads(sources: Sources, index: Index) -> np.ndarray:
     """[K, G]: a number of each value head."""
     rows = Rows(sources.parts[0], _by_head(index[0], sources.delta_net.group), None)

@@ -18,7 +18,7 @@ from jaxserve.checkpoint.gguf_file import GgufTensor, read_header
 from jaxserve.checkpoint.model_paths import CheckpointError, reason
 from jaxserve.weights import quantised
 from jaxserve.weights.mapped_file import MappedFile
-from jaxserve.weights.names import folder_tensor
+from jaxserve.weights.names import folder_tensor, tensors_of
 
 _ALL = slice(None)
 # biases of all experts, which are read as one vector
@@ -47,8 +47,9 @@ class GgufFile:
             self.config = from_gguf(header.fields, header.tensors, name, factors)
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"{path}: {reason(error)}") from None
+        wanted = tensors_of(self.config)
         self._places = {
-            tensor: _flat(tensor, place)
+            tensor: _with_ones(_flat(tensor, place), wanted.get(tensor, ()))
             for tensor, place in header.tensors.items()
             if tensor not in ROPE_TENSORS
         }
@@ -67,7 +68,8 @@ class GgufFile:
         some = slice(*rows.indices(place.shape[0])[:2])
         if len(place.shape) == 1:  # stored as one row; the rows asked for are its columns
             return self._floats(place, slice(0, 1), some)[0]
-        return self._floats(place, some, columns or _ALL)
+        values = self._floats(place, some, columns or _ALL)
+        return values.reshape(len(values), *place.shape[1:-1], -1)
 
     def blocks(
         self, name: str, rows: slice, columns: slice | None = None, expert: int | None = None
@@ -126,4 +128,13 @@ def _flat(name: str, place: GgufTensor) -> GgufTensor:
         return replace(place, shape=(math.prod(place.shape),))
     if len(place.shape) > 2:
         return replace(place, shape=(math.prod(place.shape[:-1]), place.shape[-1]))
+    return place
+
+
+def _with_ones(place: GgufTensor, wanted: tuple[int, ...]) -> GgufTensor:
+    """Gives a tensor the shape that is wanted, if they differ in dimensions of 1 alone: files leave
+    some of these out."""
+    without = lambda shape: [size for size in shape if size != 1]
+    if without(place.shape) == without(wanted):
+        return replace(place, shape=wanted)
     return place

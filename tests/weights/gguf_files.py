@@ -29,10 +29,14 @@ ARCHITECTURES = {
     "Glm4MoeForCausalLM": Arch.GLM4_MOE,
     "GptOssForCausalLM": Arch.GPT_OSS,
     "MiniMaxM2ForCausalLM": Arch.MINIMAXM2,
+    "Qwen3NextForCausalLM": Arch.QWEN3NEXT,
+    "Qwen3_5ForCausalLM": Arch.QWEN35,
+    "Qwen3_5MoeForCausalLM": Arch.QWEN35MOE,
     "DeepseekV2ForCausalLM": Arch.DEEPSEEK2,
     "DeepseekV3ForCausalLM": Arch.DEEPSEEK2,
 }
 _IN_PAIRS = {Arch.LLAMA, Arch.GRANITE, Arch.SMOLLM3}  # rows of q and k, of halves in config.json
+_HYBRID = {Arch.QWEN3NEXT, Arch.QWEN35, Arch.QWEN35MOE}
 _NUMBERS = {  # of config.json
     "num_hidden_layers": "block_count",
     "max_position_embeddings": "context_length",
@@ -57,6 +61,12 @@ _NUMBERS = {  # of config.json
     "first_k_dense_replace": "leading_dense_block_count",
     "rotary_dim": "rope.dimension_count",
     "qk_rope_head_dim": "rope.dimension_count",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    "linear_conv_kernel_dim": "ssm.conv_kernel",
+    "linear_key_head_dim": "ssm.state_size",
+    "linear_num_key_heads": "ssm.group_count",
+    "linear_num_value_heads": "ssm.time_step_rank",
+    "full_attention_interval": "full_attention_interval",
     "sliding_window_pattern": "attention.sliding_window_pattern",
 }
 _REALS = {
@@ -130,6 +140,11 @@ class _Metadata:
             self.writer.add_array(f"{self.prefix}.attention.sliding_window_pattern", marks)
         if self.arch == Arch.DEEPSEEK2:
             self.deepseek()
+        if self.arch in _HYBRID:
+            values = config["linear_value_head_dim"] * config["linear_num_value_heads"]
+            self.number("ssm.inner_size", values)
+        if self.arch in (Arch.QWEN35, Arch.QWEN35MOE):
+            self.writer.add_array(f"{self.prefix}.rope.dimension_sections", [11, 11, 10, 0])
         self.rope(config.get("rope_scaling") or {})
         for name, id in (("eos", 2), ("bos", 1)):
             self.writer.add_uint32(f"tokenizer.ggml.{name}_token_id", id)
@@ -178,6 +193,9 @@ def converted(
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
     for name, value in _joined(values).items():
         for inner, part in _split(arch, config, name, value):
+            if inner.endswith("A_log"):
+                yield names.get_name(inner), part
+                continue
             stem, _, ending = inner.rpartition(".")
             yield f"{names.get_name(stem)}.{ending}", part
 
@@ -196,12 +214,17 @@ def _joined(values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 def _split(
     arch: Arch, config: Mapping[str, Any], name: str, value: np.ndarray
 ) -> Iterator[tuple[str, np.ndarray]]:
-    if arch in (Arch.GEMMA2, Arch.GEMMA3) and name.endswith("norm.weight"):
+    less_one = arch in (Arch.GEMMA2, Arch.GEMMA3, *_HYBRID) and "linear_attn" not in name
+    if less_one and name.endswith("norm.weight"):
         value = value + 1
     if arch in _IN_PAIRS and re.search(r"\.[qk]_proj\.", name):
         heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
         value = value.reshape(heads, 2, -1, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape)
-    if arch == Arch.GPT_OSS and "experts" in name:
+    if name.endswith("shared_expert_gate.weight"):
+        value = value.squeeze()  # a matrix until quantising tools leave out the dimension of 1
+    if ".linear_attn." in name:
+        yield from _delta_net(config, name, value)
+    elif arch == Arch.GPT_OSS and "experts" in name:
         yield from _split_by_turns(name, value)
     elif name.endswith("kv_b_proj.weight"):
         plain = config["qk_nope_head_dim"]
@@ -211,6 +234,26 @@ def _split(
     else:
         name = name.replace("score_correction_bias", "score_correction.bias")
         yield name.replace("self_attn.sinks", "self_attn.sinks.weight"), value
+
+
+def _delta_net(
+    config: Mapping[str, Any], name: str, value: np.ndarray
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Gated DeltaNet: decays themselves; queries, keys and values of all heads one after another,
+    gates by themselves."""
+    if name.endswith("A_log"):
+        yield name, -np.exp(value)
+    elif name.endswith("in_proj_qkvz.weight"):
+        heads = config["linear_num_key_heads"]
+        key = config["linear_key_head_dim"]
+        values = config["linear_num_value_heads"] // heads * config["linear_value_head_dim"]
+        by_head = value.reshape(heads, -1, value.shape[1])
+        parts = np.split(by_head, np.cumsum([key, key, values]), 1)
+        q, k, v, z = (part.reshape(-1, value.shape[1]) for part in parts)
+        yield name.replace("qkvz", "qkv"), np.concatenate([q, k, v])
+        yield name.replace("qkvz", "z"), z
+    else:
+        yield name.replace("dt_bias", "dt_proj.bias"), value.squeeze()
 
 
 def _split_by_turns(name: str, value: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:

@@ -25,7 +25,10 @@ from tests.weights.models import placed
 PUBLISHED = {
     "gemma2": {"query_pre_attn_scalar": 32},
     "gemma3": {"query_pre_attn_scalar": 32},
+    "qwen3_5": {"linear_num_value_heads": 2},
+    "qwen3_5_moe": {"linear_num_value_heads": 2},
     "qwen3_moe": {"mlp_only_layers": []},
+    "qwen3_next": {"mlp_only_layers": []},
     "smollm3": {"no_rope_layers": [1, 1, 1, 0]},
 }
 NAMES = [name for name in CASES if FAMILIES[from_hf(CASES[name].config).family].gguf]
@@ -63,8 +66,21 @@ def test_a_gguf_file_is_the_folder_it_was_made_of(name, tmp_path):
     found = weights.load(file, config, declared, shardings, "float32", progress=False)
     assert found.keys() == wanted.keys()
     for path in wanted:
-        # norms that are stored less 1 are rounded once more
-        np.testing.assert_allclose(found[path], wanted[path], rtol=1e-6, err_msg=path)
+        # norms that are stored less 1 are rounded once more, and so are decays
+        np.testing.assert_allclose(found[path], wanted[path], rtol=1e-6, atol=1e-7, err_msg=path)
+
+
+def test_value_heads_in_another_order_are_refused(tmp_path):
+    header = read_header(both("qwen3_5", tmp_path)[1])
+    heads = {"qwen35.ssm.time_step_rank": 6, "qwen35.ssm.inner_size": 6 * 24}
+    with pytest.raises(CheckpointError, match="time_step_rank: 6 value heads of 2 key heads"):
+        from_gguf(header.fields | heads, header.tensors)
+
+
+def test_files_with_one_projection_of_all_are_refused(tmp_path):
+    header = read_header(both("qwen3_next", tmp_path)[1])
+    with pytest.raises(CheckpointError, match=r"ssm_in\.weight: is of older files"):
+        from_gguf(header.fields, {*header.tensors, "blk.0.ssm_in.weight"})
 
 
 @pytest.mark.parametrize("name", ["granite", "olmo2", "smollm3"])
