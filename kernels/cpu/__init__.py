@@ -9,6 +9,7 @@ and the log and `jaxserve doctor` say why.
 
     src/vector.h     vectors by compiler extensions, exponentials, transposes, bf16 and fp8
     src/threads.h    loops over XLA's threads
+    src/panels.h     products of many rows by panels of columns, copied or widened
     src/keys.h       arguments of attention, and a reader of pages in batches of keys
     src/prefill.h    rows of many tokens: lanes of a vector are queries
     src/decode.h     rows of one token: lanes are dims; long contexts in parts

@@ -9,6 +9,7 @@
 #include <memory>
 #include <vector>
 
+#include "panels.h"
 #include "threads.h"
 #include "vector.h"
 #if defined(__AVX512BF16__)
@@ -22,10 +23,8 @@ namespace {
 constexpr int64_t FEW = 16;         // most rows for which weights are read as they lie
 constexpr int DEPTH = WIDTH == 8 ? 4 : 8;  // of their rows at a time: as many as registers hold
 constexpr int64_t STRIP_SUMS = 24576;  // most sums of a task, for few rows: they stay in the cache
-constexpr int64_t ROWS = 256;       // of x that a task multiplies by a panel
 constexpr int64_t PANELS = 8;       // most panels of a task
 constexpr int64_t TASKS = 4;        // least tasks of a thread, so that none waits for long
-constexpr int64_t PIECE = 192;      // rows of a panel that are copied at a time
 constexpr int64_t SMALL = 1 << 16;  // products below which one thread does all
 
 template <typename X>
@@ -154,11 +153,7 @@ void few_rows(const std::vector<Few<X>>& products, const Threads& threads) {
 // How a panel is copied, and one step of its product: f32, or pairs of bf16 where the processor
 // multiplies those.
 template <typename W>
-struct Plain {
-  using Input = float;
-  using Copied = float;
-  static constexpr int STEP = 1;
-
+struct Plain : FloatPanel {
   // Panels of `columns` columns of w, each `stride` numbers after the one before.
   static void copy(float* to, int64_t stride, const W* w, int64_t N, int64_t depth,
                    int64_t columns) {
@@ -166,18 +161,6 @@ struct Plain {
       for (int64_t panel = 0; panel * TILE_COLUMNS < columns; panel++)
         for (int64_t i = 0, j = panel * TILE_COLUMNS; i < TILE_COLUMNS; i += WIDTH, j += WIDTH)
           store(to + panel * stride + i, j < columns ? load_some(w + j, columns - j) : Floats{});
-  }
-
-  template <int R>
-  INLINE static void add(Floats (&sum)[R][TILE_VECTORS], const float* const (&x)[R],
-                         const float* panel, int64_t k) {
-    Floats weights[TILE_VECTORS];
-    UNROLL for (int j = 0; j < TILE_VECTORS; j++)
-      weights[j] = load(panel + k * TILE_COLUMNS + j * WIDTH);
-    UNROLL for (int i = 0; i < R; i++) {
-      const Floats number = broadcast(x[i][k]);
-      UNROLL for (int j = 0; j < TILE_VECTORS; j++) sum[i][j] += number * weights[j];
-    }
   }
 };
 
@@ -220,51 +203,12 @@ struct Pairs {  // [depth / 2][TILE_COLUMNS][2]
 };
 #endif
 
-// sums [R][TILE_COLUMNS] (+)= R rows of x by `depth` rows of the copied panel
-template <int R, typename Form>
-void multiply_tile(const typename Form::Input* x, int64_t K, const typename Form::Copied* panel,
-                   int64_t depth, float* sums, bool more) {
-  Floats sum[R][TILE_VECTORS];
-  const typename Form::Input* row[R];
-  UNROLL for (int i = 0; i < R; i++) {
-    row[i] = x + i * K;
-    UNROLL for (int j = 0; j < TILE_VECTORS; j++)
-      sum[i][j] = more ? load(sums + i * TILE_COLUMNS + j * WIDTH) : Floats{};
-  }
-  for (int64_t k = 0; k < depth; k += Form::STEP) Form::add(sum, row, panel, k);
-  UNROLL for (int i = 0; i < R; i++)
-    UNROLL for (int j = 0; j < TILE_VECTORS; j++)
-      store(sums + i * TILE_COLUMNS + j * WIDTH, sum[i][j]);
-}
-
 // Rows [from, to) and panels [first, last), which one task multiplies. Neighbouring panels are
 // copied and written together: the rows of a matrix lie far apart, and each takes a look at the
 // page table.
 struct Part {
   int64_t from, to, first, last;
 };
-
-// sums [rows][TILE_COLUMNS] (+)= the part's rows of x by a copied panel
-template <typename Form, typename X>
-void multiply_panel(const Linear<X>& call, const typename Form::Input* x, const Part& part,
-                    const typename Form::Copied* panel, int64_t depth, float* sums, bool more) {
-  for (int64_t t = part.from; t < part.to;) {
-    const typename Form::Input* rows = x + t * call.K;
-    const int64_t left = part.to - t;
-    auto multiply = [&]<int R>(std::integral_constant<int, R>) {
-      if (call.any(t, t + R))
-        multiply_tile<R, Form>(rows, call.K, panel, depth, sums, more);
-      else
-        std::fill(sums, sums + R * TILE_COLUMNS, 0.f);
-      t += R;
-      sums += R * TILE_COLUMNS;
-    };
-    if (left >= TILE_ROWS) multiply(std::integral_constant<int, TILE_ROWS>());
-    else if (left >= 4) multiply(std::integral_constant<int, 4>());
-    else if (left >= 2) multiply(std::integral_constant<int, 2>());
-    else multiply(std::integral_constant<int, 1>());
-  }
-}
 
 template <typename Form, typename X>
 void multiply_part(const Linear<X>& call, const typename Form::Input* x, const Part& part) {
@@ -279,7 +223,7 @@ void multiply_part(const Linear<X>& call, const typename Form::Input* x, const P
     const int64_t depth = std::min(PIECE, call.K - k);
     Form::copy(copies.data(), COPY, call.w + k * call.N + column, call.N, depth, columns);
     for (int64_t panel = 0; panel < part.last - part.first; panel++)
-      multiply_panel<Form>(call, x + k, part, copies.data() + panel * COPY, depth,
+      multiply_panel<Form>(call, x + k, part.from, part.to, copies.data() + panel * COPY, depth,
                            sums.data() + panel * SUMS, k > 0);
   }
   if (!some) std::fill(sums.begin(), sums.end(), 0.f);

@@ -10,6 +10,7 @@
 #include <memory>
 #include <vector>
 
+#include "panels.h"
 #include "threads.h"
 #include "vector.h"
 
@@ -23,9 +24,7 @@ constexpr int64_t SUPER = 256;   // inputs that share the factors of a super-blo
 constexpr int VECTORS = OUTPUTS / WIDTH;
 constexpr int64_t FEW = 16;      // most rows for which codes are widened in registers
 constexpr int FEW_TILE = WIDTH == 8 ? 4 : 8;  // rows of them at a time
-constexpr int64_t ROWS = 256;    // that a task multiplies by a panel
-constexpr int64_t PIECE = 192;   // inputs of a panel that are widened at a time
-constexpr int64_t COLUMNS = 48;  // of a panel: tiles and vectors of every width divide it
+constexpr int64_t COLUMNS = 48;  // of a task: tiles and panels of every width divide it
 constexpr int64_t TASKS = 4;     // least tasks of a thread, so that none waits for long
 constexpr int64_t SMALL = 1 << 16;  // products below which one thread does all
 
@@ -246,11 +245,15 @@ void few_rows(const std::vector<Product>& products, const Threads& threads) {
 
 // --- many rows
 
-// Widens inputs [from, from + depth) of `tiles` columns of tiles, from column `first` on, to a panel
-// [depth][COLUMNS].
+constexpr int64_t PANELS = COLUMNS / TILE_COLUMNS;  // of a task
+constexpr int64_t COPY = PIECE * TILE_COLUMNS;      // numbers of a widened panel
+constexpr int64_t SUMS = ROWS * TILE_COLUMNS;
+
+// Widens inputs [from, from + depth) of `tiles` columns of tiles, from column `first` on, to panels
+// [PANELS][PIECE][TILE_COLUMNS].
 template <typename Code, int STEP>
 void widen(const Product& call, int64_t from, int64_t depth, int64_t first, int64_t tiles,
-           float* panel) {
+           float* panels) {
   float scale[PIECE / STEP * OUTPUTS], offset[PIECE / STEP * OUTPUTS] = {};
   for (int64_t column = 0; column < tiles; column++) {
     call.widen_factors(first + column, from, from + depth, scale, offset);
@@ -258,65 +261,37 @@ void widen(const Product& call, int64_t from, int64_t depth, int64_t first, int6
     const uint32_t* codes = call.codes + tile * Code::WORDS;
     for (int64_t k = 0; k < depth; k += INPUTS, codes += Code::WORDS) {
       for (int v = 0; v < VECTORS; v++) {
-        float* to = panel + k * COLUMNS + column * OUTPUTS + v * WIDTH;
+        const int64_t at = column * OUTPUTS + v * WIDTH;
+        float* to = panels + at / TILE_COLUMNS * COPY + k * TILE_COLUMNS + at % TILE_COLUMNS;
         UNROLL for (int part = 0; part < INPUTS / STEP; part++) {
-          const int64_t at = (k / STEP + part) * OUTPUTS + v * WIDTH;
-          const Floats factor = load(scale + at), more = load(offset + at);
+          const int64_t group = (k / STEP + part) * OUTPUTS + v * WIDTH;
+          const Floats factor = load(scale + group), more = load(offset + group);
           UNROLL for (int i = part * STEP; i < (part + 1) * STEP; i++)
-            store(to + i * COLUMNS, factor * Code::number(codes, i, v) + more);
+            store(to + i * TILE_COLUMNS, factor * Code::number(codes, i, v) + more);
         }
       }
     }
   }
 }
 
-// sums [R][COLUMNS] (+)= R rows of x by a panel
-template <int R>
-void multiply_panel(const float* x, int64_t K, const float* panel, int64_t depth, float* sums,
-                    bool more) {
-  for (int64_t from = 0; from < COLUMNS; from += TILE_COLUMNS) {
-    Floats sum[R][TILE_VECTORS];
-    UNROLL for (int r = 0; r < R; r++)
-      UNROLL for (int j = 0; j < TILE_VECTORS; j++)
-        sum[r][j] = more ? load(sums + r * COLUMNS + from + j * WIDTH) : Floats{};
-    for (int64_t k = 0; k < depth; k++) {
-      Floats weights[TILE_VECTORS];
-      UNROLL for (int j = 0; j < TILE_VECTORS; j++)
-        weights[j] = load(panel + k * COLUMNS + from + j * WIDTH);
-      UNROLL for (int r = 0; r < R; r++) {
-        const Floats number = broadcast(x[r * K + k]);
-        UNROLL for (int j = 0; j < TILE_VECTORS; j++) sum[r][j] += number * weights[j];
-      }
-    }
-    UNROLL for (int r = 0; r < R; r++)
-      UNROLL for (int j = 0; j < TILE_VECTORS; j++)
-        store(sums + r * COLUMNS + from + j * WIDTH, sum[r][j]);
-  }
-}
-
 template <typename Code, int STEP>
 void multiply_part(const Product& call, int64_t from, int64_t to, int64_t first, int64_t tiles) {
-  thread_local std::vector<float> panel(PIECE * COLUMNS), sums(ROWS * COLUMNS);
-  if (!call.any(from, to)) std::fill(sums.begin(), sums.end(), 0.f);
-  for (int64_t k = 0; k < call.K && call.any(from, to); k += PIECE) {
+  thread_local std::vector<float> panels(PANELS * COPY), sums(PANELS * SUMS);
+  const bool some = call.any(from, to);
+  if (!some) std::fill(sums.begin(), sums.end(), 0.f);
+  for (int64_t k = 0; some && k < call.K; k += PIECE) {
     const int64_t depth = std::min(PIECE, call.K - k);
-    widen<Code, STEP>(call, k, depth, first, tiles, panel.data());
-    for (int64_t t = from; t < to;) {
-      auto multiply = [&]<int R>(std::integral_constant<int, R>) {
-        float* sum = sums.data() + (t - from) * COLUMNS;
-        if (call.any(t, t + R))
-          multiply_panel<R>(call.x + t * call.K + k, call.K, panel.data(), depth, sum, k > 0);
-        else
-          std::fill(sum, sum + R * COLUMNS, 0.f);
-        t += R;
-      };
-      if (to - t >= TILE_ROWS) multiply(std::integral_constant<int, TILE_ROWS>());
-      else multiply(std::integral_constant<int, 1>());
-    }
+    widen<Code, STEP>(call, k, depth, first, tiles, panels.data());
+    for (int64_t panel = 0; panel * TILE_COLUMNS < tiles * OUTPUTS; panel++)
+      multiply_panel<FloatPanel>(call, call.x + k, from, to, panels.data() + panel * COPY, depth,
+                                 sums.data() + panel * SUMS, k > 0);
   }
-  for (int64_t t = from; t < to; t++)
-    std::copy_n(sums.data() + (t - from) * COLUMNS, tiles * OUTPUTS,
-                call.y + t * call.N + first * OUTPUTS);
+  for (int64_t t = from; t < to; t++) {
+    float* y = call.y + t * call.N + first * OUTPUTS;
+    for (int64_t j = 0; j < tiles * OUTPUTS; j += WIDTH)
+      store(y + j, load(sums.data() + j / TILE_COLUMNS * SUMS + (t - from) * TILE_COLUMNS +
+                        j % TILE_COLUMNS));
+  }
 }
 
 template <typename Code, int STEP>
