@@ -63,7 +63,7 @@ def join(port: int) -> tuple[RemoteReplica, float]:
 
 
 @pytest.mark.parametrize(
-    "mib", [240, pytest.param(10240, marks=pytest.mark.matrix)], ids=["small", "10GiB"]
+    "mib", [120, pytest.param(10240, marks=pytest.mark.matrix)], ids=["small", "10GiB"]
 )
 def test_strangers_take_no_memory_and_keep_no_conductor_out(replica, mib):
     process, port = replica
