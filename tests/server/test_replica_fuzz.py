@@ -80,9 +80,10 @@ ENDS_SECONDS = 30.0
 
 
 def sizes(many: int) -> pytest.MarkDecorator:
-    """A few messages in the suite, and `many` in the matrix: 10^5 over all tests."""
-    values = [200, pytest.param(many, marks=pytest.mark.matrix)]
-    return pytest.mark.parametrize("count", values, ids=["few", "many"])
+    """A few messages in the suite, and `many` for each of ten seeds in the matrix: 10^5 over all
+    tests."""
+    matrix = [pytest.param(seed, many, marks=pytest.mark.matrix) for seed in range(1, 11)]
+    return pytest.mark.parametrize("seed, count", [(0, 200), *matrix])
 
 
 class Blocks:
@@ -181,10 +182,10 @@ def failures(caplog: pytest.LogCaptureFixture) -> list[str]:
     ]
 
 
-@sizes(50_000)
-def test_whatever_a_conductor_sends_other_sessions_are_served(offered, count, caplog):
+@sizes(5_000)
+def test_whatever_a_conductor_sends_other_sessions_are_served(offered, seed, count, caplog):
     threads = threading.active_count()
-    for number, messages in enumerate(calls(Fuzz(pb.Command, 1, COMMANDS), count, PER_CALL)):
+    for number, messages in enumerate(calls(Fuzz(pb.Command, seed, COMMANDS), count, PER_CALL)):
         offered.send("/jaxserve.replica.v1.Replica/Session", messages)
         if number % 20 == 0:
             offered.assert_serves()
@@ -194,9 +195,9 @@ def test_whatever_a_conductor_sends_other_sessions_are_served(offered, count, ca
     assert not failures(caplog)
 
 
-@sizes(10_000)
-def test_whatever_an_asker_of_blocks_sends_conductors_are_served(offered, count, caplog):
-    for number, messages in enumerate(calls(Fuzz(pb.BlocksAsked, 2, ASKED), count, 8)):
+@sizes(1_000)
+def test_whatever_an_asker_of_blocks_sends_conductors_are_served(offered, seed, count, caplog):
+    for number, messages in enumerate(calls(Fuzz(pb.BlocksAsked, seed, ASKED), count, 8)):
         offered.send("/jaxserve.replica.v1.Blocks/Fetch", messages)
         if number % 20 == 0:
             offered.assert_serves()
@@ -238,10 +239,10 @@ class Babbling:
         return server, port
 
 
-@sizes(40_000)
-def test_whatever_a_replica_says_a_conductor_comes_back_to_it(count, monkeypatch):
+@sizes(4_000)
+def test_whatever_a_replica_says_a_conductor_comes_back_to_it(seed, count, monkeypatch):
     monkeypatch.setattr(replica_connection, "RETRY_SECONDS", (0.001, 0.001))
-    babbling = Babbling(Fuzz(pb.Report, 3, REPORTS), count)
+    babbling = Babbling(Fuzz(pb.Report, seed, REPORTS), count)
     with contextlib.ExitStack() as stack:
         server, port = babbling.listen()
         stack.callback(lambda: server.stop(0).wait())
