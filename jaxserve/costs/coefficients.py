@@ -40,7 +40,8 @@ class Costs:
 
     Linear parts of n tokens: the greater of `linear_floor` (weights are read) and `linear_base +
     linear_token n` (they are used); with experts both grow by `expert_floor` and `expert_base`
-    times the share of the experts that n tokens use, 1 - (1 - `active_experts`)^n. Attention of a
+    times the share of the experts that n tokens use, 1 - (1 - `active_experts`)^n. Where lanes
+    share experts out, they get the tokens of all, in messages. Attention of a
     chunk of new tokens after cached ones: the greater of `pair (cached + new / 2) new` and `read
     (cached + new)`, plus `chunk` and `chunk_token new`. Of decodes: `decode` once, `decode_seq`
     each, `decode_kv` per token of context. In a share `windowed` of the layers that attend, a token
@@ -56,6 +57,9 @@ class Costs:
     expert_floor: float = 0.0
     expert_base: float = 0.0
     active_experts: float = 0.0  # share of a layer's experts that a token uses
+    expert_lanes: int = 1  # that share experts out
+    experts_sent: float = 0.0  # tokens to experts on other lanes and back: once, and per token
+    experts_sent_token: float = 0.0
     chunk: float = 0.0
     chunk_token: float = 0.0  # per new token: tiles on the diagonal, queries and outputs
     pair: float = 0.0
@@ -90,7 +94,7 @@ class Costs:
         """Seconds of one layer's linear parts and the sums over ranks."""
         used = 0.0
         if self.active_experts:
-            used = 1 - (1 - self.active_experts) ** tokens
+            used = 1 - (1 - self.active_experts) ** (tokens * self.expert_lanes)
         read = self.linear_floor + used * self.expert_floor
         return (
             smooth_max(
@@ -98,6 +102,8 @@ class Costs:
             )
             + self.tp
             + self.tp_token * tokens
+            + self.experts_sent
+            + self.experts_sent_token * tokens
         )
 
     def compiled(self, load: LaneLoad) -> ShapeCost | None:

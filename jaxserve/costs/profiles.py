@@ -14,8 +14,10 @@ import math
 from pathlib import Path
 
 from jaxserve.checkpoint.model import ModelConfig, declare
+from jaxserve.checkpoint.specs import ExpertsSpec
 from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.costs.coefficients import Costs
+from jaxserve.costs.experts import expert_seconds
 from jaxserve.costs.heads import heads_of
 from jaxserve.lanes.rates import Link
 from jaxserve.lanes.work import ITEM
@@ -41,6 +43,11 @@ def windows_of(model: ModelConfig) -> tuple[int, float]:
     paged = [layer for layer in range(model.layers) if model.mixer(layer).has_pages]
     windows = [window for window in map(model.window, paged) if window is not None]
     return max(windows, default=0), len(windows) / len(paged)
+
+
+def expert_lanes(model: ModelConfig) -> int:
+    """Returns over how many lanes a model's experts are split."""
+    return next((spec.lanes for spec in model.mlps if isinstance(spec, ExpertsSpec)), 1)
 
 
 @functools.cache
@@ -94,7 +101,8 @@ class Device:
         state = model.share(tp).state_bytes() / model.layers  # of a sequence
         weights = ITEM * model.dense_weights(tp)
         experts = ITEM * model.expert_weights(tp)
-        active = weights + experts * model.active_experts
+        lanes = expert_lanes(model)
+        active = weights + experts * lanes * model.active_experts
         pair = attending * heads.pair_flops / self.attention_flops_per_s
         kv = attending * heads.kv_bytes
         head = model.head_weights(tp)
@@ -108,6 +116,7 @@ class Device:
             expert_floor=experts / self.weight_bytes_per_s,
             expert_base=experts / self.base_bytes_per_s,
             active_experts=model.active_experts,
+            expert_lanes=lanes,
             linear_token=(active + STATE_FLOPS * state) / self.product_flops_per_s
             + elementwise_bytes(model, tp) / self.elementwise_bytes_per_s,
             chunk=self.chunk_seconds,
@@ -129,17 +138,21 @@ class Device:
         different nodes.
 
         Ranks: two sums of an activation per layer. Lanes: queries, keys and values go out, partial
-        results come back. Stages: every rank sends the activation to its peer.
+        results come back; so do tokens where lanes share experts out. Stages: every rank sends the
+        activation to its peer.
         """
         heads = heads_of(model, tp)
         activation = ITEM * model.d_model
         exchanged = heads.query_bytes + heads.new_kv_bytes + heads.partial_bytes
         node = self.node.in_layers(heads.attending)
         link = self._ranks(tp)
+        once, token = expert_seconds(model, self.node)
         return Costs(
             layers=model.layers,
             tp=2 * link.seconds,
             tp_token=2 * activation / link.bytes_per_s,
+            experts_sent=once,
+            experts_sent_token=token,
             kvp=2 * node.seconds,
             kvp_token=exchanged / node.bytes_per_s,
             hop=self.node.seconds,

@@ -56,6 +56,7 @@ SYSTEM = [
     _SIMULATED["gpu"],
     Option("gpus", str, "8", "how many GPUs a replica has; several counts, as N,N, are compared"),
     _SIMULATED["lookahead"],
+    _SIMULATED["enable_expert_parallel"],
 ]
 WORKLOAD = [
     _SIMULATED["workload"],
@@ -141,6 +142,7 @@ def question_of(values: Mapping[str, Any]) -> PlanQuestion:
         values["requests"],
         values["attainment"],
         values["lookahead"],
+        values["enable_expert_parallel"],
     )
 
 

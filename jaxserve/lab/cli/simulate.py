@@ -35,6 +35,7 @@ from jaxserve.settings.schema import (
     CacheConfig,
     ConfigError,
     MeshConfig,
+    ModelSource,
     SchedulerConfig,
 )
 
@@ -78,6 +79,7 @@ SYSTEM = [
         0,
         8,
     ),
+    options_of(ModelSource)["enable_expert_parallel"],
 ]
 WORKLOAD = [
     Option("workload", str, "poisson:mix=medha-5", "file or generator, see above"),
@@ -123,7 +125,12 @@ def scheduling_options() -> list[Option]:
 
 
 def run(values: dict[str, Any]) -> int:
-    system = System(shape_of(values["model"]), values["gpu"], mesh_of(values["mesh"]))
+    system = System(
+        shape_of(values["model"]),
+        values["gpu"],
+        mesh_of(values["mesh"]),
+        expert_parallel=values["enable_expert_parallel"],
+    )
     scheduler, cache = configs(values)
     arrivals = parse(
         values["workload"], qps=values["qps"], requests=values["requests"], seed=values["seed"]

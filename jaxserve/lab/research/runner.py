@@ -143,7 +143,12 @@ def _simulated(point: Point, gpu: str) -> dict[str, Any]:
     """The figures of a replica of such GPUs. Errors: ConfigError."""
     config = point.config()
     arrivals = point.load.schedule()
-    system = System(shape_of(config.source.model), gpu, config.mesh)
+    system = System(
+        shape_of(config.source.model),
+        gpu,
+        config.mesh,
+        expert_parallel=config.source.enable_expert_parallel,
+    )
     check_classes(config.scheduler, arrivals)
     replica = system.replica(config.scheduler, config.cache, config.lookahead)
     outcome = virtual(replica, arrivals, point.load.concurrency)

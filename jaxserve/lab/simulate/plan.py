@@ -75,9 +75,11 @@ class PlanQuestion:
     requests: int | None = None
     attainment: float = 0.9
     lookahead: int = 1
+    expert_parallel: bool = False
 
     def system(self, mesh: MeshConfig) -> System:
-        return System(self.shape, self.device, mesh).with_cache(self.cache)
+        system = System(self.shape, self.device, mesh, expert_parallel=self.expert_parallel)
+        return system.with_cache(self.cache)
 
     def settings(self, mesh: MeshConfig) -> tuple[SchedulerConfig, CacheConfig]:
         """Returns the settings of a replica on this mesh: those of lanes are dropped with one

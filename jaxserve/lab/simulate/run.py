@@ -21,6 +21,7 @@ from jaxserve.api.request import Request, Slo
 from jaxserve.checkpoint.model import ModelConfig, layers_of
 from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.costs.coefficients import Costs
+from jaxserve.costs.experts import expert_seconds
 from jaxserve.costs.heads import heads_of
 from jaxserve.costs.profiles import costs, devices
 from jaxserve.lab.quotients import quotient
@@ -62,7 +63,7 @@ class System:
     """A simulated system: a model's shape on `mesh` of `device`s. A replica has no limit on a
     sequence but its pages. memory: share of a device's that weights and KV may fill. kv_gib: memory
     for KV per device, where it is given. kv_cache_dtype: see CacheConfig. node_devices: that one
-    node has; all ranks of a lane are in one."""
+    node has; all ranks of a lane are in one. expert_parallel: lanes share experts out."""
 
     shape: ModelConfig
     device: str
@@ -71,6 +72,7 @@ class System:
     kv_gib: float | None = None
     kv_cache_dtype: str = "auto"
     node_devices: int = NODE_DEVICES
+    expert_parallel: bool = False
 
     def with_cache(self, cache: CacheConfig) -> System:
         """The system with what these settings say of memory and KV. Errors: ConfigError for tiers
@@ -88,14 +90,22 @@ class System:
         )
 
     @property
+    def model(self) -> ModelConfig:
+        """The model as lanes share it."""
+        return self.shape.over(self.mesh.kvp if self.expert_parallel else 1)
+
+    @property
     def costs(self) -> Costs:
         """KV in another type is read in proportion to its bytes; steps were measured with that of
         bfloat16. Errors: ConfigError for an unknown device or a degree of tp that was not
         measured."""
-        measured = costs(self.device, self.shape, self.mesh.tp)
+        measured = costs(self.device, self.model, self.mesh.tp)
+        once, token = expert_seconds(self.model, self.link(self.mesh.kvp))
         bytes_ = self.heads.stored / (ITEM * self.heads.head_dim)
         return dataclasses.replace(
             measured,
+            experts_sent=once,
+            experts_sent_token=token,
             read=measured.read * bytes_,
             decode_kv=max(measured.decode_kv * bytes_, measured.pair),
         )
@@ -140,6 +150,8 @@ class System:
             return f"sums over {mesh.tp} ranks were not measured on {self.device}"
         if shape.heads % mesh.tp:
             return f"{mesh.tp} ranks do not split {shape.heads} heads"
+        if not all(spec.splits(shape, mesh.tp) for spec in self.model.mlps):
+            return f"{mesh.tp} ranks of each lane do not split the MLP or {shape.experts} experts"
         if mesh.spp > shape.layers:
             return f"more stages than {shape.layers} layers"
         try:
@@ -152,7 +164,7 @@ class System:
     def weights(self) -> int:
         """Bytes of weights on the device that has most. GPUs hold them in bfloat16, however a
         checkpoint does."""
-        return self.shape.weight_bytes(self.mesh.tp, self.mesh.spp)
+        return self.model.weight_bytes(self.mesh.tp, self.mesh.spp)
 
     def kv_tokens(self, slots: int = 0) -> int:
         """Tokens whose KV fits on one lane, beside the states of as many sequences as there are
