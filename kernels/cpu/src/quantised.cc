@@ -126,9 +126,15 @@ struct Product {
 
   // Scales and offsets in f32 of inputs [from, to) of a column of tiles: [inputs / step][16] each.
   void widen_factors(int64_t column, int64_t from, int64_t to, float* scale, float* offset) const {
+    const int64_t first = column * (K / group);
+    int64_t number = from / group, end = (number + 1) * group;  // counted: divisions take longer
     for (int64_t k = from; k < to; k += step(), scale += OUTPUTS, offset += OUTPUTS) {
+      if (k == end) {
+        number++;
+        end += group;
+      }
       UNROLL for (int v = 0; v < VECTORS; v++) {
-        const int64_t at = (column * (K / group) + k / group) * OUTPUTS + v * WIDTH;
+        const int64_t at = (first + number) * OUTPUTS + v * WIDTH;
         const int64_t super = (column * (K / SUPER) + k / SUPER) * parts * OUTPUTS + v * WIDTH;
         Floats factor = scales.at(at);
         if (supers.data) factor *= supers.half(super);
