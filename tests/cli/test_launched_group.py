@@ -110,6 +110,7 @@ def test_a_mesh_that_cannot_be_dealt_out_is_refused_at_once():
     assert not members()
 
 
+@pytest.mark.matrix
 def test_sigterm_ends_a_server_and_all_its_workers(tmp_path):
     command = [*LAUNCH, "--processes=2", "--", "serve", "--model=random:tiny", "--mesh=spp=2"]
     ports = ["--grpc_port=0", "--port=0", "--max_model_len=256", "--profile=none"]

@@ -30,6 +30,7 @@ from jaxserve.lanes.groups import group_around
 from jaxserve.scheduling import Batch, Scheduler
 from jaxserve.scheduling.batch_reader import StepResults
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
+from tests.examples import examples
 
 BLOCK = 4
 CONFIGS = [  # lanes, sequences, chunk tokens, placement, tokens of a request per lane
@@ -198,7 +199,7 @@ def test_every_batch_fits_a_shape_that_says_all_of_it(lanes, seqs, chunk, placem
     compiled = shapes(config, lanes, BLOCK)
     used = set()
     spread = 0
-    for seed in range(6):
+    for seed in range(examples(15)):
         for batch in traffic(config, lanes, placement, lane_tokens, seed):
             demand = StepDemand.of(batch, lanes, config.tile, BLOCK)
             shape = cheapest(compiled, demand)
