@@ -193,8 +193,9 @@ class ModelConfig(Dimensions):
         return max(sum(p.size * p.dtype(dtype).itemsize for p in stage) for stage in stages)
 
     def kv_bytes_per_token(self, itemsize: int = 2) -> int:
-        """Bytes of KV cache per token, over all layers, for numbers of `itemsize` bytes."""
-        return itemsize * kv_elements(self.paged_layers(), self.kv_heads, self.kv_head_dim)
+        """Bytes of a token's keys and values, over all layers with pages, for numbers of `itemsize`
+        bytes."""
+        return itemsize * 2 * self.paged_layers() * self.kv_heads * self.kv_head_dim
 
     def state_bytes(self, layers: range | None = None) -> int:
         """Bytes of the states of one sequence, in some or all layers; without the few last inputs
@@ -265,11 +266,6 @@ def declare(model: ModelConfig, layers: range, tp: int = 1) -> dict[str, Declare
 def matrix_elements(declared: Iterable[Declared]) -> int:
     """Elements of the parameters that are matrices of products."""
     return sum(p.size for p in declared if p.inputs)
-
-
-def kv_elements(layers: int, kv_heads: int, head_dim: int) -> int:
-    """Numbers that the KV cache holds per token: a key and a value per layer and kv head."""
-    return 2 * layers * kv_heads * head_dim
 
 
 def padded_vocab(model: ModelConfig, tp: int) -> int:

@@ -15,7 +15,6 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from jaxserve.api.request import KvSource, Request
-from jaxserve.checkpoint.model import kv_elements
 from jaxserve.cluster.member import Member
 from jaxserve.cluster.member_table import MemberTable
 from jaxserve.cluster.prefixes import CachedPrefixes
@@ -31,12 +30,10 @@ from jaxserve.cluster.routing import (
     choose_decode,
     freeness,
 )
-from jaxserve.replica.info import ReplicaInfo
 from jaxserve.settings.schema import ConfigError
 
 GOLDEN_RATIO = 0.6180339887498949  # its multiples, without their whole parts, are evenly spread
 MIN_PREFILL_BLOCKS = 4  # missing blocks, below which a prompt is computed where it is decoded
-ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # others: one
 
 
 class Placement(NamedTuple):
@@ -183,7 +180,7 @@ class Router:
 
     def transfer_seconds(self, tokens: int) -> float:
         """Predicted seconds to move the KV of `tokens` tokens from one member to another."""
-        return tokens * kv_bytes_per_token(self.table.info) / self._bytes_per_s
+        return tokens * self.table.info.kv_bytes_per_token / self._bytes_per_s
 
     # --- who decodes
 
@@ -238,12 +235,6 @@ class _Costs(NamedTuple):
         if not (self.members[source].moves_kv and self.members[target].moves_kv):
             return math.inf
         return self.router.transfer_seconds(tokens)
-
-
-def kv_bytes_per_token(info: ReplicaInfo) -> int:
-    """Returns the bytes of KV per token, over all layers, as replicas keep them."""
-    item = ITEM_BYTES.get(info.kv_dtype, 1)
-    return item * kv_elements(info.layers, info.kv_heads, info.head_dim)
 
 
 def _of(prefixes: Sequence[int], member: Member) -> int:

@@ -16,8 +16,9 @@ class ReplicaInfo:
     """The facts that callers of a replica may rely on.
 
     served_name: by which requests name the model; other_names: these too. model: the architecture's
-    own name. d_model: size of hidden states, and so of embeddings. eos_ids: ids that end a
-    completion. max_model_len: most tokens of a sequence, its output included.
+    own name. d_model: size of hidden states, and so of embeddings. kv_bytes_per_token: bytes of KV
+    that a token has on pages, over all layers that keep some. eos_ids: ids that end a completion.
+    max_model_len: most tokens of a sequence, its output included.
     pages_per_lane: pages of KV cache on each lane, of `block_size` tokens. max_seqs: sequences that
     run at once; max_queue: requests that may wait. class_names: of request classes, see
     `SchedulerConfig.classes`. settings: all that was configured, group by group, without secrets.
@@ -35,6 +36,7 @@ class ReplicaInfo:
     kv_heads: int
     head_dim: int
     d_model: int
+    kv_bytes_per_token: int
     bos_id: int | None
     eos_ids: tuple[int, ...]
     max_model_len: int

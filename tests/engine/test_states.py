@@ -137,7 +137,8 @@ def test_settings_that_states_rule_out_are_refused_by_name(name, settings):
         planned(model, **settings)
 
 
-def test_bytes_of_kv_are_those_of_layers_with_pages():
+def test_bytes_of_kv_are_those_of_layers_with_pages(tiny):
+    assert tiny.info.layers == 4 and tiny.info.kv_bytes_per_token == 4 * 2 * 2 * 32
     model = from_hf(NEXT_80B)
     assert model.kv_bytes_per_token() == 12 * 2 * 2 * 256 * 2
     made = planned(model, mesh="tp=2", pages=10, max_seqs=4, dtype="bfloat16")

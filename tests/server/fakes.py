@@ -190,6 +190,7 @@ class FakeReplica:
             kv_heads=1,
             head_dim=1,
             d_model=EMBEDDING,
+            kv_bytes_per_token=4,
             bos_id=None,
             eos_ids=self.model.eos_ids,
             max_model_len=MAX_LEN,

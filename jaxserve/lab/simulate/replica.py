@@ -234,6 +234,7 @@ def _info(
     platform: str,
 ) -> ReplicaInfo:
     config = scheduler.config
+    fp8 = cache.kv_cache_dtype == "fp8"
     return ReplicaInfo(
         served_name=name,
         model=name,
@@ -243,12 +244,13 @@ def _info(
         kv_heads=shape.kv_heads,
         head_dim=shape.kv_head_dim,
         d_model=shape.d_model,
+        kv_bytes_per_token=shape.kv_bytes_per_token(1 if fp8 else 2),
         bos_id=None,
         eos_ids=(),
         max_model_len=scheduler.max_len,
         mesh=mesh,
         dtype="bfloat16",
-        kv_dtype="float8_e4m3fn" if cache.kv_cache_dtype == "fp8" else "bfloat16",
+        kv_dtype="float8_e4m3fn" if fp8 else "bfloat16",
         platform=platform,
         block_size=scheduler.cache.block_size,
         pages_per_lane=scheduler.cache.total // mesh.kvp,
