@@ -44,6 +44,8 @@ DEFAULT = {
     "qwen3_next": ("kvp=2,tp=2",),
     "qwen3_5": ("spp=2",),
 }
+# two key heads of states cannot be split
+REFUSED = {(name, "tp=4") for name in ("qwen3_next", "qwen3_5", "qwen3_5_moe")}
 
 
 def write_model(folder: Path, name: str) -> Path:
@@ -61,6 +63,7 @@ def write_model(folder: Path, name: str) -> Path:
         pytest.param(name, mesh, marks=[] if mesh in DEFAULT.get(name, ()) else pytest.mark.matrix)
         for name in CASES
         for mesh in MESHES
+        if (name, mesh) not in REFUSED
     ],
 )
 def test_tokens_and_log_probabilities_are_those_of_transformers(name, mesh, tmp_path):

@@ -33,7 +33,7 @@ class Answer:
     tokens: list[int]
     best: np.ndarray
     logprobs: np.ndarray
-    gap: float = np.inf
+    gap: float
 
     def save(self, name: str) -> None:
         np.savez_compressed(
@@ -56,5 +56,5 @@ def load(name: str) -> Answer:
             file["tokens"].tolist(),
             file["best"],
             file["logprobs"],
-            float(file.get("gap", np.inf)),
+            float(file["gap"]),
         )
