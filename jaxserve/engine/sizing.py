@@ -11,7 +11,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from jaxserve.checkpoint.model import ModelConfig, layers_of
+from jaxserve.checkpoint.model import ModelConfig, declare, layers_of
 from jaxserve.engine.machine import fitted, local_devices
 from jaxserve.engine.memory import DeviceRoom, kv_bytes, state_bytes
 from jaxserve.engine.stage_plan import StagePlan
@@ -20,11 +20,11 @@ from jaxserve.engine.step_shapes import sample_sizes, shapes
 from jaxserve.group.member import this_member
 from jaxserve.kernels import ops
 from jaxserve.kernels.kv_pages import FP8, pool_shapes
-from jaxserve.settings.schema import ConfigError, EngineConfig
-from jaxserve.sharding.mesh import ensure_devices
+from jaxserve.settings.schema import ConfigError, EngineConfig, MeshConfig
+from jaxserve.sharding.mesh import KVP, TP, ensure_devices
 from jaxserve.weights import open_checkpoint
 from jaxserve.weights.checkpoint import Checkpoint
-from jaxserve.weights.kept import Kept
+from jaxserve.weights.kept import Kept, KeptParameter
 from jaxserve.weights.quantise import METHODS
 from jaxserve.weights.store import OrbaxFolder
 
@@ -120,11 +120,21 @@ def make_plan(
         blocks,
         shapes(config.scheduler, lanes, size, config.cache.pool(lanes), config.cache.copies),
         sample_sizes(config.scheduler),
-        kept,
+        _kept_parameters(kept, model, config.mesh),
     )
     if config.cache.pages is None:
         plan = dataclasses.replace(plan, pages=_pages(config, plan, blocks, room))
     return dataclasses.replace(plan, width=min(blocks, plan.pages))
+
+
+def _kept_parameters(
+    kept: Kept | None, model: ModelConfig, mesh: MeshConfig
+) -> dict[str, KeptParameter]:
+    """Returns the parameters of all layers that stay quantised, by path."""
+    if kept is None:
+        return {}
+    declared = declare(model, range(model.layers), mesh.tp)
+    return kept.parameters(declared, model, {KVP: mesh.kvp, TP: mesh.tp})
 
 
 def _pages(config: EngineConfig, plan: StagePlan, blocks: int, room: DeviceRoom) -> int:

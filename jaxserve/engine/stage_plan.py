@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from typing import Any
 
 from jaxserve.api.batch import DEFAULT_EXCHANGE, Batch
@@ -19,8 +19,7 @@ from jaxserve.kernels.kv_pages import KVPages, pool_shapes
 from jaxserve.models.decoder import LayerCache
 from jaxserve.models.deltanet import state_shapes
 from jaxserve.settings.schema import MeshConfig
-from jaxserve.sharding.mesh import KVP, TP
-from jaxserve.weights.kept import Kept, KeptParameter
+from jaxserve.weights.kept import KeptParameter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,15 +37,12 @@ class StagePlan:
     width: int  # page table entries per slot and lane
     shapes: list[StepShape]
     samples: list[int]
-    kept: Kept | None = None  # weights that may stay quantised
+    kept: Mapping[str, KeptParameter]  # of all layers, by path
 
     def parameters(self, layers: range) -> dict[str, Declared | KeptParameter]:
         """Declares the parameters of the stage with these layers by path."""
         declared = declare(self.model, layers, self.mesh.tp)
-        if self.kept is None:
-            return {**declared}
-        degrees = {KVP: self.mesh.kvp, TP: self.mesh.tp}
-        return {**declared, **self.kept.parameters(declared, self.model, degrees)}
+        return {path: self.kept.get(path, parameter) for path, parameter in declared.items()}
 
     def demand(self, batch: Batch) -> StepDemand:
         """Counts what a batch needs of a shape."""

@@ -7,7 +7,7 @@ import pytest
 from jaxserve.engine.memory import sizes
 from jaxserve.kernels.cpu import library
 from tests.engine.harness import Runner, engine
-from tests.weights.models import tensors, write_gguf
+from tests.weights.models import TINY, tensors, write_gguf
 from tests.weights.test_kept import KINDS, MODELS
 
 pytestmark = pytest.mark.skipif(
@@ -46,7 +46,11 @@ def answers(file, mesh: str, quantization: str) -> tuple[list[list[int]], int]:
 
 @pytest.mark.parametrize(
     "model, kind, mesh",
-    [("tied", "mixed", ""), ("dense", "mixed", "spp=2,kvp=2,tp=2"), ("experts", "Q8_0", "tp=2")],
+    [
+        ("tied", "mixed", "spp=2"),
+        ("dense", "mixed", "spp=2,kvp=2,tp=2"),
+        ("experts", "Q8_0", "tp=2"),
+    ],
 )
 def test_tokens_are_those_of_the_dequantised_weights(model, kind, mesh, file_of):
     file = file_of(model, kind)
@@ -54,3 +58,9 @@ def test_tokens_are_those_of_the_dequantised_weights(model, kind, mesh, file_of)
     found, nbytes = answers(file, mesh, "auto")
     assert found == right
     assert nbytes < 0.5 * whole
+
+
+def test_what_cannot_stay_quantised_is_said_once_for_all_stages(tmp_path, caplog):
+    file = write_gguf(tmp_path / "m.gguf", TINY, tensors(TINY), "Q8_0")
+    engine(file, "spp=2,tp=4", **SMALL).close()
+    assert caplog.text.count("layers.*.attention.o_proj cannot stay quantised") == 1
