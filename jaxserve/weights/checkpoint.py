@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -10,6 +11,7 @@ import numpy as np
 
 from jaxserve.checkpoint.fetch import local_files
 from jaxserve.checkpoint.model import ModelConfig
+from jaxserve.checkpoint.model_files import notes
 from jaxserve.checkpoint.model_paths import CheckpointError, check_revision
 from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.weights.gguf_weights import GgufFile
@@ -93,16 +95,23 @@ def check(checkpoint: Checkpoint | OrbaxFolder, config: ModelConfig) -> None:
     in the right shapes. Saved (orbax) folders are not checked here but by `restore`, since what
     they must hold depends on the mesh.
 
-    Errors: one CheckpointError with every missing, unexpected, misshaped and unreadable name.
+    Biases of zero that the model does not have are left out, which the log says: some tools write
+    them beside each quantised matrix. Errors: one CheckpointError with every missing, unexpected,
+    misshaped and unreadable name.
     """
     if isinstance(checkpoint, OrbaxFolder):
         return
     stored = checkpoint.tensors()
     wanted = tensors_of(replace(config, kv_heads=checkpoint.config.kv_heads))
     both = [(name, *stored[name], shape) for name, shape in wanted.items() if name in stored]
+    others = [name for name in stored if name not in wanted and not ignored(name, config)]
+    biases = [name for name in others if _is_bias(name, stored)]
+    zeros = [name for name in biases if not checkpoint.read(name).any()]
+    if zeros:
+        notes.warning(f"{checkpoint.config.name}: left out biases of zero: {zeros[:20]}")
     faults = {
         "missing": [name for name in wanted if name not in stored],
-        "unexpected": [name for name in stored if name not in wanted and not ignored(name, config)],
+        "unexpected": [name for name in others if name not in zeros],
         "misshaped": [
             f"{name} is {list(shape)}, should be {list(right)}"
             for name, shape, _, right in both
@@ -117,6 +126,12 @@ def check(checkpoint: Checkpoint | OrbaxFolder, config: ModelConfig) -> None:
             f"{checkpoint.config.name} does not match its config: "
             + "; ".join(_listed(kind, names) for kind, names in faults.items() if names)
         )
+
+
+def _is_bias(name: str, stored: Mapping[str, tuple[tuple[int, ...], str]]) -> bool:
+    """Returns True for the bias, in floats, of a matrix of the checkpoint."""
+    matrix = name.removesuffix(".bias") + ".weight"
+    return name.endswith(".bias") and matrix in stored and stored[name][1] not in NOT_FLOATS
 
 
 def _listed(kind: str, names: list[str]) -> str:

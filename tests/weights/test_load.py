@@ -8,6 +8,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from jaxserve import weights
 from jaxserve.checkpoint.model_config import from_hf, to_hf
@@ -192,7 +193,7 @@ def test_random_weights_are_normal_and_differ_by_tensor_and_seed():
 def test_all_that_is_wrong_is_reported_at_once_and_nothing_is_loaded(tmp_path):
     values = tensors(TINY)
     del values["model.layers.0.mlp.up_proj.weight"], values["model.layers.1.mlp.up_proj.weight"]
-    values["model.layers.0.self_attn.q_proj.bias"] = np.zeros(64, np.float32)
+    values["model.layers.0.self_attn.q_proj.bias"] = np.ones(64, np.float32)
     values["model.layers.1.mlp.down_proj.weight"] = np.zeros((64, 127), np.float32)
     values["model.norm.weight"] = np.zeros(64, np.int32)
     with pytest.raises(weights.CheckpointError) as error:
@@ -204,6 +205,23 @@ def test_all_that_is_wrong_is_reported_at_once_and_nothing_is_loaded(tmp_path):
         "1 misshaped: model.layers.1.mlp.down_proj.weight is [64, 127], should be [64, 128]" in text
     )
     assert "model.norm.weight is I32" in text
+
+
+def test_biases_of_zero_of_quantised_layers_are_left_out_and_said_once(tmp_path, caplog):
+    quantised, _ = write_both(tmp_path, to_hf(TINY), tensors(TINY), "gptq")
+    file = quantised / "model.safetensors"
+    held = load_file(file)
+    names = [name.removesuffix("qweight") + "bias" for name in held if name.endswith(".qweight")]
+    _, expected = loaded(quantised)
+    zeros = {name: np.zeros(held[f"{name[:-4]}scales"].shape[1], np.float16) for name in names}
+    save_file(held | zeros, file)
+    for _ in range(2):
+        same(loaded(quantised)[1], expected)
+    assert caplog.text.count("left out biases of zero: ['model.layers.0.mlp.down_proj.bias'") == 1
+    zeros[names[0]][-1] = 1
+    save_file(held | zeros, file)
+    with pytest.raises(weights.CheckpointError, match=f"1 unexpected: {names[0]}$"):
+        loaded(quantised)
 
 
 def test_copies_and_derived_tensors_of_old_checkpoints_are_not_unexpected(tmp_path):
