@@ -138,7 +138,8 @@ def _text(block: Any, where: str) -> str:
             texts = [_text(part, f"{where}.content.{i}") for i, part in enumerate(parts)]
             heads = [block.get(name) for name in ("title", "source")]
             return "\n".join([*map(str, filter(None, heads)), *texts])
-    raise RequestError(f"{where}.type", f"{_type(block)!a:.50} cannot be taken in a message here")
+    message = f"is {_type(block)!a:.50}: parts that are not text cannot be taken by this model"
+    raise RequestError(f"{where}.type", message)
 
 
 def _type(block: Any) -> str:

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from jaxserve import LLM
 from jaxserve.api.sampling import SamplingParams
@@ -127,6 +128,15 @@ CHATS = {
         "## Tools",
         "<｜tool▁call▁begin｜>function<｜tool▁sep｜>name\n```json\n{}\n```",
     ),
+    "qwen3_next": CHATML,
+    "qwen3_5": Chat(
+        CHATML.turn,
+        CHATML.answer,
+        "",
+        "# Tools",
+        "<tool_call>\n<function=name>\n<parameter=key>\nvalue\n</parameter>\n</function>\n"
+        "</tool_call>",
+    ),
 }
 SCHEMA = {
     "type": "object",
@@ -202,6 +212,47 @@ def test_a_family_is_served(name: str, serving: Serving, tmp_path):
     assert tokens == wanted.ids
     rows = list(wanted.prompt_logprobs[1:]) + wanted.logprobs
     assert logprobs == pytest.approx([row.chosen for row in rows], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "path, field, limit, part, reason",
+    [
+        ("chat/completions", "messages", "max_tokens", {"type": "image_url"}, "not text"),
+        ("responses", "input", "max_output_tokens", {"type": "input_image"}, "none of input_text"),
+        ("messages", "messages", "max_tokens", {"type": "image"}, "not text"),
+    ],
+)
+def test_images_for_the_text_of_a_multimodal_checkpoint_are_refused(
+    path, field, limit, part, reason, multimodal
+):
+    content = [{"type": "text", "text": "What is this?"}, part]
+    body = {"model": "multimodal", limit: 8, field: [{"role": "user", "content": content}]}
+    answer = httpx.post(f"{multimodal}/v1/{path}", json=body, timeout=60)
+    assert answer.status_code == 400
+    assert reason in answer.json()["error"]["message"]
+
+
+@pytest.fixture(scope="module")
+def multimodal(tmp_path_factory) -> Iterator[str]:
+    """The address of a server of a Qwen3.5 checkpoint as hubs have it, with a part for images."""
+    folder = write_model(tmp_path_factory.mktemp("images") / "multimodal", "qwen3_5")
+    text = json.loads((folder / "config.json").read_text())
+    config = {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "text_config": text,
+        "vision_config": {"depth": 2},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    towers = {"model.visual.patch_embed.proj.bias": np.ones(3, np.float32)}
+    save_file(
+        {name.replace("model.", "model.language_model.", 1): x for name, x in tensors.items()}
+        | towers,
+        folder / "model.safetensors",
+    )
+    with in_process(folder) as url:
+        yield url
 
 
 def wait_ready(client: httpx.Client) -> None:
