@@ -2,7 +2,7 @@
 
 import os
 
-SHARE = float(os.environ.get("TEST_EXAMPLES", "0.2"))  # of the numbers that tests ask for
+SHARE = float(os.environ.get("TEST_EXAMPLES", "0.1"))  # of the numbers that tests ask for
 
 
 def examples(most: int) -> int:

@@ -106,6 +106,7 @@ def answers(client: Client, prompts: list[list[int]]) -> list[list[int]]:
     return [list(client.complete(prompt, SAMPLING, ids_only=True)[0].ids) for prompt in prompts]
 
 
+@pytest.mark.matrix
 def test_tokens_are_one_processs_a_killed_replica_begins_anew_and_nothing_is_left(tmp_path):
     prompts, golden = of_one_process((3, 20, 50, 90))
     tiers = ["--host_cache_gib=0.01", f"--disk_cache={tmp_path}/kv:0.01"]  # a folder for each

@@ -102,6 +102,7 @@ def test_a_script_with_an_llm_runs_as_it_is(tmp_path):
     assert not members()
 
 
+@pytest.mark.matrix
 def test_a_mesh_that_cannot_be_dealt_out_is_refused_at_once():
     done = launch("--processes=3", "--", "generate", "--mesh=spp=2,kvp=2,tp=3", "--prompt=x")
     assert done.returncode == 2 and done.stdout == ""

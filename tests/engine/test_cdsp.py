@@ -83,8 +83,9 @@ def test_tokens_do_not_depend_on_the_plan(lanes, right, seed):
     assert_empty(real)
 
 
-@pytest.mark.parametrize("seeds", [1, pytest.param(3, marks=pytest.mark.matrix)])
-@pytest.mark.parametrize("pages", [pytest.param(60, marks=pytest.mark.matrix), 7])
+@pytest.mark.matrix
+@pytest.mark.parametrize("seeds", [1, 3])
+@pytest.mark.parametrize("pages", [60, 7])
 def test_a_plan_that_is_cut_short_leaves_every_page_accounted_for(lanes, right, pages, seeds):
     """Cancelled at random moments, or short of pages: then blocks stay where they were, and what
     runs says what it says alone."""

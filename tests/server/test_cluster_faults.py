@@ -262,7 +262,8 @@ def test_a_conductor_that_was_stopped_or_killed_leaves_no_request_behind(cluster
             eventually(lambda: not busy(), NOTICED)
         finally:
             cluster.conductor.send_signal(signal.SIGCONT)
-        assert asked.result(BOUND) == "UNAVAILABLE"
+        # it may go on at another replica once the conductor does
+        assert asked.result(BOUND + LONG * STEP) in ("right", "UNAVAILABLE")
         eventually(lambda: cluster.ask([3, 4]) == "right", 20)
         asked = begun(cluster, thread)
         cluster.conductor.kill()

@@ -42,7 +42,10 @@ WIDTH = 8
 ROWS = 16
 DECODES = 2
 HEADS = {1: (2, 3), 2: (1, 16), 4: (4, 1), 8: (1, 2)}  # kv heads and queries of each, by lanes
-GROUPS = [(1, 1), (2, 2), (4, 2), (4, 4), (8, 2), (8, 4), (8, 8)]  # lanes, and those of a group
+# lanes, and those of a group
+MORE = [(2, 2), (4, 4), (8, 2), (8, 4)]
+SEVERAL = [(4, 2), (8, 8), *(pytest.param(*group, marks=pytest.mark.matrix) for group in MORE)]
+GROUPS = [pytest.param(1, 1, marks=pytest.mark.matrix), *SEVERAL]
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 
 
@@ -341,7 +344,7 @@ def crossed(
     return {name: int(size) for name, size in out.items()}
 
 
-@pytest.mark.parametrize("lanes, group_size", GROUPS[1:])
+@pytest.mark.parametrize("lanes, group_size", SEVERAL)
 def test_what_crosses_lanes_is_what_the_formulas_say(lanes, group_size):
     """Compares compiled programs with the formulas of `lanes.exchange`, which are those of
     the Context Parallelism paper; all rows of a step count as new tokens."""
@@ -381,7 +384,7 @@ def test_what_crosses_lanes_is_what_the_formulas_say(lanes, group_size):
     }
 
 
-@pytest.mark.parametrize("lanes, group_size", GROUPS[1:])
+@pytest.mark.parametrize("lanes, group_size", SEVERAL)
 @pytest.mark.parametrize("strategy", strategies.decode_exchanges())
 def test_what_crosses_lanes_for_decodes_alone_is_what_the_formulas_say(strategy, lanes, group_size):
     K, G = HEADS[lanes]
