@@ -69,7 +69,7 @@ class GgufFile:
         if len(place.shape) == 1:  # stored as one row; the rows asked for are its columns
             return self._floats(place, slice(0, 1), some)[0]
         values = self._floats(place, some, columns or _ALL)
-        return values.reshape(len(values), *place.shape[1:-1], -1)
+        return values.reshape(len(values), *place.shape[1:-1], values.shape[1])
 
     def blocks(
         self, name: str, rows: slice, columns: slice | None = None, expert: int | None = None
