@@ -327,6 +327,12 @@ def test_damaged_calls_have_arguments_that_are_objects(name, calls, prose, data,
     assert all(isinstance(arguments, dict) for _, arguments in calls_of(parts))
 
 
+def test_a_mark_within_a_name_begins_no_call_however_it_is_cut():
+    text = WRITERS["kimi_k3"]([("<|look_up", {})])
+    assert read("kimi_k3", text) == [Text(text)]
+    assert all(read("kimi_k3", text, random.Random(seed)) == [Text(text)] for seed in range(20))
+
+
 @pytest.mark.parametrize("end", ["", "}", "}}", "}}</tool_call>"])
 def test_an_object_without_a_name_is_no_arguments(end):
     text = '<tool_call>{"name": "f", "arguments": ]{"a": 1' + end

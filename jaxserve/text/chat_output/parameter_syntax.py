@@ -96,7 +96,7 @@ MINICPM = ParameterSyntax(
 )
 # behind the mark <|open|>call tool
 KIMI_K3 = ParameterSyntax(
-    re.compile(r'\s*=\s*"(?P<name>[^"]+)"[^<]*<\|sep\|>'),
+    re.compile(r'\s*=\s*"(?P<name>[^"<]+)"[^<]*<\|sep\|>'),
     re.compile(r"[^<]*(?:<[|a-z]*)?"),
     "<|open|>argument key",
     re.compile(
