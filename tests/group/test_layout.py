@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from jaxserve.group.layout import described, devices_each, layout
@@ -13,7 +13,8 @@ from jaxserve.settings.schema import ConfigError, MeshConfig
 from tests.examples import examples
 
 meshes = st.builds(MeshConfig, st.integers(1, 6), st.integers(1, 6), st.integers(1, 6))
-anything = settings(max_examples=examples(500), deadline=None)
+few = [HealthCheck.filter_too_much]  # numbers of processes that a mesh can be dealt out to
+anything = settings(max_examples=examples(500), deadline=None, suppress_health_check=few)
 
 
 def fits(mesh, processes, ranks_across):

@@ -1000,13 +1000,16 @@ def test_a_forced_call_is_the_only_output_there_can_be(http, monkeypatch):
     ],
 )
 def test_a_small_body_of_many_values_is_refused_without_work(asked, field, value):
-    began = time.process_time()  # the server is in this process
-    answer = post(asked, "/v1/chat/completions", {**CHAT, field: value})
-    assert (
-        answer.status_code == 400
-        and field in answer.json()["error"]["param"]
-        and time.process_time() - began < 2
-    )
+    used = []
+    for _ in range(3):  # the least counts: other threads of this process work as well
+        began = time.process_time()  # the server is in this process
+        answer = post(asked, "/v1/chat/completions", {**CHAT, field: value})
+        assert answer.status_code == 400
+        assert field in answer.json()["error"]["param"]
+        used.append(time.process_time() - began)
+        if used[-1] < 2:
+            return
+    raise AssertionError(used)
 
 
 def test_texts_of_tools_and_of_calls_count_as_part_of_the_prompt(http):
