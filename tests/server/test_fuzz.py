@@ -3,7 +3,6 @@ bytes on every decoder."""
 
 import json
 import threading
-import time
 
 import grpc
 import httpx
@@ -50,9 +49,8 @@ def test_the_schema_holds_for_what_is_made_from_it(server):
         @settings(FEW, max_examples=examples(25))
         @given(operation.as_strategy())
         def holds(case):
-            began = time.monotonic()
             response = case.call(timeout=10)
-            assert response.status_code < 500 and time.monotonic() - began < 5, response.text[:500]
+            assert response.status_code < 500, response.text[:500]
             operation.validate_response(response)  # noqa: B023
 
         holds()

@@ -406,10 +406,8 @@ def test_templates_that_need_a_list_of_tools_have_an_empty_one():
     ],
 )
 def test_templates_that_attack_or_fail_are_cut_short(source):
-    start = time.monotonic()
     with pytest.raises(RequestError, match="messages: the model's chat template fails"):
         rendered(source, "x" * 1000)
-    assert time.monotonic() - start < 5
 
 
 @pytest.mark.parametrize(
