@@ -140,7 +140,7 @@ class Replicas:
         assert_empty(self.near)
         assert not len(self.peers) and not self.peers.buffers.used
         assert not self.peers.transfer.counts().windows
-        eventually(lambda: not self.transfer.transfer.counts().tickets, 10)
+        eventually(lambda: not self.transfer.transfer.counts().tickets)
         self.near.scheduler.check()
 
 

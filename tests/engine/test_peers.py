@@ -164,7 +164,7 @@ def test_what_another_replica_has_is_not_computed_again(pair, expected):
     assert (fetched["source"], fetched["blocks"]) == ("far", peers.given)
     assert fetched["bytes"] == peers.given * near.worker.lower_tiers.block_bytes
     assert fetched["seconds"] > 0.0
-    eventually(lambda: not far.scheduler.cache.stores.wanted, 5)
+    eventually(lambda: not far.scheduler.cache.stores.wanted)
     assert_empty(near)
 
 
@@ -201,7 +201,7 @@ def test_a_source_that_is_lost_is_computed_without(pair, expected, when):
     Ran(far, prompt, "job", max_tokens=1)
 
     def lose():
-        eventually(lambda: peers.given >= when, 20)
+        eventually(lambda: peers.given >= when)
         peers.gone = True
 
     losing = threading.Thread(target=lose)
@@ -228,10 +228,10 @@ def test_a_cancelled_request_wants_nothing_more(pair, expected):
     far.drain()
     id = runner.submit(prompt, rest=dict(kv_source=source_of(prompt, "never")), max_tokens=6)
     near.step()
-    eventually(lambda: bool(far.scheduler.cache.stores.wanted), 5)
+    eventually(lambda: bool(far.scheduler.cache.stores.wanted))
     near.cancel(id)
-    eventually(lambda: (near.step(), not far.scheduler.cache.stores.wanted)[1], 10)
-    eventually(lambda: (near.step(), near.worker.mover.idle)[1], 10)
+    eventually(lambda: (near.step(), not far.scheduler.cache.stores.wanted)[1])
+    eventually(lambda: (near.step(), near.worker.mover.idle)[1])
     assert_empty(near)
 
 
@@ -259,7 +259,7 @@ def test_blocks_of_another_size_are_made_into_ones_own(there, here, expected):
         assert got.ids == tokens
         assert got.finished.usage.cached >= whole(len(prompt))
     assert peers.given and not near.worker.lower_tiers.counts().wrong
-    eventually(lambda: not far.scheduler.cache.stores.wanted, 5)
+    eventually(lambda: not far.scheduler.cache.stores.wanted)
     assert_empty(near)
     near.close()
     far.close()

@@ -50,7 +50,7 @@ def ask(real, asked, **fields) -> list[list[int]]:
 
 def settled(real) -> None:
     """Waits until all blocks that left the devices are stored."""
-    eventually(lambda: real.worker.mover.stored, 20)
+    eventually(lambda: real.worker.mover.stored)
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +163,7 @@ def test_who_is_cancelled_while_its_blocks_come_leaves_nothing_behind(tiered, ex
     tiered.cancel(id)
     tiered.scheduler.check()
     assert runner.completion(id).finished.reason == "cancelled"
-    eventually(lambda: (tiered.step(), tiered.worker.mover.idle)[1], 20)
+    eventually(lambda: (tiered.step(), tiered.worker.mover.idle)[1])
     assert ask(tiered, prompts()) == expected
     assert_empty(tiered)
 
@@ -425,7 +425,7 @@ def test_listeners_know_what_every_tier_holds(tmp_path, expected):
     try:
         assert ask(real, prompts()) == expected
         settled(real)
-        eventually(agrees, 20)
+        eventually(agrees)
         assert picture.on[Medium.HOST] and picture.on[Medium.DISK] - picture.on[Medium.HOST]
         # routers can use what is below the devices: its tokens were published with the first page
         log.lose()
@@ -437,7 +437,7 @@ def test_listeners_know_what_every_tier_holds(tmp_path, expected):
         flip_bit(tiers, slot_of(tiers, tiers.host.keys()[0]), 0)
         assert ask(real, prompts()) == expected
         settled(real)
-        eventually(agrees, 20)
+        eventually(agrees)
     finally:
         real.close()
 

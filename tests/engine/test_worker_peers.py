@@ -57,7 +57,7 @@ class Leader:
             peer.answers.put(frame.content)
 
     def form(self) -> None:
-        eventually(lambda: self.peers.complete, 20)
+        eventually(lambda: self.peers.complete)
         self.peers.begin()
 
     def close(self) -> None:
@@ -126,5 +126,5 @@ def test_a_warm_up_that_makes_no_progress_ends_the_group(leader):
     leader.form()
     with pytest.raises(WorkersLost, match=r"warm_up of worker 0 hangs since 0\.5 s"):
         leader.peers.ask("warm_up", 0.5)
-    thread.join(5)
+    thread.join(60)
     assert not thread.is_alive(), "the worker is sent away"

@@ -185,7 +185,7 @@ class Group:
         ended = self.process.poll() is not None
         try:
             if ended:
-                eventually(lambda: not self.left(), 5)
+                eventually(lambda: not self.left())
         finally:
             self.process.kill()
             for process in self.left():

@@ -30,7 +30,7 @@ class Served:
         self.target = server.target
         self.client = Client(server.target)
         self.channel = grpc.insecure_channel(server.target)
-        self.client.wait_ready(10)
+        self.client.wait_ready(60)
 
     def status_of(self, method, message):
         """(code, details) of a refused call; `message` may be bytes."""
@@ -42,7 +42,7 @@ class Served:
             else self.channel.unary_unary(path)
         )
         try:
-            answer = call(data, timeout=10)
+            answer = call(data, timeout=60)
             list(answer) if method.endswith("Generate") else answer
         except grpc.RpcError as error:
             return error.code(), error.details()

@@ -80,7 +80,7 @@ class Cluster:
         )  # fmt: skip
         grpc, url = (conductor.stdout.readline().strip() for _ in range(2))
         client = self._stack.enter_context(Client(grpc))
-        client.wait_ready(30)
+        client.wait_ready(60)
         return conductor, client, url
 
     def load_prompt(self, caller: int, asked: int) -> list[int]:
@@ -142,7 +142,7 @@ class Load:
 
     def __enter__(self) -> Load:
         self._running = [self._threads.submit(self._call, number) for number in range(CALLERS)]
-        eventually(lambda: len(self.outcomes) >= CALLERS, 20)
+        eventually(lambda: len(self.outcomes) >= CALLERS)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -186,7 +186,7 @@ def test_a_killed_replica_leaves_its_load_to_the_other_and_comes_back(cluster):
         assert cluster.ready()
         cluster.replicas[0] = cluster.start_replica(0)
         remote = cluster.reach(0)
-        eventually(lambda: remote.load().running, 20)
+        eventually(lambda: remote.load().running)
     assert_sound(load, ["right"])
 
 
@@ -199,7 +199,7 @@ def test_a_stopped_replica_is_noticed_and_comes_back(cluster):
         finally:
             cluster.replicas[1].send_signal(signal.SIGCONT)
         remote = cluster.reach(1)
-        eventually(lambda: remote.load().running, 20)
+        eventually(lambda: remote.load().running)
     assert_sound(load, ["right"])
 
 
@@ -213,7 +213,7 @@ def test_without_replicas_health_says_so_and_requests_are_refused_at_once(cluste
     assert cluster.ask([1, 2]) == "UNAVAILABLE"
     assert time.monotonic() - began < ANSWER_SECONDS, "no replica is waited for"
     cluster.replicas = [cluster.start_replica(number) for number in range(2)]
-    eventually(cluster.client.healthy, 20)
+    eventually(cluster.client.healthy)
     assert cluster.ready() and cluster.ask([1, 2]) == "right"
 
 
@@ -264,7 +264,7 @@ def test_a_conductor_that_was_stopped_or_killed_leaves_no_request_behind(cluster
             cluster.conductor.send_signal(signal.SIGCONT)
         # it may go on at another replica once the conductor does
         assert asked.result(BOUND + LONG * STEP) in ("right", "UNAVAILABLE")
-        eventually(lambda: cluster.ask([3, 4]) == "right", 20)
+        eventually(lambda: cluster.ask([3, 4]) == "right")
         asked = begun(cluster, thread)
         cluster.conductor.kill()
         assert asked.result(BOUND) == "UNAVAILABLE"
@@ -279,7 +279,7 @@ def parted():
     """Two replicas that prefill and two that decode."""
     with contextlib.ExitStack() as stack:
         cluster = Cluster(stack, ("prefill", "prefill", "decode", "decode"), prompt=100)
-        eventually(lambda: all(member["usable"] for member in cluster.members()), 20)
+        eventually(lambda: all(member["usable"] for member in cluster.members()))
         yield cluster
 
 
@@ -299,7 +299,7 @@ def test_one_of_each_role_may_be_lost_under_load_and_come_back(parted, number, f
             else:
                 parted.replicas[number].wait()
                 parted.replicas[number] = parted.start_replica(number)
-        eventually(lambda: all(member["usable"] for member in parted.members()), 20)
+        eventually(lambda: all(member["usable"] for member in parted.members()))
         assert set(load.after(12)) == {"right"}
     assert_sound(load)
     assert_nothing_left(parted)
@@ -315,7 +315,7 @@ def test_without_one_of_the_roles_the_other_serves(parted):
         assert parted.ready() and parted.ask(parted.load_prompt(1, 1)) == "right"
         for number in gone:
             parted.replicas[number] = parted.start_replica(number)
-        eventually(lambda: all(member["usable"] for member in parted.members()), 20)
+        eventually(lambda: all(member["usable"] for member in parted.members()))
     assert_nothing_left(parted)
 
 

@@ -46,7 +46,7 @@ def client():
 
 
 def idle(client):
-    eventually(lambda: not (load := client.load()).running and not load.waiting, 10.0)
+    eventually(lambda: not (load := client.load()).running and not load.waiting)
     load = client.load()
     return load.pages_free + load.pages_cached
 

@@ -114,14 +114,14 @@ def test_who_watches_and_does_not_read_holds_up_nobody():
     server = background.__enter__()
     ending = threading.Thread(target=background.__exit__, args=(None, None, None), daemon=True)
     with Client(server.target) as client, grpc.insecure_channel(server.target) as channel:
-        client.wait_ready(10)
+        client.wait_ready(60)
         check = health_pb2_grpc.HealthStub(channel).Check
         with watching_unread(server.server.ports["grpc"]):
             for state, status in ((DRAINING, DOWN), (SERVING, UP), (DRAINING, DOWN), (SERVING, UP)):
                 server.call_soon(
                     lambda state=state: setattr(server.server.frontend, "state", state)
                 )
-                eventually(lambda status=status: check(ask(), timeout=5).status == status, 10.0)
+                eventually(lambda status=status: check(ask(), timeout=5).status == status)
             ending.start()
             ending.join(15)
             assert not ending.is_alive(), "the server does not end"

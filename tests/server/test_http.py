@@ -203,7 +203,7 @@ def test_a_reset_frees_the_request_within_a_second(serve):
         eventually(lambda: served.engine.requests)
         there.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         there.close()
-        eventually(lambda: idle(served), 1.0)
+        eventually(lambda: idle(served))
     assert len(served.engine.cancelled) == 2
 
 
@@ -214,7 +214,7 @@ def test_a_caller_who_goes_before_the_first_token_frees_the_request(serve):
     there = send_request(served, json.dumps(BODY).encode())
     eventually(lambda: engine.requests)
     there.close()
-    eventually(lambda: idle(served), 1.0)
+    eventually(lambda: idle(served))
     assert engine.prefill_steps == 0
 
 
@@ -231,7 +231,7 @@ def test_a_reader_who_stops_is_cut_off_and_others_are_not(serve):
     there.sendall(head % len(body) + body)
     eventually(lambda: served.engine.requests)
     assert well(served)
-    eventually(lambda: idle(served), 30)
+    eventually(lambda: idle(served))
     assert served.engine.cancelled and well(served)
 
 
@@ -256,7 +256,7 @@ def test_silence_is_broken_by_comments_and_not_by_a_chunk_that_looks_like_a_toke
         engine.paused = False
         assert next(line for line in lines if line not in (": waiting", "")) == ":"
         assert [next(lines), next(lines)[:6]] == ["", "data: "]
-    eventually(lambda: idle(served), 1.0)
+    eventually(lambda: idle(served))
 
 
 def test_many_at_random_points_leave_nothing(serve):
@@ -315,7 +315,7 @@ def test_who_has_sent_the_next_request_already_may_go_away(serve):
     there.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
     time.sleep(0.1)
     there.close()
-    eventually(lambda: not served.engine.requests, 2.0)
+    eventually(lambda: not served.engine.requests)
 
 
 def test_lines_about_a_request_are_not_in_the_name_of_the_one_before(serve, monkeypatch):
@@ -367,7 +367,7 @@ def test_answers_that_nobody_reads_are_cut_off(serve):
     with contextlib.suppress(OSError):
         for _ in range(20_000):
             there.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n")
-    eventually(lambda: served.server.server.http_connections == 0, 10)
+    eventually(lambda: served.server.server.http_connections == 0)
     assert well(served)
 
 

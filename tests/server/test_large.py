@@ -354,7 +354,7 @@ def test_guides_that_take_long_hold_up_none_without_and_no_crowd_waits_for_them(
     with concurrent.futures.ThreadPoolExecutor(CROWD) as pool:
         crowd = [pool.submit(ask, number) for number in range(CROWD)]
         waiting = served.server.server.frontend.guides._threads._work_queue
-        eventually(lambda: waiting.qsize() == CROWD - guides.COMPILE_THREADS, 20.0)
+        eventually(lambda: waiting.qsize() == CROWD - guides.COMPILE_THREADS)
         time.sleep(2 * guides.QUEUE_SECONDS)
         try:
             assert served.client.detokenize(LONG) == "x" * MAX_LEN

@@ -37,7 +37,7 @@ def test_closing_the_iterator_frees_the_request_at_once(serve):
     outputs = served.client.generate("hello", LONG, request_id="r")
     next(outputs)
     outputs.close()
-    eventually(lambda: not served.engine.requests, 1.0)
+    eventually(lambda: not served.engine.requests)
     assert served.engine.cancelled == ["r"] and not served.server.server.frontend.streams
 
 
@@ -48,7 +48,7 @@ def test_a_client_that_vanishes_frees_its_requests(serve):
     for outputs in streams:
         next(outputs)
     client.close()
-    eventually(lambda: not served.engine.requests, 1.0)
+    eventually(lambda: not served.engine.requests)
 
 
 def test_cancelling_the_task_frees_the_request(serve):
@@ -128,7 +128,7 @@ def test_the_clients_deadline_is_the_requests(serve):
         error.value.status == "DEADLINE_EXCEEDED"
         and 0.1 < seen[0].deadline - seen[0].arrival < 0.31
     )
-    eventually(lambda: not served.engine.requests, 1.0)
+    eventually(lambda: not served.engine.requests)
 
 
 def test_an_engine_that_finds_the_deadline_passed_says_so(serve):
@@ -207,7 +207,7 @@ def test_health_follows_the_engine():
             client.complete("x")
         assert error.value.status == "UNAVAILABLE" and client.server_info().state == "starting"
         warm.set()
-        client.wait_ready(5)
+        client.wait_ready(60)
         assert statuses() == {health_pb2.HealthCheckResponse.SERVING}
         outputs = client.generate("hello", LONG)
         next(outputs)
@@ -215,7 +215,7 @@ def test_health_follows_the_engine():
         with pytest.raises(ServerError) as error:
             list(outputs)
         assert error.value.status == "INTERNAL"
-        eventually(lambda: statuses() == {health_pb2.HealthCheckResponse.NOT_SERVING}, 2.0)
+        eventually(lambda: statuses() == {health_pb2.HealthCheckResponse.NOT_SERVING})
         with pytest.raises(ServerError) as error:
             client.complete("x")
         assert error.value.status == "UNAVAILABLE"
@@ -323,13 +323,13 @@ def test_a_second_signal_ends_a_server_at_once_and_quietly(number):
     process = server_process(60, stderr=subprocess.PIPE)
     try:
         with Client(f"127.0.0.1:{int(process.stdout.readline())}") as client:
-            client.wait_ready(10)
+            client.wait_ready(60)
             outputs = client.generate("hello", SamplingParams(max_tokens=10**5, ignore_eos=True))
             assert isinstance(next(outputs), Accepted)
             process.send_signal(number)
             eventually(lambda: not client.healthy())
             process.send_signal(number)
-            assert process.wait(5) == -number
+            assert process.wait(60) == -number
         assert b"Traceback" not in process.stderr.read()
     finally:
         process.kill()
@@ -342,7 +342,7 @@ def test_sigterm_drains(drain, dropped):
     process = server_process(drain)
     try:
         with Client(f"127.0.0.1:{int(process.stdout.readline())}") as client:
-            client.wait_ready(10)
+            client.wait_ready(60)
             running = [
                 client.generate("hello", SamplingParams(max_tokens=100, ignore_eos=True))
                 for _ in range(20)
@@ -354,7 +354,7 @@ def test_sigterm_drains(drain, dropped):
                 client.complete("new")
             assert error.value.status == "UNAVAILABLE"
             ends = [end_of(outputs) for outputs in running]
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0
     finally:
         process.kill()
         process.stdout.close()
@@ -406,6 +406,6 @@ def test_a_client_may_ping_for_ever_unless_it_does_so_too_often(serve, monkeypat
             stack.enter_context(grpc.insecure_channel(served.target, options=options)).subscribe(
                 told.append, try_to_connect=True
             )
-        eventually(lambda: ready in states[0] and ready in states[1], 5.0)
-        eventually(lambda: states[0][-1] != ready, 15.0)
+        eventually(lambda: ready in states[0] and ready in states[1])
+        eventually(lambda: states[0][-1] != ready)
         assert states[1][-1] == ready

@@ -117,7 +117,7 @@ def fetch(peers: PeerReplicas, source: KvSource, numbers: Sequence[int]) -> int:
 def assert_nothing_left(peers: PeerReplicas, *sources: Source) -> None:
     assert not len(peers) and not peers.buffers.used and not peers.transfer.counts().windows
     for source in sources:
-        eventually(lambda s=source: not s.blocks.wanted and not s.service.streams, 10)
+        eventually(lambda s=source: not s.blocks.wanted and not s.service.streams)
         assert not source.transfer.counts().tickets and not source.service.places.taken
 
 
@@ -285,7 +285,7 @@ def test_a_stream_that_is_closed_while_it_waits_takes_no_place(stack, peers, mon
     stream = peers.open(source.of(), [key(0)])
     threading.Timer(0.3, stream.close).start()
     assert not stream.read(key(0), np.empty(BLOCK, np.uint8))
-    eventually(lambda: not source.service.streams, 10)
+    eventually(lambda: not source.service.streams)
     for place in places:
         place.leave()
     assert fetch(peers, source.of(), range(5)) == 5
@@ -346,10 +346,10 @@ def test_an_asker_that_is_killed_or_stopped_leaves_nothing_at_the_source(
     process = subprocess.Popen([sys.executable, "-c", code])
     stack.callback(process.wait)
     stack.callback(process.kill)
-    eventually(lambda: len(source.blocks.wanted) == 41, 20)
+    eventually(lambda: len(source.blocks.wanted) == 41)
     time.sleep(0.5)  # until it waits for the last block
     process.send_signal(number)
-    eventually(lambda: not source.service.streams and not source.blocks.wanted, 20)
+    eventually(lambda: not source.service.streams and not source.blocks.wanted)
     assert not [one for one in threading.enumerate() if one.name == "kv-source"]
     assert fetch(peers, source.of(), range(40)) == 40
 

@@ -74,7 +74,7 @@ def test_an_address_goes_with_a_lease_that_nobody_renews(gateway, monkeypatch):
     monkeypatch.setattr(module, "RENEW_SECONDS", 60.0)
     registration = Registration(url, "a:1")
     eventually(lambda: listed(url) == ["a:1"])
-    eventually(lambda: listed(url) == [], 5)
+    eventually(lambda: listed(url) == [])
     registration.close()
 
 
@@ -331,12 +331,12 @@ def test_a_replica_stays_registered_with_an_etcd_that_is_killed(tmp_path, forget
 
     with real_etcd(tmp_path, port):
         registration = Registration(url, "a:1")
-        eventually(lambda: there() == ["a:1"], 30)
+        eventually(lambda: there() == ["a:1"])
     assert there() is None
     if forgets:
         shutil.rmtree(tmp_path / "data")
     with real_etcd(tmp_path, port):
-        eventually(lambda: there() == ["a:1"], 30)
+        eventually(lambda: there() == ["a:1"])
         registration.close()
         assert there() == []
 
@@ -348,7 +348,7 @@ def test_etcd_itself_tells_of_changes_also_after_it_was_killed_or_lost_its_data(
     client = Etcd(url)
     with contextlib.ExitStack() as stack:
         with real_etcd(tmp_path, port):
-            eventually(lambda: reached(client), 30)
+            eventually(lambda: reached(client))
             for number in range(3):
                 assert client.put_if(f"test/replicas/{number}", f"{number}", 0)
             folder = stack.enter_context(followed(url))
@@ -357,12 +357,12 @@ def test_etcd_itself_tells_of_changes_also_after_it_was_killed_or_lost_its_data(
             assert client.put_if("test/replicas/0", "new", folder.keys["test/replicas/0"].revision)
             eventually(lambda: values(folder) == ["1", "2", "new"])
         with real_etcd(tmp_path, port):
-            eventually(lambda: reached(client), 30)
+            eventually(lambda: reached(client))
             assert client.put_if("test/replicas/3", "3", 0)
             eventually(lambda: values(folder) == ["1", "2", "3", "new"])
         shutil.rmtree(tmp_path / "data")
         with real_etcd(tmp_path, port):
-            eventually(lambda: values(folder) == [], 30)
+            eventually(lambda: values(folder) == [])
             assert client.put_if("test/replicas/4", "4", 0)
             eventually(lambda: values(folder) == ["4"])
 

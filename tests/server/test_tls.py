@@ -94,7 +94,7 @@ def reaches(target, **credentials):
             pass
         if state != grpc.ChannelConnectivity.READY:
             return False
-        client.wait_ready(5)
+        client.wait_ready(60)
         return client.tokenize("ab") == [97, 98]
 
 
@@ -310,7 +310,7 @@ def test_a_running_server_with_keys_and_tls_is_measured(files, capsys, tmp_path,
     ]
     with served({**files.pair(), "api_keys": str(key_file)}) as server:
         with Client(server.target, **files.roots) as client:
-            client.wait_ready(5)
+            client.wait_ready(60)
         target = [f"--target={server.target}", f"--tls_ca={ca}"]
         assert cli.main([*command, *target, f"--api_key={key}", f"--json={out}"]) == 0
         assert key not in out.read_text()

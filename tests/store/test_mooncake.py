@@ -63,7 +63,7 @@ class Cluster:
     def opened(self, **fields):
         store = MooncakeBlocks(f"{HOST}:{self.port}", BLOCK, HOST, seconds=SECONDS, **fields)
         try:
-            eventually(lambda: store.connected, 20)
+            eventually(lambda: store.connected)
             yield store
         finally:
             store.close()
@@ -231,9 +231,9 @@ def test_without_a_master_everything_is_a_miss_until_there_is_one(tmp_path, monk
         assert not store.connected
         master = start_master(port, free_port(HOST), tmp_path / "log")
         try:
-            eventually(lambda: store.connected, 20)
+            eventually(lambda: store.connected)
             lender = start_lender(port, tmp_path / "log")
-            eventually(lambda: all(put(store, 1)) and all(got(store, 1)), 20)
+            eventually(lambda: all(put(store, 1)) and all(got(store, 1)))
             lender.kill()
             lender.wait(10)
         finally:
@@ -295,16 +295,16 @@ def test_what_leaves_one_replicas_host_memory_is_found_by_another_one(cluster):
         keys = [key_of(1000 + number) for number in range(20)]
         for key in keys:
             here.put(key, lambda view, key=key: np.copyto(view, block_of(key, BLOCK)))
-        eventually(lambda: here.counts().to_shared == 16, 20)
+        eventually(lambda: here.counts().to_shared == 16)
         lookup = there.prefetch(keys)
-        eventually(lambda: lookup.answered and not there.host.expected, 20)
+        eventually(lambda: lookup.answered and not there.host.expected)
         assert there.counts().shared_reads == 16
         into = np.empty(BLOCK, np.uint8)
         for key in keys[:16]:
             assert there.read(key, into) and (into == block_of(key, BLOCK)).all()
         assert not there.read(keys[16], into)
         here.close()
-        eventually(lambda: all(other.contains(keys)), 20)
+        eventually(lambda: all(other.contains(keys)))
 
 
 def test_this_machines_address_is_the_one_that_the_master_sees():

@@ -90,7 +90,7 @@ def opened(store):
 def prefetched(tiers: TieredBlocks, keys: list[bytes]) -> None:
     """Waits until what the shared store has of these is in host memory."""
     lookup = tiers.prefetch(keys)
-    eventually(lambda: lookup.answered and not tiers.host.expected, 10)
+    eventually(lambda: lookup.answered and not tiers.host.expected)
 
 
 def stocked(store: Shelves, count: int = 8) -> None:
@@ -103,7 +103,7 @@ def test_what_leaves_host_memory_is_found_by_another_replica(store, opened):
     for number in range(8):
         put(one, number)
     fill(one)
-    eventually(lambda: set(NAMES) <= set(store.blocks), 10)
+    eventually(lambda: set(NAMES) <= set(store.blocks))
     assert not other.holds(name(0)) and not read(other, 0)  # nobody asked for it so far
     prefetched(other, NAMES)
     assert all(read(other, number) for number in range(8))
@@ -121,11 +121,11 @@ def test_blocks_count_as_there_while_they_come_and_who_reads_one_waits(store, op
     lookup = tiers.prefetch(NAMES)
     assert not lookup.answered and not tiers.holds(name(3))
     answered.set()
-    eventually(lambda: lookup.answered, 10)
+    eventually(lambda: lookup.answered)
     assert all(map(tiers.holds, NAMES))
     threading.Timer(0.2, go.set).start()
     assert read(tiers, 3)
-    eventually(lambda: not tiers.host.expected and not tiers.prefetcher.pending, 10)
+    eventually(lambda: not tiers.host.expected and not tiers.prefetcher.pending)
 
 
 def test_only_blocks_without_a_gap_come_up_to_the_room_for_them(store, opened):
@@ -162,7 +162,7 @@ def test_a_store_that_fails_is_a_store_with_nothing(store, opened, method, monke
     fill(tiers, 100)
     for number in range(200, 240):
         put(tiers, number)
-    eventually(lambda: tiers.behind.shared.idle, 10)
+    eventually(lambda: tiers.behind.shared.idle)
     assert not tiers.prefetcher.pending
 
 
@@ -180,11 +180,11 @@ def test_a_store_that_hangs_keeps_nobody_waiting_and_is_left_alone_then(store, o
     assert not read(tiers, 3)
     time.sleep(0.3)
     store.go.set()
-    eventually(lambda: lookup.answered, 10)
-    eventually(lambda: not tiers.host.expected, 10)
+    eventually(lambda: lookup.answered)
+    eventually(lambda: not tiers.host.expected)
     calls = len(store.calls)
     assert tiers.prefetch(NAMES).answered and not tiers.holds(name(3))
-    eventually(lambda: tiers.behind.shared.idle, 10)
+    eventually(lambda: tiers.behind.shared.idle)
     store.blocks = blocks
     later = SimpleNamespace(monotonic=lambda: time.monotonic() + shared.REST_SECONDS)
     monkeypatch.setattr(shared, "time", later)
@@ -197,13 +197,13 @@ def test_what_is_refused_or_there_already_is_not_counted_as_put(store, opened):
     tiers = opened(4)
     for number in range(8):
         put(tiers, number)
-    eventually(lambda: tiers.counts().shared_dropped == 4, 10)
+    eventually(lambda: tiers.counts().shared_dropped == 4)
     assert tiers.counts().to_shared == 0
     stocked(store)
     puts = store.calls.count("put")
     for number in range(8):
         put(tiers, number)
-    eventually(lambda: tiers.behind.shared.idle, 10)
+    eventually(lambda: tiers.behind.shared.idle)
     assert store.calls.count("put") == puts
 
 

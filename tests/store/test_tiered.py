@@ -161,15 +161,15 @@ def test_who_reads_a_block_that_is_being_put_waits_for_it(tiers):
 
     def slowly(out: np.ndarray) -> None:
         begun.set()
-        go.wait(5)
+        go.wait(60)
         np.copyto(out, block(1))
 
     thread = threading.Thread(target=tiers.put, args=(name(1), slowly))
     thread.start()
-    assert begun.wait(5)
+    assert begun.wait(60)
     threading.Timer(0.1, go.set).start()
     assert read(tiers, 1)
-    thread.join(5)
+    thread.join(60)
 
 
 def test_a_block_on_its_way_counts_as_there_and_who_reads_it_waits_for_it(tiers):
@@ -184,7 +184,7 @@ def test_a_block_on_its_way_counts_as_there_and_who_reads_it_waits_for_it(tiers)
     timer = threading.Timer(0.1, come)
     timer.start()
     assert read(tiers, 1)
-    timer.join(5)
+    timer.join(60)
     assert tiers.holds(name(1)) and not tiers.host.expected
 
 
@@ -196,7 +196,7 @@ def test_nobody_waits_on_for_a_block_that_does_not_come_after_all(tiers, monkeyp
     began = time.monotonic()
     assert not read(tiers, 1) and not tiers.holds(name(1))
     assert time.monotonic() - began < 30
-    timer.join(5)
+    timer.join(60)
 
 
 def test_the_wait_for_a_block_that_is_never_heard_of_again_is_bounded(tiers, monkeypatch):
@@ -220,7 +220,7 @@ def test_a_block_on_its_way_to_disk_counts_as_there_and_who_reads_it_waits_for_i
 
     def slowly(*block, **keep) -> bool:
         begun.set()
-        go.wait(5)
+        go.wait(60)
         return write(*block, **keep)
 
     for number in range(4):
@@ -228,10 +228,10 @@ def test_a_block_on_its_way_to_disk_counts_as_there_and_who_reads_it_waits_for_i
     shelf.put = slowly
     thread = threading.Thread(target=put, args=(tiers, 4))
     thread.start()
-    assert begun.wait(5) and not shelf.blocks and tiers.holds(name(0))
+    assert begun.wait(60) and not shelf.blocks and tiers.holds(name(0))
     threading.Timer(0.1, go.set).start()
     assert read(tiers, 0)
-    thread.join(5)
+    thread.join(60)
     assert not tiers.host.expected
 
 

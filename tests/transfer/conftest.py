@@ -51,8 +51,8 @@ def transfers(kind, certificate):
         for one in made:
             stack.callback(one.close)
     if kind != "mooncake":  # the engine's are its own, and end when they like
-        eventually(lambda: not threads(), 20)
-        eventually(lambda: process.num_fds() <= files, 20)
+        eventually(lambda: not threads())
+        eventually(lambda: process.num_fds() <= files)
     assert not left, "leases or tickets are left"
 
 

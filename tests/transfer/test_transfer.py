@@ -243,7 +243,7 @@ def test_a_sender_that_is_killed_in_mid_transfer_leaves_the_receiver_well(transf
     window = receiver.lend(0, LONG, 60)
     assert peer.ask("write", window=window.to_json(), size=LONG, seconds=30) == "begins"
     with contextlib.suppress(AssertionError):  # it may be over by then
-        eventually(lambda: receiver.memory[:LONG].any(), 5)
+        eventually(lambda: receiver.memory[:LONG].any())
     peer.signal(signal.SIGKILL)
     peer.process.wait(SOON)
     receiver.end(window)
