@@ -87,14 +87,15 @@ class StagingBuffers:
 
 
 class PeerReplicas:
-    """`PeerBlocks` over gRPC and TCP. host: on which this process receives; peer_host: how others
-    reach it; tls: its certificate; authorities: of theirs. Errors: OSError where it
-    cannot listen."""
+    """`PeerBlocks` over gRPC and TCP. host, port: on which this process receives, port 0 for any
+    that is free; peer_host: how others reach the host; tls: its certificate; authorities: of
+    theirs. Errors: OSError where it cannot listen."""
 
     def __init__(
         self,
         secret: bytes,
         host: str = "127.0.0.1",
+        port: int = 0,
         *,
         peer_host: str = "",
         tls: Certificate | None = None,
@@ -103,7 +104,7 @@ class PeerReplicas:
         self.secret = secret
         self.authorities = authorities
         self.memory = np.empty(STAGING_BYTES, np.uint8)
-        self.transfer = TcpTransfer(self.memory, secret, host, peer_host=peer_host, tls=tls)
+        self.transfer = TcpTransfer(self.memory, secret, host, port, peer_host=peer_host, tls=tls)
         self.buffers = StagingBuffers(self.memory)
         self._numbers = itertools.count()
         self._lock = threading.Lock()

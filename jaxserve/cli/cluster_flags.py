@@ -18,6 +18,15 @@ ADVERTISE_ADDRESS = Option(
     "HOST or HOST:PORT by which conductors and other replicas reach --replica_port, for the "
     "registry and for KV; default: --host, or where that is 0.0.0.0 this machine's name or address",
 )
+KV_PORT = Option(
+    "kv_port",
+    int,
+    0,
+    "port of --host on which this replica receives KV of others; needs --replica_port; 0: any that "
+    "is free",
+    low=0,
+    high=65535,
+)
 CLUSTER_CA = Option(
     "cluster_ca",
     str,

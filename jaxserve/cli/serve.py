@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jaxserve.cli.cluster_flags import ADVERTISE_ADDRESS, CLUSTER_CA, REGISTRY
+from jaxserve.cli.cluster_flags import ADVERTISE_ADDRESS, CLUSTER_CA, KV_PORT, REGISTRY
 from jaxserve.cli.doctor.forecast import launch_lines
 from jaxserve.cli.engine_flags import SERVER, engine_config, engine_groups, server_config
 from jaxserve.settings.flags import Command
@@ -43,7 +43,7 @@ def run(values: dict[str, Any]) -> int:
     peers = own_address = None
     if server.replica_port is not None:
         own_address = OwnAddress.of(values["advertise_address"], server.host)
-        peers = _peers(server, own_address, values["cluster_ca"])
+        peers = _peers(server, own_address, values["kv_port"], values["cluster_ca"])
     registrations = []
 
     def listening(started: Server) -> None:
@@ -83,11 +83,13 @@ def _check_replica_flags(values: dict[str, Any], config: ServerConfig) -> None:
     """Refuses flags that have no effect. Errors: ConfigError."""
     if config.replica_port is None and values["advertise_address"] is not None:
         raise ConfigError("advertise_address", "needs --replica_port, which others reach by it")
+    if config.replica_port is None and values["kv_port"]:
+        raise ConfigError("kv_port", "needs --replica_port, by which others find it")
     if config.tls_cert is None and values["cluster_ca"] is not None:
         raise ConfigError("cluster_ca", "needs --tls_cert: all replicas have TLS, or none")
 
 
-def _peers(config: ServerConfig, own_address: Any, cluster_ca: str | None) -> Any:
+def _peers(config: ServerConfig, own_address: Any, kv_port: int, cluster_ca: str | None) -> Any:
     """Returns the client by which this replica fetches blocks of others, and sends its own. Errors:
     ConfigError."""
     from jaxserve.group.handshake import Certificate
@@ -102,16 +104,22 @@ def _peers(config: ServerConfig, own_address: Any, cluster_ca: str | None) -> An
             ("tls_cert", config.tls_cert) if cluster_ca is None else ("cluster_ca", cluster_ca)
         )
         authorities = Authorities(trusted[0], Path(trusted[1]))
-    return PeerReplicas(
-        cluster_secret(),
-        config.host,
-        peer_host=own_address.host,
-        tls=tls,
-        authorities=authorities,
-    )
+    secret = cluster_secret()
+    try:
+        return PeerReplicas(
+            secret,
+            config.host,
+            kv_port,
+            peer_host=own_address.host,
+            tls=tls,
+            authorities=authorities,
+        )
+    except OSError as error:
+        fault = f"cannot listen on {config.host}:{kv_port}: {error.strerror}"
+        raise ConfigError("kv_port", fault) from None
 
 
-CLUSTER = [REGISTRY, ADVERTISE_ADDRESS, CLUSTER_CA]
+CLUSTER = [REGISTRY, ADVERTISE_ADDRESS, KV_PORT, CLUSTER_CA]
 COMMAND = Command(
     {**SERVER, "cluster": CLUSTER, **engine_groups(**SERVED)}, run, ABOUT, argument="[MODEL]"
 )

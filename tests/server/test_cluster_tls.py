@@ -184,9 +184,19 @@ def test_loopback_is_never_advertised_for_all_addresses(monkeypatch):
     "flags, error",
     [
         (["--advertise_address=a"], "--advertise_address: needs --replica_port"),
+        (["--kv_port=1"], "--kv_port: needs --replica_port"),
         (["--cluster_ca=a", "--replica_port=0"], "--cluster_ca: needs --tls_cert"),
     ],
 )
 def test_flags_of_a_cluster_without_effect_are_refused(flags, error, capsys):
     assert cli.main(["serve", "--model=random:tiny", *flags]) == cli.USAGE
     assert error in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_port_for_kv_that_is_taken_is_refused(monkeypatch, capsys):
+    monkeypatch.setenv("JAXSERVE_CLUSTER_SECRET", SECRET.decode())
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        flags = ["--replica_port=0", f"--kv_port={port}"]
+        assert cli.main(["serve", "--model=random:tiny", *flags]) == cli.USAGE
+    assert f"--kv_port: cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from jaxserve.api.request import KvSource
+from jaxserve.group.channel import free_port
 from jaxserve.server import block_service, peer_blocks
 from jaxserve.server.block_service import MAX_SENDING, BlockService
 from jaxserve.server.peer_blocks import PeerReplicas
@@ -126,6 +127,14 @@ def test_blocks_come_in_the_order_asked(stack, peers):
     numbers = random.Random(0).sample(range(100), 60)
     assert fetch(peers, source.of(), numbers) == 60
     assert_nothing_left(peers, source)
+
+
+def test_blocks_come_to_the_port_that_is_named(stack):
+    port = free_port("127.0.0.1")
+    peers = PeerReplicas(SECRET, "127.0.0.1", port)
+    stack.callback(peers.close)
+    assert fetch(peers, Source(stack, range(5)).of(), range(5)) == 5
+    assert peers.transfer.address == f"127.0.0.1:{port}"
 
 
 def test_more_blocks_than_windows_hold(stack, peers, monkeypatch):
