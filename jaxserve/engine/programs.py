@@ -1,15 +1,19 @@
 """Compiles programs by name, also while others run, counts compiles, and keeps compiled programs on
-disk for the next start."""
+disk for the next start and for other processes of this machine."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import hashlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import jax
 
@@ -17,6 +21,9 @@ from jaxserve.folders import cache_folder, private_folder
 
 log = logging.getLogger(__name__)
 Lower = Callable[[], Any]  # makes a lowered program: `jax.jit(f).lower(...)`
+TURNS = 64  # files by which processes take turns; programs that share one only wait for each other
+TURN_SECONDS = 300.0  # that a process waits for another one, which may be stopped
+POLL_SECONDS = 0.05
 
 
 class Programs:
@@ -44,7 +51,9 @@ class Programs:
             with self._locks.setdefault(name, threading.Lock()):
                 if name not in self.compiled:
                     log.debug("compiling %s", name)
-                    self.compiled[name] = lower().compile()
+                    lowered = lower()
+                    with _turn(lowered):
+                        self.compiled[name] = lowered.compile()
         return self.compiled[name]
 
     def expect(self, names: Iterable[str]) -> None:
@@ -62,6 +71,39 @@ class Programs:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             for name in pool.map(one, programs):
                 done(name)
+
+
+@contextlib.contextmanager
+def _turn(lowered: Any) -> Iterator[None]:
+    """Waits until no other process of this machine compiles this program: it is then found in the
+    folder of compiled programs. Processes of one group compile each for itself."""
+    folder = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    if not folder or jax.process_count() > 1:
+        yield
+        return
+    digest = hashlib.blake2b(lowered.as_text().encode(), digest_size=8).digest()
+    place = Path(folder) / f"turn-{int.from_bytes(digest, 'little') % TURNS}"
+    deadline = time.monotonic() + TURN_SECONDS
+    with contextlib.ExitStack() as stack:
+        try:
+            file = stack.enter_context(place.open("w"))
+        except OSError:  # nor can programs be kept there
+            log.debug("%s cannot be written", place)
+        else:  # the lock ends with the file, however this process ends
+            while not _locked(file) and time.monotonic() < deadline:
+                time.sleep(POLL_SECONDS)
+        yield
+
+
+def _locked(file: IO[str]) -> bool:
+    """Locks a file; returns False where another process has it locked."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # this file system has no locks
+        log.debug("%s cannot be locked", file.name)
+    return True
 
 
 def keep_compiled(folder: str | None) -> None:

@@ -3,8 +3,11 @@ copied, and nothing is compiled late."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import jax
@@ -267,3 +270,40 @@ def test_a_compile_cache_is_made_for_its_owner_alone(tmp_path, monkeypatch):
     keep_compiled(None)
     assert asked["jax_compilation_cache_dir"] == str(tmp_path / "cache" / "xla")
     assert (tmp_path / "cache" / "xla").stat().st_mode & 0o777 == 0o700
+
+
+COMPILES = """
+import sys, time
+import jax
+import jax.numpy as jnp
+from jaxserve.engine.programs import Programs, keep_compiled
+
+def program(number):
+    def step(x):
+        for _ in range(40):
+            x = jnp.sin(x @ x) + number
+        return x
+    return lambda: jax.jit(step).lower(jax.ShapeDtypeStruct((8, 8), jnp.float32))
+
+found = []
+jax.monitoring.register_event_listener(lambda name, **_: found.append(name))
+keep_compiled(sys.argv[1])
+print(flush=True)
+sys.stdin.readline()
+Programs().warm_up({str(number): program(number) for number in range(4)}, print)
+print(found.count("/jax/compilation_cache/cache_misses"))
+"""
+
+
+def test_processes_that_start_at_once_compile_each_program_once(tmp_path):
+    command = [sys.executable, "-c", COMPILES, str(tmp_path / "cache")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with contextlib.ExitStack() as stack:
+        processes = [stack.enter_context(subprocess.Popen(command, **pipes)) for _ in range(3)]
+        for process in processes:
+            process.stdout.readline()
+        for process in processes:
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        misses = [int(process.communicate()[0].split()[-1]) for process in processes]
+    assert sum(misses) == 4, misses
