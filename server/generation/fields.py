@@ -7,7 +7,7 @@ its bounds from the same ranges. Types are those of JSON: 0 is no boolean, and "
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import (
@@ -54,6 +54,7 @@ _STOP_TEXT: JsonObject = {"minLength": 1, "maxLength": MAX_STOP_CHARS}
 _STOP_TEXTS: JsonObject = {"maxItems": MAX_STOP, "items": _STOP_TEXT}
 _LIMITS: dict[str, JsonObject] = {  # by field
     **{name: allowed.json_schema() for name, allowed in RANGES.items()},
+    "best_of": RANGES["n"].json_schema(),
     "max_completion_tokens": RANGES["max_tokens"].json_schema(),
     "max_output_tokens": RANGES["max_tokens"].json_schema(),
     "top_logprobs": RANGES["logprobs"].json_schema(),
@@ -238,16 +239,18 @@ Messages = Annotated[
 ]
 
 
-def field_of_type(of_type: str, **fields: JsonObject) -> ConfigDict:
-    """Returns a model's config whose OpenAPI schema has entries of a type give one of `fields`, as
-    its schema there says."""
-    return ConfigDict(json_schema_extra=functools.partial(_add_field_of_type, of_type, fields))
+def field_of_type(*types: str, **fields: JsonObject) -> ConfigDict:
+    """Returns a model's config whose OpenAPI schema has entries of some types give one of `fields`,
+    as its schema there says."""
+    return ConfigDict(json_schema_extra=functools.partial(_add_field_of_type, types, fields))
 
 
-def _add_field_of_type(of_type: str, fields: Mapping[str, JsonObject], schema: JsonObject) -> None:
-    other = {"properties": {"type": {"not": {"const": of_type}}}}
-    if schema["properties"]["type"].get("default", "") in (of_type, None):  # as are those without
-        other = _has("type", {"not": {"enum": [of_type, None]}})
+def _add_field_of_type(
+    types: Sequence[str], fields: Mapping[str, JsonObject], schema: JsonObject
+) -> None:
+    other: JsonObject = {"properties": {"type": {"not": {"enum": [*types]}}}}
+    if schema["properties"]["type"].get("default", "") in (*types, None):  # as are those without
+        other = _has("type", {"not": {"enum": [*types, None]}})
     schema["anyOf"] = [other, *[_has(field, about) for field, about in fields.items()]]
 
 

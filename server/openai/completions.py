@@ -12,6 +12,7 @@ from pydantic import Field
 from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Finished, Logprobs
 from jaxserve.api.request import MAX_PROMPT_LOGPROBS, numbered_id
+from jaxserve.api.sampling import RANGES
 from jaxserve.replica.info import ReplicaInfo
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.generate_call import GenerateCall
@@ -45,7 +46,6 @@ class CompletionRequest(GenerateRequest):
     logprobs: Integer | None = None
     best_of: Integer | None = Field(
         None,
-        ge=1,
         description="how many to make, of which the n likeliest by token are shown; not streamed",
     )
     suffix: Annotated[Any, OnlyValues("", None, why="is not supported")] = None
@@ -88,8 +88,12 @@ def _chooses(body: CompletionRequest) -> bool:
 
 
 def _check_best_of(body: CompletionRequest) -> None:
-    """Refuses `best_of` below `n`, and streaming of its choice. Errors: RequestError."""
-    if body.best_of is not None and body.best_of < (body.n or 1):
+    """Refuses `best_of` that is too large or below `n`, and streaming of its choice. Errors:
+    RequestError."""
+    if body.best_of is None:
+        return
+    RANGES["n"].check("best_of", body.best_of)
+    if body.best_of < (body.n or 1):
         raise RequestError("best_of", f"{body.best_of} is below n, {body.n or 1}")
     if _chooses(body) and body.stream:
         raise RequestError("best_of", "above n cannot be streamed: the best are known at the end")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 
 import pytest
 
@@ -31,12 +32,19 @@ class Served:
         stack.callback(service.stop)
 
 
+def name_in(file: Path, text: str) -> None:
+    """Replaces a file that may be read meanwhile: a part of it would name other replicas."""
+    fresh = file.with_suffix(".new")
+    fresh.write_text(text)
+    fresh.rename(file)
+
+
 def test_replicas_come_and_go_with_the_file_that_names_them(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "FILE_SECONDS", 0.02)
     file = tmp_path / "replicas"
     with contextlib.ExitStack() as stack:
         first, second = Served(stack, step_seconds=0.01), Served(stack)
-        file.write_text(f"{first.address}  # the first\n")
+        name_in(file, f"{first.address}  # the first\n")
         members = Members([], SECRET, file=file)
         stack.callback(members.close)
         conductor = members.conductor(ConductorSettings(routing="load_balanced"))
@@ -45,14 +53,14 @@ def test_replicas_come_and_go_with_the_file_that_names_them(tmp_path, monkeypatc
         held = Holder(conductor)
         old = held.submit("old", tokens=50)
         assert [member.name for member in conductor.members] == [first.address]
-        file.write_text(f"{second.address}\n")
+        name_in(file, f"{second.address}\n")
         eventually(lambda: any(m.usable and m.name == second.address for m in conductor.members))
         new = held.submit("new", tokens=5)
         assert list(first.fake.requests) == ["old"]
         held.wait_ended(old, new)
         assert (old.end.reason, new.end.reason) == ("length", "length")
         eventually(lambda: [m.name for m in conductor.members] == [second.address])
-        file.write_text("not an address\n")
+        name_in(file, "not an address\n")
         assert held.submit("last")
         assert {member.address for member in conductor.members} == {second.address}
 

@@ -622,7 +622,7 @@ def test_the_best_of_several_completions_are_shown(http):
     assert [each["index"] for each in answer["choices"]] == [0, 1, 2, 3]
     assert all(each["logprobs"] is None for each in answer["choices"])
     assert answer["usage"]["completion_tokens"] == 2 * 5 * 4
-    for wrong in ({"best_of": 2, "n": 3}, {"best_of": 2, "stream": True}):
+    for wrong in ({"best_of": 2, "n": 3}, {"best_of": 2, "stream": True}, {"best_of": 129}):
         refused = post(client, "/v1/completions", {"prompt": "a", **wrong})
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "best_of"
 

@@ -48,6 +48,7 @@ class Blocks:
         self.have = {key(number) for number in have}
         self.live: set[str] = set()
         self.wanted: list[bytes] = []
+        self.asked: list[bytes] = []  # in the order of the reads
         self._changed = threading.Condition()
 
     def add(self, numbers: Sequence[int]) -> None:
@@ -67,6 +68,7 @@ class Blocks:
 
     def read(self, key: bytes, into: np.ndarray, seconds: float) -> bool:
         with self._changed:
+            self.asked.append(key)
             if not self._changed.wait_for(lambda: key in self.have, seconds):
                 return False
         np.copyto(into, content(key))
@@ -166,7 +168,7 @@ def test_a_source_that_lives_is_waited_for_however_long_its_work_takes(
     stack, peers, monkeypatch, what
 ):
     """A step of its engine may take longer than it may be silent."""
-    monkeypatch.setattr(peer_blocks, "SILENT_SECONDS", 1.0)
+    monkeypatch.setattr(peer_blocks, "SILENT_SECONDS", 5.0)
     monkeypatch.setattr(block_service, "ALIVE_SECONDS", 0.2)
     source = Source(stack, range(5))
     owner = source.transfer if what == "write" else source.blocks
@@ -176,7 +178,7 @@ def test_a_source_that_lives_is_waited_for_however_long_its_work_takes(
     def slow(*arguments):
         calls.append(arguments)
         if len(calls) == 1:
-            time.sleep(1.5)
+            time.sleep(6.0)
         return quick(*arguments)
 
     monkeypatch.setattr(owner, what, slow)
@@ -275,11 +277,12 @@ def test_more_streams_than_send_at_once_wait_and_those_that_are_due_first_go_fir
         threads.append(threading.Thread(target=read, args=(100 + place, time_left)))
         threads[-1].start()
         eventually(lambda count=place + 1: source.service.places.waiting == count)
-    source.blocks.add([100, 101, 102])
-    for number in range(3):  # one place gets free after the other
+    sent = [0, 102, 101, 100]
+    for place, number in enumerate(sent):  # one place gets free after the other
+        assert source.blocks.asked[MAX_SENDING:] == list(map(key, sent[1 : place + 1]))
         source.blocks.add([number])
-        eventually(lambda count=2 * number + 2: len(came) >= count)
-    assert [number for number in came if number >= 100] == [102, 101, 100]
+        count = min(MAX_SENDING + place + 1, len(threads))
+        eventually(lambda count=count: len(source.blocks.asked) == count)
     source.blocks.add(range(MAX_SENDING))
     for thread in threads:
         thread.join(60)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from jaxserve.server.generation.fields import OpenModel
+from jaxserve.server.generation.fields import OpenModel, field_of_type
 from jaxserve.server.generation.tools import (
     ALLOWED,
     FUNCTION,
@@ -41,6 +41,8 @@ _INPUT_SCHEMA = {
 class FunctionTool(AnyTool):
     """A function; a custom tool, which takes a text and is shown to the model as a function of it;
     a namespace of such tools; or a tool of another type, which has no effect."""
+
+    model_config = field_of_type(*_TYPES, name={"type": "string"})
 
     name: str | None = None
     description: str | None = None
