@@ -137,6 +137,7 @@ setup(
             "safetensors>=0.4",
             "selenium>=4.20",
             "pyte>=0.8",
+            "psutil>=5.9",  # of experiments.faults: which process a connection belongs to
         ],
         "research": RESEARCH,
         "examples": ["openai>=2"],
