@@ -111,7 +111,7 @@ class PrefixCopies:
         return None
 
     def _has_room(self, lane: int, blocks: int) -> bool:
-        return self._pages.available()[lane] - blocks >= SPARE * self._pages.per_lane
+        return self._pages.available_unlocked()[lane] - blocks >= SPARE * self._pages.per_lane
 
     def _begin(self, hot: np.ndarray, lane: int) -> None:
         keys = [self._pages.key_of.get(page) for page in hot.tolist()]

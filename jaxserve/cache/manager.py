@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxserve.api.request import NORMAL_RETENTION, KvSource
 from jaxserve.cache.hashes import BlockHashes, CacheIdentity, root_key
+from jaxserve.cache.locks import BlockLocks
 from jaxserve.cache.pages import PageCounts
 from jaxserve.cache.prefix_match import NO_MATCH, PrefixMatch
 from jaxserve.cache.published import PublishedBlocks
@@ -51,6 +52,8 @@ class LaneRules(NamedTuple):
     at_home: bool = False
 
 
+# share of all pages that are locked at most for prompts that wait
+PROMISED_SHARE = 1 / 4
 ANONYMOUS = CacheIdentity()
 NO_RULES = LaneRules()
 
@@ -64,10 +67,10 @@ class CacheManager:
     To be read by all, by slot: `layouts`, and of these as arrays `home` (lane), `group_size` (of
     the smallest group of lanes that has home and all blocks; above 1 the sequence is spread),
     `blocks_per_lane` [slots, lanes] and `capacity` (tokens for which the slot has pages).
-    `published` has the blocks that can be found, `placement` chooses lanes, `prompt_lanes` says
-    on which ones prompts will lie; `copying`: blocks that many read are copied; `at_home`: see
-    `LaneRules`. `table_updates`,
-    `moves` and `stores` are taken with each batch. `watchers` see pages come and go.
+    `published` has the blocks that can be found, `promises` locks those that waiting prompts found,
+    `placement` chooses lanes, `prompt_lanes` says on which ones prompts will lie; `copying`: blocks
+    that many read are copied; `at_home`: see `LaneRules`. `table_updates`, `moves` and `stores` are
+    taken with each batch. `watchers` see pages come and go.
     """
 
     def __init__(
@@ -91,6 +94,13 @@ class CacheManager:
         self.stores = self.published.stores
         self.events = self.published.events
         self.below = self.published.below
+        self.promises = BlockLocks(
+            self.pages,
+            lower,
+            int(PROMISED_SHARE * self.total),
+            0 if lower is None else lower.most_locked,
+        )
+        self.pages.on_shortage = self.promises.make_room
         self.table_updates = TableUpdates()
         self.moves = PageMoves(config.pages, rules.most_moves)
         self.watchers: list[PageWatcher] = []
@@ -122,6 +132,11 @@ class CacheManager:
         return sum(self.pages.available())
 
     @property
+    def available_unlocked(self) -> int:
+        """Pages that can be had on all lanes together without giving up a promise."""
+        return sum(self.pages.available_unlocked())
+
+    @property
     def reads(self) -> np.ndarray:
         """Blocks on each lane [lanes] that a step reads in which all running sequences decode."""
         return self.blocks_per_lane.sum(0)
@@ -147,6 +162,17 @@ class CacheManager:
         found for it before, if that is known."""
         return self.published.match(hashes, blocks, last) if self.prefix_caching else NO_MATCH
 
+    def promise(self, number: int, due: float, hashes: BlockHashes, blocks: int) -> PrefixMatch:
+        """Locks the first blocks that are known of a waiting sequence, at most `blocks`, on the
+        devices and below them, until `promises` are released. number: of the sequence; due: clock
+        second of its first token. Returns the pages that hold them."""
+        found = self.match(hashes, blocks)
+        first = len(found.pages)
+        if self.prefix_caching:
+            below = self.below.fetchable(hashes, first, blocks)
+            self.promises.lock(number, due, hashes.keys(0, first), below)
+        return found
+
     def publish(self, slot: int, first: int, last: int, hashes: BlockHashes) -> None:
         """Lets later batches share the slot's blocks `first` to before `last`, which are full and
         part of an issued batch."""
@@ -159,7 +185,9 @@ class CacheManager:
         self.published.retract(self.layouts[slot].pages)
 
     def flush(self) -> int:
-        """Forgets the blocks that no slot holds; returns how many pages are free by that."""
+        """Forgets the blocks that no slot holds, promised ones too; returns how many pages are free
+        by that."""
+        self.promises.clear()
         return self.pages.flush()
 
     # --- the pages of a slot
@@ -273,7 +301,7 @@ class CacheManager:
         lanes = {copy // self.pages.per_lane for copy in self.pages.copies(page)}
         if page not in self.pages.key_of or lane in lanes or self.moves.writes(page):
             return None
-        if self.moves.room(from_lane, lane) < 1 or not self.pages.available()[lane]:
+        if self.moves.room(from_lane, lane) < 1 or not self.pages.available_unlocked()[lane]:
             return None
         copy = self.pages.copy(page, lane)
         self.moves.add(from_lane, lane, [page], [copy])
@@ -347,6 +375,8 @@ class CacheManager:
     def check(self) -> None:
         """Compares pages, layouts and arrays. Errors: AssertionError with what differs."""
         self.pages.check(page for layout in self.layouts for page in layout.pages)
+        self.promises.check()
+        assert bool(self.promises) or not self.pages.locks, "a block stayed locked"
         for slot, layout in enumerate(self.layouts):
             layout.check()
             place = self.home[slot], self.group_size[slot], self.capacity[slot]

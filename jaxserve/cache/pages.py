@@ -4,7 +4,8 @@ A page is known on the host by one number, `lane * per_lane + page on that lane`
 it by its lane and its number there.
 
 A page is at any time exactly one of: free; held by sequences; cached, which is held by none, but
-published: its block is kept until the room is needed.
+published: its block is kept until the room is needed. One page of a locked block is evicted after
+all others of its lane, once its lock was given up (`locks`).
 
 A published block lies on one page or on several, on any lanes: copies, each of which has its key.
 The key is lost with the last of them.
@@ -57,11 +58,16 @@ class PageAllocator:
         self.with_key: dict[bytes, tuple[int, ...]] = {}
         self.key_of: dict[int, bytes] = {}
         self.copied: set[bytes] = set()
+        self.locks = Counter[bytes]()  # of each block
+        # others: the first pages of locked blocks
+        self.locked: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(lanes)]
         # one lane evicts the end of a chain before its beginning
         self._chains = PrefixChains(self.with_key) if lanes > 1 else None
         self._events = BlockEvents() if events is None else events
         # called with a page and the key of the block that is about to leave it
         self.on_evict: Callable[[int, bytes], None] | None = None
+        # called with a lane of which only locked pages are left: has locks given up
+        self.on_shortage: Callable[[int], object] | None = None
 
     def pages_of(self, lane: int) -> range:
         """Returns the numbers of a lane's pages."""
@@ -77,14 +83,24 @@ class PageAllocator:
 
     def available(self) -> list[int]:
         """Counts the pages that can be allocated on each lane: free ones, and cached ones by
-        eviction."""
+        eviction, locked ones among them."""
+        lanes = zip(self.available_unlocked(), self.locked)
+        return [available + len(locked) for available, locked in lanes]
+
+    def available_unlocked(self) -> list[int]:
+        """Counts the pages that can be allocated on each lane while all locks stay."""
         lanes = zip(self.free, self.cached, self.unreachable)
         return [len(free) + len(cached) + len(behind) for free, cached, behind in lanes]
 
     def evictable(self, pages: np.ndarray) -> int:
-        """Counts those of these pages [n] that are not held: taking them makes that many fewer
-        available."""
-        return int(np.count_nonzero(self.refs[pages] == 0)) if len(pages) else 0
+        """Counts those of these pages [n] that are neither held nor locked: taking them makes that
+        many fewer available to others."""
+        if not len(pages):
+            return 0
+        idle = pages[self.refs[pages] == 0]
+        if not self.locks:
+            return len(idle)
+        return sum(page not in self.locked[page // self.per_lane] for page in idle.tolist())
 
     def count_by_lane(self, pages: np.ndarray) -> np.ndarray:
         """Counts how many of these pages [n] each lane has [lanes]."""
@@ -116,7 +132,7 @@ class PageAllocator:
     def allocate(self, lane: int) -> int:
         """Takes a page of `lane`, held once: a free one, else a cached one. Of these first those
         that no prefix reaches, then the least recently used, of the oldest few rather one whose
-        block has another page. Errors: KeyError where it has neither."""
+        block has another page; locked ones come last. Errors: KeyError where it has none."""
         if self.free[lane]:
             page = self.free[lane].pop()
         else:
@@ -130,10 +146,13 @@ class PageAllocator:
     def _evict(self, lane: int) -> int:
         """Takes a cached page of a lane out of those that can be evicted."""
         if self._chains is not None:
-            self._chains.follow(self._reached)
-        if self.unreachable[lane]:
-            return self.unreachable[lane].popitem()[0]  # the deepest
+            self._chains.follow(self._requeue)
         cached = self.cached[lane]
+        unreachable = self.unreachable[lane]
+        if not cached and not unreachable and self.on_shortage is not None:
+            self.on_shortage(lane)
+        if unreachable:
+            return unreachable.popitem()[0]  # the deepest
         if self.copied:
             for page in itertools.islice(cached, COPIES_TRIED):
                 if self.key_of[page] in self.copied:
@@ -143,17 +162,36 @@ class PageAllocator:
 
     def _queue(self, page: int) -> OrderedDict[int, None]:
         """Returns the cached pages of which a published page that is not held is one."""
-        behind = self._chains is not None and self.key_of[page] in self._chains.behind
-        return (self.unreachable if behind else self.cached)[page // self.per_lane]
+        lane = page // self.per_lane
+        key = self.key_of[page]
+        if key in self.locks and self.with_key[key][0] == page:
+            return self.locked[lane]
+        behind = self._chains is not None and key in self._chains.behind
+        return (self.unreachable if behind else self.cached)[lane]
 
-    def _reached(self, key: bytes) -> None:
-        """Notes that prefixes reach a block again, or no more."""
+    def _requeue(self, key: bytes) -> None:
+        """Moves the cached pages of a block to where they belong: it was locked or unlocked, or
+        prefixes reach it again, or no more."""
         for page in self.with_key.get(key, ()):
             if not self.refs[page]:
                 lane = page // self.per_lane
                 self.cached[lane].pop(page, None)
                 self.unreachable[lane].pop(page, None)
+                self.locked[lane].pop(page, None)
                 self._queue(page)[page] = None
+
+    def lock(self, key: bytes) -> None:
+        """Adds a lock to a block, which need not be here yet."""
+        self.locks[key] += 1
+        if self.locks[key] == 1:
+            self._requeue(key)
+
+    def unlock(self, key: bytes) -> None:
+        """Takes a lock from a block; after the last one it counts as used just now."""
+        self.locks[key] -= 1
+        if not self.locks[key]:
+            del self.locks[key]
+            self._requeue(key)
 
     def ref(self, pages: np.ndarray) -> None:
         """Adds a holder to each of these published pages [n], all different."""
@@ -232,7 +270,7 @@ class PageAllocator:
         freed = 0
         lost: list[bytes] = []
         for lane in range(self.lanes):
-            for cached in (self.cached[lane], self.unreachable[lane]):
+            for cached in (self.cached[lane], self.unreachable[lane], self.locked[lane]):
                 lost += [key for key in map(self._take_key, cached) if key is not None]
                 self.free[lane].extend(cached)
                 freed += len(cached)
@@ -259,6 +297,8 @@ class PageAllocator:
             self.with_key[key] = tuple(copy for copy in copies if copy != page)
             if len(copies) == 2:
                 self.copied.remove(key)
+            if key in self.locks:
+                self._requeue(key)
             return None
         if self._chains is not None:
             self._chains.remove(key)
@@ -283,7 +323,8 @@ class PageAllocator:
     def _check_lane(self, lane: int) -> None:
         free = self.free[lane]
         behind = self.unreachable[lane]
-        cached = [*self.cached[lane], *behind]
+        locked = self.locked[lane]
+        cached = [*self.cached[lane], *behind, *locked]
         held = [page for page in self.pages_of(lane) if self.refs[page]]
         assert sorted([*free, *cached, *held]) == list(self.pages_of(lane)), (
             f"lane {lane}: free {free}, cached {cached} and held {held} are not all pages"
@@ -292,4 +333,7 @@ class PageAllocator:
         assert not any(page in self.key_of for page in free), f"lane {lane}: a free page has a key"
         assert all((self._queue(page) is behind) == (page in behind) for page in cached), (
             f"lane {lane}: {list(behind)} are not those that no prefix reaches"
+        )
+        assert all((self._queue(page) is locked) == (page in locked) for page in cached), (
+            f"lane {lane}: {list(locked)} are not the pages of locked blocks"
         )

@@ -56,9 +56,10 @@ class Lookup:
 
 class LowerTiers(Protocol):
     """Tiers below the devices of a replica. block_bytes: of each block. events: tells what they
-    hold."""
+    hold. most_locked: blocks that may be locked at a time."""
 
     block_bytes: int
+    most_locked: int
     events: TierEvents
 
     def holds(self, key: bytes) -> bool:
@@ -69,6 +70,13 @@ class LowerTiers(Protocol):
 
     def keep(self, keys: Sequence[bytes], retention: int) -> None:
         """Has blocks kept for this retention (see `Request`), if not for longer. Never waits."""
+
+    def lock(self, key: bytes) -> None:
+        """Has a block stay in whichever of this replica's tiers it is, until `unlock`. To be called
+        for most_locked blocks at a time, at most."""
+
+    def unlock(self, key: bytes) -> None:
+        """Has a locked block count as used just now, and leave like others."""
 
     @property
     def shared(self) -> bool:

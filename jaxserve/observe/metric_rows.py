@@ -29,11 +29,13 @@ READ_GAUGES: Mapping[str, str] = {
     "predictor_scale": (
         "What the profile's times are multiplied by after what steps really took; 1: as measured"
     ),
+    "kv_blocks_promised": "KV blocks that are kept for prompts that wait",
     "kv_blocks_in_host": "KV blocks in host memory",
     "kv_blocks_on_disk": "KV blocks on disk",
 }
 READ_COUNTERS: Mapping[str, str] = {
     "num_preemptions": "Sequences that lost their slot to others and had to wait again",
+    "kv_promises_given_up": "Prompts that waited and lost the KV blocks that were kept for them",
     "kv_blocks_stored": "KV blocks that left the devices and were kept in host memory",
     "kv_blocks_from_host": "KV blocks read from host memory",
     "kv_blocks_from_disk": "KV blocks read from disk",

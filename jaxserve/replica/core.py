@@ -154,4 +154,6 @@ class ReplicaCore:
             "queued_prefill_seconds": load.queued_prefill_seconds,
             "predictor_scale": self.scheduler.predictor.scale,
             "num_preemptions": self.scheduler.slots.preemptions,
+            "kv_blocks_promised": len(self.scheduler.cache.promises),
+            "kv_promises_given_up": self.scheduler.cache.promises.given_up,
         }

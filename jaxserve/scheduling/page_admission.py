@@ -9,10 +9,15 @@ not fit claims the pages that come free: until it is admitted, small prompts tog
 than their part, with what they are expected to put out, even those that rank before it. So a
 document that does not fit yet holds up no chat, and no stream of chats keeps a document out. No
 large prompt passes another that waits for pages, and no small one another small one.
+
+The blocks that a prompt finds when it comes are promised to it while it waits: prompts are admitted
+beside them. Where one does not fit, promises to prompts that are due later are given up, and where
+nothing runs any that are in its way.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Sequenced
@@ -116,7 +121,7 @@ class PageAdmission:
         self._reserve = reserve
         growth = self.decode_reserve.by_slot()
         kept = self.decode_reserve.bounded(int(growth.sum()))
-        self._spare = cache.available - max(reserve, kept) - promised
+        self._spare = cache.available_unlocked - max(reserve, kept) - promised
         # pages held, promised or expected
         self._of_small = self._held_by_small.count + promised_to_small
         self._of_small += int(growth[self._held_by_small.is_small].sum())
@@ -159,23 +164,52 @@ class PageAdmission:
         pages = self._cached_pages(sequence)
         reserve = self._reserve_for_small(self._claimant if small else sequence)
         left_to_small = max(0, reserve - self._of_small)
-        takes = need - len(pages) + cache.pages.evictable(pages)
         growth = self._growth(sequence)
-        spare = self._spare - growth
-        if takes > self._small_pages:
-            spare -= left_to_small
         claimed = small and self._claimant is not None
         if claimed and need + growth - self._held_by_small.among(pages) > left_to_small:
             self._open = (self._open[0], False)
-        elif takes <= spare:
-            self._room = spare - takes
+            return None
+        room = self._room_beside(pages, need, growth, left_to_small)
+        while room < 0 and self._take_promised(sequence, -room):
+            room = self._room_beside(pages, need, growth, left_to_small)
+        if room >= 0:
+            self._room = room
             return pages
-        elif small:
+        if small:
             self._open = NONE
         else:
             self._claimant = sequence
             self._open = (False, self._open[1])
         return None
+
+    def _room_beside(self, pages: np.ndarray, need: int, growth: int, left_to_small: int) -> int:
+        """Returns how many pages are to spare beside a prompt that needs `need`, the matched ones
+        among them; less than 0 where it does not fit."""
+        takes = need - len(pages) + self.cache.pages.evictable(pages)
+        spare = self._spare - growth
+        if takes > self._small_pages:
+            spare -= left_to_small
+        return spare - takes
+
+    def _take_promised(self, sequence: Sequence, missing: int) -> bool:
+        """Has the promise given up that is due last, if that is later than a sequence which lacks
+        `missing` pages. Returns whether there was one."""
+        cache = self.cache
+        before = cache.available_unlocked
+        if missing > cache.available - before:
+            return False
+        due = -math.inf if self._nothing_runs else sequence.ttft_deadline
+        given_up = cache.promises.give_up_later(due, but=sequence.number)
+        self._spare += cache.available_unlocked - before
+        return given_up
+
+    def promise(self, sequence: Sequence) -> None:
+        """Promises a sequence that has just come to wait the blocks that are known of it."""
+        if sequence.reads_cache:
+            blocks = (sequence.prefill_len - 1) // self.cache.block_size
+            sequence.prefix_match = self.cache.promise(
+                sequence.number, sequence.ttft_deadline, sequence.block_hashes, blocks
+            )
 
     def nearest(self, pages: np.ndarray, home: int) -> np.ndarray:
         """Returns, for the pages that were matched last, the copies that a sequence with this home
@@ -189,9 +223,11 @@ class PageAdmission:
 
     def _growth(self, sequence: Sequence) -> int:
         """Pages for what a waiting sequence will put out; none where nothing runs beside it."""
-        if len(self.slots.free) == len(self.slots.phase):
-            return 0
-        return self.decode_reserve.of(sequence)
+        return 0 if self._nothing_runs else self.decode_reserve.of(sequence)
+
+    @property
+    def _nothing_runs(self) -> bool:
+        return len(self.slots.free) == len(self.slots.phase)
 
     def _cached_pages(self, sequence: Sequence) -> np.ndarray:
         """Pages of the sequence's first blocks; its last token is always computed."""

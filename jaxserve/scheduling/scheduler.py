@@ -173,6 +173,7 @@ class Scheduler:
         had_token = any(sequence.output for sequence in sequences)
         self.requests.add(LiveEntry(request, leader, alive, later, had_token))
         self.slots.wait(leader)
+        self.page_admission.promise(leader)
         if self._planner is not None:
             self._planner.arrived(request.arrival)
         if first is None:

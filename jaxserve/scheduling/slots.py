@@ -98,13 +98,17 @@ class SlotTable:
         if sequence in later:
             later.remove(sequence)
         else:
-            self.queue.remove(sequence)
+            self._leave_queue(sequence)
         del self.by_number[sequence.number]
+
+    def _leave_queue(self, sequence: Sequence) -> None:
+        self.queue.remove(sequence)
+        self.cache.promises.release(sequence.number)
 
     def admit(self, sequence: Sequence, issued: int) -> int:
         """Gives a queued sequence a slot; its first `issued` positions are in the cache. Returns
         the slot."""
-        self.queue.remove(sequence)
+        self._leave_queue(sequence)
         slot = self.free.pop()
         self.unannounced.add(slot)
         sequence.slot = slot
@@ -186,3 +190,5 @@ class SlotTable:
         assert set(queue) | set(self.number[taken].tolist()) <= set(self.by_number), (
             "a sequence is not in the list of all"
         )
+        promised = set(self.cache.promises.holders())
+        assert promised <= set(queue), f"promises to {promised} while {queue} wait"

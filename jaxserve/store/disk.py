@@ -140,6 +140,16 @@ class DiskBlocks:
             if dropped and entry is not None:
                 self._erase(file, entry)
 
+    def lock(self, key: bytes) -> None:
+        """Has a block stay until `unlock`, beyond the second at which it expires."""
+        with self._lock:
+            self._ring.locks.add(key)
+
+    def unlock(self, key: bytes) -> None:
+        """Ends the lock of a block."""
+        with self._lock:
+            self._ring.locks.discard(key)
+
     def __contains__(self, key: bytes) -> bool:
         """Returns whether a block is believed to be on disk; only `get` checks that it is whole."""
         with self._lock:

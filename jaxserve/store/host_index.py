@@ -3,8 +3,8 @@
 Blocks that leave the devices come here, and leave again when their slot is needed, least recently
 used first: first those that only pass through, on their way to another replica; then those without
 a retention, and those whose time is over; then those to be kept (Mooncake, section 5.2: ephemeral
-blocks are not stored, normal ones are LRU, those of a context cache stay for a time). Keys and
-numbers only; time is an argument.
+blocks are not stored, normal ones are LRU, those of a context cache stay for a time). Locked ones
+stay. Keys and numbers only; time is an argument.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ class HostIndex:
         self._passing: OrderedDict[bytes, None] = OrderedDict()
         self._normal: OrderedDict[bytes, None] = OrderedDict()
         self._kept: OrderedDict[bytes, None] = OrderedDict()
+        self._locked: OrderedDict[bytes, None] = OrderedDict()
+        self._locks: set[bytes] = set()  # keys, also of blocks that are not here
         self._ends: list[tuple[float, bytes]] = []  # a heap of (until, key), some of them outdated
 
     def __contains__(self, key: bytes) -> bool:
@@ -62,7 +64,7 @@ class HostIndex:
         would leave first."""
         return [
             (key, self._until[key])
-            for key in (*self._passing, *self._normal, *self._kept)
+            for key in (*self._passing, *self._normal, *self._kept, *self._locked)
             if key not in self._filling
         ]
 
@@ -108,6 +110,25 @@ class HostIndex:
         if not self._pins[key]:
             del self._pins[key]
 
+    def lock(self, key: bytes) -> None:
+        """Keeps a block where it is until `unlock`, from when it comes if it is not here."""
+        self._set_lock(key, locked=True)
+
+    def unlock(self, key: bytes) -> None:
+        """Ends the lock of a block, which counts as used just now."""
+        self._set_lock(key, locked=False)
+
+    def _set_lock(self, key: bytes, locked: bool) -> None:
+        until = self._until.get(key)
+        if until is not None:
+            del self._list(key)[key]
+        if locked:
+            self._locks.add(key)
+        else:
+            self._locks.discard(key)
+        if until is not None:
+            self._enlist(key, until)
+
     def touch(self, key: bytes) -> None:
         """Counts the block as used just now."""
         self._list(key).move_to_end(key)
@@ -129,6 +150,8 @@ class HostIndex:
 
     def _list(self, key: bytes) -> OrderedDict[bytes, None]:
         """The list that the block is on."""
+        if key in self._locks:
+            return self._locked
         until = self._until[key]
         if until == NORMAL:
             return self._normal
@@ -146,12 +169,12 @@ class HostIndex:
     def _note_end(self, key: bytes, until: float) -> None:
         heapq.heappush(self._ends, (until, key))
         if len(self._ends) > 2 * len(self._slot) + MAX_OUTDATED:
-            self._ends = [(self._until[kept], kept) for kept in self._kept]
+            self._ends = [(end, kept) for kept, end in self._until.items() if end > NORMAL]
             heapq.heapify(self._ends)
 
     def _end_keeping(self, key: bytes) -> None:
         """Counts a block that was kept as a normal one, used just now."""
-        del self._kept[key]
+        del self._list(key)[key]
         self._enlist(key, NORMAL)
 
     def _end_times(self, now: float) -> None:
@@ -173,7 +196,7 @@ class HostIndex:
         """Checks the invariants. Errors: AssertionError with what differs."""
         taken = sorted(self._slot.values())
         assert sorted(taken + self._free) == list(range(slots)), f"taken {taken}, {self._free}"
-        listed = [*self._passing, *self._normal, *self._kept]
+        listed = [*self._passing, *self._normal, *self._kept, *self._locked]
         assert sorted(listed) == sorted(self._slot), "the lists and the slots differ"
         assert set(self._until) == set(self._slot), "times of blocks that are not there"
         assert all(key in self._list(key) for key in listed), "a block is on a wrong list"

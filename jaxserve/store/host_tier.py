@@ -145,6 +145,16 @@ class HostTier:
                 if key in self._index:
                     self._index.keep(key, until)
 
+    def lock(self, key: bytes) -> None:
+        """Has a block stay here until `unlock`."""
+        with self._changed:
+            self._index.lock(key)
+
+    def unlock(self, key: bytes) -> None:
+        """Ends the lock of a block."""
+        with self._changed:
+            self._index.unlock(key)
+
     # --- what is read
 
     def read(self, key: bytes, into: np.ndarray, use: bool = True) -> bool:

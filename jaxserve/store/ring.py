@@ -5,6 +5,7 @@ oldest are overwritten in the order in which they were written. A block that was
 written, or that is to be kept, has a second chance: it stays where it is when its turn comes (FIFO
 with reinsertion, as in CacheLib's Navy; as all records have one size, reinsertion copies nothing).
 At most half of the records are passed over in this way, so that new blocks always find room.
+Locked blocks stay, as long as there are records for others.
 
 No I/O, no lock and no clock: callers hold a lock and say what time it is.
 """
@@ -39,6 +40,7 @@ class Ring:
 
     def __init__(self, records: int):
         self.changed: Callable[[bytes, bool], None] = lambda key, came: None
+        self.locks: set[bytes] = set()  # keys, also of blocks that are not here
         self.evicted = 0
         self.passed_over = 0
         self._entries: dict[bytes, Entry] = {}
@@ -61,7 +63,7 @@ class Ring:
     def find(self, key: bytes, now: float) -> Entry | None:
         """The block with this key; one that is expired is forgotten."""
         entry = self._entries.get(key)
-        if entry is not None and entry.expired(now):
+        if entry is not None and entry.expired(now) and key not in self.locks:
             self._forget(entry)
             return None
         return entry
@@ -99,6 +101,8 @@ class Ring:
             if record in self._busy:
                 continue
             entry = self._records[record]
+            if entry is not None and self._stays(entry):
+                continue
             if entry is not None and self._passes_over(entry, now):
                 continue
             if entry is not None:
@@ -130,6 +134,11 @@ class Ring:
     def release(self, record: int) -> None:
         """Ends a record's being busy; it holds no block."""
         self._busy.discard(record)
+
+    def _stays(self, entry: Entry) -> bool:
+        """Returns whether a block is locked, and others have records besides."""
+        locked = entry.key in self.locks
+        return locked and len(self.locks) + len(self._busy) < len(self._records)
 
     @property
     def _most_passes(self) -> int:

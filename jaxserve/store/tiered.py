@@ -29,6 +29,7 @@ from jaxserve.store.shared import SharedTier
 from jaxserve.store.tally import PeerFetches, Tally
 
 FILL_SECONDS = 5.0  # to wait for a block that is on its way or being put
+LOCKED_SHARE = 4  # blocks that are locked may take one of this number of slots of host memory
 FLUSH_SECONDS = 10.0  # at the end, for the shared store to take blocks
 
 
@@ -45,6 +46,7 @@ class TieredBlocks(LowerTiers):
         shared: SharedTier | None = None,
     ):
         self.block_bytes = block_bytes
+        self.most_locked = slots // LOCKED_SHARE
         self.events = TierEvents(self._keys)
         self._clock = clock
         self._tally = Tally()
@@ -127,6 +129,16 @@ class TieredBlocks(LowerTiers):
 
     def keep(self, keys: Sequence[bytes], retention: int) -> None:
         self.host.keep(keys, self._until(retention))
+
+    def lock(self, key: bytes) -> None:
+        self.host.lock(key)
+        if self.behind.disk is not None:
+            self.behind.disk.lock(key)
+
+    def unlock(self, key: bytes) -> None:
+        self.host.unlock(key)
+        if self.behind.disk is not None:
+            self.behind.disk.unlock(key)
 
     def prefetch(self, keys: Sequence[bytes]) -> Lookup:
         return self.prefetcher.prefetch(keys)

@@ -18,10 +18,12 @@ class Lower:
     """Holds what it is told to."""
 
     outlasts = True
+    most_locked = 2
     shared = False
 
     def __init__(self):
         self.keys: set[bytes] = set()
+        self.locked: set[bytes] = set()
         self.events = TierEvents(lambda tier: self.keys if tier is Medium.HOST else ())
 
     def holds(self, name: bytes) -> bool:
@@ -32,6 +34,12 @@ class Lower:
 
     def keep(self, keys, retention) -> None:
         self.kept = list(keys), retention
+
+    def lock(self, key) -> None:
+        self.locked.add(key)
+
+    def unlock(self, key) -> None:
+        self.locked.discard(key)
 
     def prefetch(self, keys) -> None:
         raise AssertionError("nothing waits")

@@ -49,6 +49,7 @@ COUNTERS = {
     "xla_compiles",
     "xla_recompiles",
     "num_preemptions",
+    "kv_promises_given_up",
     "kv_blocks_stored",
     "kv_blocks_from_host",
     "kv_blocks_from_disk",
@@ -62,6 +63,7 @@ COUNTERS = {
     "goodput_requests",
 }
 GAUGES = {
+    "kv_blocks_promised",
     "kv_blocks_in_host",
     "kv_blocks_on_disk",
     "num_requests_running",

@@ -128,7 +128,8 @@ def test_what_is_pinned_or_being_filled_stays():
     st.integers(1, 5),
     st.lists(
         st.tuples(
-            st.sampled_from(["reserve", "commit", "pin", "unpin", "forget"]), st.integers(0, 9)
+            st.sampled_from(["reserve", "commit", "pin", "unpin", "forget", "lock", "unlock"]),
+            st.integers(0, 9),
         )
     ),
 )
@@ -148,5 +149,31 @@ def test_slots_and_blocks_fit_each_other_whatever_happens(slots, steps):
             tier.unpin(name)
         elif what == "forget":
             tier.forget(name)
+        elif what == "lock":
+            tier.lock(name)
+        elif what == "unlock":
+            tier.unlock(name)
         assert all(each in tier for each in pinned)
         tier.check(slots)
+
+
+def test_what_is_locked_stays_until_it_is_unlocked_also_if_it_comes_later():
+    tier = HostIndex(3)
+    tier.lock(key(0))
+    tier.lock(key(1))
+    put(tier, 0)
+    put(tier, 1, until=5.0)
+    assert [put(tier, number, now=10.0) for number in (2, 3, 4)] == [True] * 3
+    assert key(0) in tier and key(1) in tier
+    tier.check(3)
+    tier.unlock(key(0))
+    assert leaving(tier, 5, now=10.0) == 4  # what was unlocked counts as used just now
+    assert leaving(tier, 6, now=10.0) == 0
+    tier.check(3)
+
+
+def test_where_all_is_locked_there_is_no_room():
+    tier = HostIndex(1)
+    put(tier, 0)
+    tier.lock(key(0))
+    assert not put(tier, 1)

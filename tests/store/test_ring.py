@@ -148,3 +148,24 @@ def test_no_more_blocks_than_records_and_the_last_put_is_there(records, actions)
         assert len(written.names) == len(written.ring) <= records
         used = [written.ring.find(name.encode(), 1.0).record for name in written.names]
         assert len(set(used)) == len(used)
+
+
+def test_locked_blocks_stay_though_they_expire_until_they_are_unlocked():
+    written = Written(8)
+    for name in "abcdefgh":
+        written.put(name, expires=2.0)
+    written.ring.locks.add(b"b")
+    for number in range(100):
+        written.put(f"other {number}", now=3.0)
+    assert "b" in written.names and written.ring.find(b"b", 3.0) is not None
+    written.ring.locks.discard(b"b")
+    assert written.ring.find(b"b", 3.0) is None
+
+
+def test_a_ring_of_locked_blocks_still_takes_others():
+    written = Written(4)
+    for name in "abcd":
+        written.ring.locks.add(name.encode())
+        written.put(name)
+    written.put("other")
+    assert "other" in written.names
