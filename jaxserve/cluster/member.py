@@ -13,6 +13,7 @@ from jaxserve.api.request import Request
 from jaxserve.cluster.assignments import Assignments
 from jaxserve.cluster.decode_rate import DecodeRate
 from jaxserve.cluster.other_work import NO_OTHER_WORK, OtherWork, other_work
+from jaxserve.cluster.prefill_costs import PrefillCosts
 from jaxserve.cluster.roles import Role
 from jaxserve.replica.protocol import Replica, Sink
 from jaxserve.scheduling import Load
@@ -20,11 +21,9 @@ from jaxserve.scheduling import Load
 log = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
-FIRST_RATE = 1e-4  # seconds per prompt token, before anything was seen
 FIRST_COMPLETION = 1.0  # seconds that a sequence decodes, before anything was seen
 SMOOTHING = 0.2  # weight of a new observation
 RETRY_SECONDS = 1.0  # that callers wait where no replica can be reached
-MIN_OBSERVED = 16  # computed tokens; fewer say little about the time per token
 
 
 @dataclass(eq=False)
@@ -53,11 +52,11 @@ class Member:
     lost: bool = False
     fault: str = ""  # why it has not joined
     work: Assignments = field(default_factory=Assignments)
-    rate: float = FIRST_RATE  # learnt seconds per prompt token that is computed
     decode_rate: DecodeRate = field(default_factory=DecodeRate)
     completion: float = FIRST_COMPLETION  # learnt seconds that a sequence decodes
     prompt_tokens: int = 0  # of prompts that it has ended
     cached_tokens: int = 0  # of these, tokens that it did not compute
+    _prefill_costs: PrefillCosts | None = None  # of the facts that it reported last
 
     @property
     def role(self) -> Role:
@@ -137,13 +136,26 @@ class Member:
 
     def queue(self, now: float) -> float:
         """Predicts seconds until the prompts on the replica are computed, those of all senders."""
-        return self.work.queue(now) + self.rate * self.other_work.queued_tokens
+        others = self.other_work.queued_seconds
+        return self.work.queue(now) + (self.prefill_costs.queued(others) if others else 0.0)
 
     # --- how fast it is
 
+    @property
+    def prefill_costs(self) -> PrefillCosts:
+        """Predictions of prefills, from what it reports; what was learnt stays when it reports
+        others. Errors: RequestError before it has joined; ConfigError for costs of another
+        version."""
+        info = self.replica.info
+        known = self._prefill_costs
+        if known is None or known.facts != info.prefill:
+            known = PrefillCosts(info, 1.0 if known is None else known.scale)
+            self._prefill_costs = known
+        return known
+
     def prefill(self, cached: int, total: int) -> float:
         """Predicted seconds in which it computes tokens `cached` to before `total`."""
-        return self.rate * (total - cached)
+        return self.prefill_costs.seconds(cached, total)
 
     def delay(self, missing: int) -> float:
         """Predicted seconds by which what decodes here delays a prompt with `missing` tokens to
@@ -169,14 +181,12 @@ class Member:
         """Learns from a request that has ended how fast prompts are computed, and tokens come."""
         usage = end.usage
         timing = end.timing
-        computed = usage.prompt - usage.cached
-        seconds = timing.first_token - timing.queued
         if not usage.completion:
             return
         self.prompt_tokens += usage.prompt
         self.cached_tokens += usage.cached
-        if computed >= MIN_OBSERVED and seconds > 0:
-            self.rate += SMOOTHING * (seconds / computed - self.rate)
+        seconds = timing.first_token - timing.queued
+        self.prefill_costs.learn(usage.cached, usage.prompt, seconds)
         if usage.completion > 1:
             decoded = timing.total - timing.first_token
             self.completion += SMOOTHING * (decoded - self.completion)

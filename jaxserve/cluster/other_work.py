@@ -15,11 +15,13 @@ from jaxserve.scheduling import Load
 
 class OtherWork(NamedTuple):
     """Requests of others on a replica. requests: that have not ended. decodes: of these, how many
-    have slots. queued_tokens: of their prompts, not computed yet."""
+    have slots. queued_tokens, queued_seconds: of their prompts, not computed yet; seconds as the
+    replica predicts them."""
 
     requests: int = 0
     decodes: int = 0
     queued_tokens: float = 0.0
+    queued_seconds: float = 0.0
 
 
 NO_OTHER_WORK = OtherWork()
@@ -33,4 +35,9 @@ def other_work(requests: int, load: Load | None) -> OtherWork:
     if load is None:
         return OtherWork(requests, requests)
     part = requests / max(load.running + load.waiting, requests)
-    return OtherWork(requests, round(load.running * part), load.queued_prefill_tokens * part)
+    return OtherWork(
+        requests,
+        round(load.running * part),
+        load.queued_prefill_tokens * part,
+        load.queued_prefill_seconds * part,
+    )

@@ -11,6 +11,7 @@ from jaxserve.checkpoint.generation_config import sampling_defaults
 from jaxserve.engine.executor import CommandExecutor
 from jaxserve.replica.info import ReplicaInfo
 from jaxserve.scheduling import Scheduler
+from jaxserve.scheduling.prefill_facts import prefill_facts
 from jaxserve.settings.schema import EngineConfig
 
 
@@ -49,6 +50,7 @@ def replica_info(
         cache_fingerprint=scheduler.cache.identity.fingerprint,
         cache_dtype=scheduler.cache.identity.dtype,
         sampling_defaults=sampling_defaults(config.source, model.sampling),
+        prefill=prefill_facts(scheduler),
     )
 
 

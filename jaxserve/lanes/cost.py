@@ -61,7 +61,10 @@ class PrefillPart(NamedTuple):
 
 class LaneCosts:
     """Costs of one lane, on which nothing is spread; the base of those of several. prompts: the
-    lanes on which prompts lie; default: lanes join as they are full, which they never are."""
+    lanes on which prompts lie; default: lanes join as they are full, which they never are.
+    `chooser`: by which lanes exchange what spread chunks need; None: they gather queries."""
+
+    chooser: ExchangeChooser | None = None
 
     def __init__(self, costs: StepCosts, lanes: int = 1, prompts: PromptLanes | None = None):
         self.costs = costs
@@ -283,7 +286,7 @@ class ExchangeCosts(GatherCosts):
         self, costs: StepCosts, chooser: ExchangeChooser, prompts: PromptLanes | None = None
     ):
         super().__init__(costs, chooser.lanes, prompts)
-        self.chooser = chooser
+        self.chooser: ExchangeChooser = chooser
         self._block = chooser.block
         self._nothing = SpreadChunks.none(chooser.lanes)
         self._choosers = {  # by size of the groups of lanes that meet

@@ -25,7 +25,8 @@ class ReplicaInfo:
     role: prefill, decode or mixed: what a conductor has it do.
     sampling_defaults: sampling parameters, by name, of requests that do not state them.
     cache_fingerprint, cache_dtype: what the keys of its blocks of KV cover besides tokens and salt,
-    see `cache.hashes.root_key`.
+    see `cache.hashes.root_key`. prefill: of what its predictions of prefills are made, see
+    `scheduling.prefill_facts`; {} where it is not known what its steps cost.
     """
 
     served_name: str
@@ -56,6 +57,7 @@ class ReplicaInfo:
     cache_dtype: str = ""
     other_names: tuple[str, ...] = ()
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
+    prefill: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def names(self) -> tuple[str, ...]:

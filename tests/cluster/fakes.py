@@ -4,7 +4,8 @@ here, and die, hang and refuse as real ones do."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -37,6 +38,7 @@ class RoleReplica(FakeReplica):
         self.role = role
         self.block_size = block_size
         self.host_cache_gib = 1.0
+        self.prefill: Mapping[str, Any] = {}
         self.seen: list[Request] = []
         self.closed = False
         self.busy = False
@@ -45,7 +47,11 @@ class RoleReplica(FakeReplica):
     def info(self) -> ReplicaInfo:
         settings = {"cache": {"host_cache_gib": self.host_cache_gib}}
         return dataclasses.replace(
-            super().info, role=self.role, block_size=self.block_size, settings=settings
+            super().info,
+            role=self.role,
+            block_size=self.block_size,
+            settings=settings,
+            prefill=self.prefill,
         )
 
     def submit(self, request: Request, sink: Sink) -> None:

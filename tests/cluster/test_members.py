@@ -44,7 +44,7 @@ def test_a_request_does_not_wait_for_a_slot_where_another_member_has_one(cluster
     full, free = make(paused=True), make(paused=True)
     both = cluster(full, free)
     full.cache(LONG, WHOLE)
-    both.members[1].rate = 0.001  # seconds per token: it would be slower
+    both.members[1].prefill_costs.scale = 10.0  # it would be slower
     for number in range(full.info.max_seqs):
         both.members[0].work.expect_decode(f"busy {number}", 10, 0.0)
         both.members[0].work.begin_decode(f"busy {number}", 0.0)
@@ -177,11 +177,16 @@ def test_the_last_member_may_go_and_another_come(cluster):
 # --- prefixes that another member has
 
 
+def slow(made: RoleCluster) -> None:
+    """Has members be expected to take 0.01 s per token, a hundred times the nominal seconds."""
+    for member in made.members:
+        member.prefill_costs.scale = 100.0
+
+
 def fetched(*fakes, cluster, **settings) -> tuple[KvSource | None, object]:
     """From where a request is to fetch its prefix, where the second member has it and is busy."""
     both = cluster(*fakes, routing="cache_aware", **settings)
-    for member in both.members:
-        member.rate = 0.01  # seconds per token
+    slow(both)
     fakes[1].cache(LONG, WHOLE)
     for number in range(4):
         both.members[1].work.begin_prefill(f"busy {number}", 5.0, both.conductor.now())
@@ -204,7 +209,7 @@ def test_a_prefix_is_computed_where_that_takes_less(cluster):
 def test_a_prefix_is_computed_where_its_holder_cannot_be_asked(cluster):
     one, holder = make(), make()
     both = cluster(one, holder, routing="cache_aware")
-    both.members[0].rate = both.members[1].rate = 0.01
+    slow(both)
     both.members[1].address = None
     holder.cache(LONG, WHOLE)
     both.members[1].work.begin_prefill("busy", 20.0, both.conductor.now())
@@ -215,8 +220,7 @@ def test_a_prefix_is_computed_where_its_holder_cannot_be_asked(cluster):
 def test_a_member_that_prefills_for_another_fetches_a_prefix_too(cluster):
     one, holder, decode = make("prefill"), make("prefill"), make("decode")
     three = cluster(one, holder, decode, routing="cache_aware")
-    for member in three.members:
-        member.rate = 0.01
+    slow(three)
     holder.cache(LONG, WHOLE)
     three.members[1].work.begin_prefill("busy", 20.0, three.conductor.now())
     assert_right(three.serve())
@@ -229,8 +233,7 @@ def test_members_may_have_blocks_of_other_sizes(cluster):
     """A prefix is found in the holder's blocks, and the taker is told how large these are."""
     one, holder, decode = make("prefill"), make("prefill", block_size=24), make("decode")
     three = cluster(one, holder, decode, routing="cache_aware")
-    for member in three.members:
-        member.rate = 0.01
+    slow(three)
     whole = len(LONG) // 24
     holder.cache(LONG, whole)
     three.members[1].work.begin_prefill("busy", 20.0, three.conductor.now())

@@ -70,7 +70,7 @@ def test_a_request_decodes_where_others_decode_less(cluster):
 def test_a_prompt_goes_where_others_have_fewer_prompts_queued(cluster):
     busy, free, decode = make("prefill"), make("prefill"), make("decode")
     one = cluster(busy, free, decode)
-    load = dataclasses.replace(EMPTY, waiting=4, queued_prefill_tokens=100_000)
+    load = dataclasses.replace(EMPTY, waiting=4, queued_prefill_seconds=10.0)
     one.members[0].other_requests = lambda: 4
     one.members[0].recent_load = lambda: load
     assert_right(one.serve())
@@ -80,7 +80,7 @@ def test_a_prompt_goes_where_others_have_fewer_prompts_queued(cluster):
 def test_requests_of_others_count_where_late_ones_are_refused(cluster):
     one = cluster(make("mixed"), overload="early")
     (member,) = one.members
-    load = dataclasses.replace(EMPTY, waiting=4, queued_prefill_tokens=100_000)
+    load = dataclasses.replace(EMPTY, waiting=4, queued_prefill_seconds=10.0)
     member.other_requests = lambda: 4
     member.recent_load = lambda: load
     with pytest.raises(RequestError) as refusal:

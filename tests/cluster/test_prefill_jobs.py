@@ -212,7 +212,7 @@ def test_a_prompt_that_would_be_late_is_computed_elsewhere_once_that_is_earlier(
     decode = make("decode")
     prefill, both = waiting(cluster, decode)
     for member in both.members:
-        member.rate = 0.001  # seconds per token
+        member.prefill_costs.scale = 10.0  # 0.001 s per token
     both.members[0].work.begin_prefill("ahead", 9.0, both.conductor.now())
     patient = both.submit("patient", slo=Slo(ttft=60.0))
     hurried = both.submit("hurried", slo=Slo(ttft=2.0))
@@ -225,7 +225,7 @@ def test_a_prompt_that_would_be_late_is_computed_elsewhere_once_that_is_earlier(
 def test_a_prompt_stays_where_it_waits_if_it_would_be_later_elsewhere(cluster):
     decode = make("decode")
     prefill, both = waiting(cluster, decode)
-    both.members[1].rate = 0.2
+    both.members[1].prefill_costs.scale = 2000.0  # 0.2 s per token
     both.members[0].work.begin_prefill("ahead", 9.0, both.conductor.now())
     both.submit(slo=Slo(ttft=2.0))
     for _ in range(3):

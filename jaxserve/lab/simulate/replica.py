@@ -28,6 +28,7 @@ from jaxserve.replica.protocol import Sink
 from jaxserve.scheduling import Scheduler
 from jaxserve.scheduling.batch_reader import StepResults
 from jaxserve.scheduling.events import StepIssued, StepRead
+from jaxserve.scheduling.prefill_facts import prefill_facts
 from jaxserve.settings.schema import CacheConfig, MeshConfig
 
 NO_SHAPE = ModelConfig(
@@ -266,4 +267,5 @@ def _info(
         },
         cache_fingerprint=scheduler.cache.identity.fingerprint,
         cache_dtype=scheduler.cache.identity.dtype,
+        prefill=prefill_facts(scheduler),
     )
