@@ -18,12 +18,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from jaxserve.group.child import Child, code_text
 from jaxserve.group.member import LOST, REFUSED, Member
 
 SILENT_SECONDS = 7.0  # after its first word, that a member may say nothing
+# that one may say nothing which computes, or waits for a processor: its thread that speaks does not
+# come to run where another one holds Python's lock
+BUSY_SECONDS = 60.0
+BUSY_SHARE = 0.5  # of a processor's time that a busy member uses or waits for
 POLL_SECONDS = 0.05
 END_SECONDS = 3.0  # for members to end by themselves
 AFTER_SECONDS = 1.0  # that a leader whose engine was closed may take to end
@@ -44,6 +49,7 @@ class Process(Child):
         self.state = ""
         self.ready = False
         self.heard: float | None = None
+        self._quiet: tuple[float, float] | None = None  # a silent moment, and `wanted_seconds` then
         self._text = b""
         try:
             super().__init__(
@@ -72,8 +78,19 @@ class Process(Child):
             self.state = state
 
     def silent(self, now: float) -> bool:
-        """Returns whether it has been silent for too long."""
-        return self.heard is not None and now - self.heard > SILENT_SECONDS
+        """Returns whether it has been silent for too long: a busy one may be so for longer."""
+        quiet = 0.0 if self.heard is None else now - self.heard
+        if quiet < SILENT_SECONDS / 2:
+            self._quiet = None
+            return False
+        wanted = wanted_seconds(self.pid)
+        if self._quiet is None:
+            self._quiet = now, wanted
+        began, before = self._quiet
+        if quiet <= SILENT_SECONDS or now - began < SILENT_SECONDS / 4:
+            return False
+        is_busy = wanted - before > BUSY_SHARE * (now - began)
+        return not is_busy or quiet > BUSY_SECONDS
 
     def kill(self) -> None:
         """Ends it, and what it started, now."""
@@ -82,6 +99,17 @@ class Process(Child):
         super().kill()
         os.close(self.pipe)
         self.pipe = -1
+
+
+def wanted_seconds(pid: int) -> float:
+    """Returns seconds for which a process's threads have run, or were ready to; 0 where the system
+    does not tell."""
+    total = 0
+    for file in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError, ValueError):
+            ran, waited, _ = file.read_text().split()
+            total += int(ran) + int(waited)
+    return total / 1e9
 
 
 class Supervisor:
@@ -188,7 +216,10 @@ class Supervisor:
         """Returns why a member is given up; None if it is not."""
         if process.code is not None:
             return f"ended with {code_text(process.code)}"
-        return f"has said nothing for {SILENT_SECONDS:g} s" if process.silent(now) else None
+        if not process.silent(now):
+            return None
+        assert process.heard is not None
+        return f"has said nothing for {now - process.heard:.0f} s"
 
     def _report(self, process: Process, fate: str) -> None:
         if process.code != 0:

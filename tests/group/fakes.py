@@ -19,8 +19,8 @@ from tests.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
 SOON = 30.0  # seconds that a loaded machine may take for what takes one
-# SILENT_SECONDS: of members that beat twenty times a second
-QUICK = {"SILENT_SECONDS": 1.5, "END_SECONDS": 5.0, "MAX_PAUSE_SECONDS": 0.1}
+# of members that beat twenty times a second
+QUICK = {"SILENT_SECONDS": 1.5, "BUSY_SECONDS": 1.5, "END_SECONDS": 5.0, "MAX_PAUSE_SECONDS": 0.1}
 
 SUPERVISOR = """
 import json, os, sys

@@ -152,7 +152,7 @@ def test_a_worker_that_hangs_is_noticed_and_replaced(group):
     stopped = running.kill("worker0", signal.SIGSTOP)
     running.started(2, *WORKERS)
     assert gone([stopped]) and len(running.pids("leader")) == 1
-    assert f"worker 0 (process {stopped}) has said nothing for 1.5 s" in running.said
+    assert f"worker 0 (process {stopped}) has said nothing for" in running.said
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -210,6 +210,36 @@ def test_a_stopped_worker_is_known_within_ten_seconds(group):
     took = time.monotonic() - began
     assert took > supervisor.SILENT_SECONDS - 2 * BEAT_SECONDS
     assert len(running.pids("leader")) == 1
+
+
+BUSY = """
+import json, os, sys, time
+me = json.loads(os.environ["JAXSERVE_GROUP"])
+name = "leader" if me["worker"] < 0 else f"worker{me['worker']}"
+with open(f"{sys.argv[1]}/{name}.log", "a") as log:
+    log.write(f"{os.getpid()} started\\n")
+silent_at = time.monotonic() + (1.0 if name == "worker1" else 1000.0)
+while time.monotonic() < silent_at:
+    os.write(me["pipe"], b'{"state": "ready"}\\n')
+    time.sleep(0.05)
+while True:
+    pass
+"""
+
+
+def test_a_member_that_computes_may_say_nothing_for_longer(group):
+    """Such as one that reads a program, with Python's lock, where others have the processors."""
+    limits = {"SILENT_SECONDS": 1.0, "BUSY_SECONDS": 1000.0}
+    running = group(command=[sys.executable, "-c", BUSY], **limits)
+    running.ready()
+    time.sleep(4.0)
+    assert len(running.pids("worker1")) == 1
+
+
+def test_a_member_that_computes_and_says_nothing_is_given_up_in_the_end(group):
+    limits = {"SILENT_SECONDS": 1.0, "BUSY_SECONDS": 2.0}
+    running = group(command=[sys.executable, "-c", BUSY], **limits)
+    running.started(2, *WORKERS)
 
 
 def test_a_member_that_has_not_spoken_yet_may_take_its_time(group):
@@ -380,7 +410,7 @@ def test_what_members_have_started_ends_with_them(group):
     assert gone(first[1:]) and runs(first[0])
     running.order("leader", "exit", "0")
     assert running.code() == 0
-    assert gone(pid for name in ALL for pid in children(name))
+    eventually(lambda: gone(pid for name in ALL for pid in children(name)))
 
 
 # --- what is left while it runs
