@@ -18,6 +18,7 @@ from tests.engine import test_guides
 from tests.engine.groups import SETTINGS, led
 from tests.engine.harness import Runner, assert_empty, shapes_of
 from tests.engine.test_golden import assert_golden, short, submit
+from tests.waiting import eventually
 
 TINY = "random:tiny"
 LAYOUTS = [
@@ -158,9 +159,7 @@ def test_a_worker_that_is_lost_is_replaced_and_requests_end_or_begin_anew(
             time.sleep(0.001)
         workers.processes[1].send_signal(fault)
         ended_at_once = {"none": 4, "unsent": 2, "all": 0}[replay]
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline and real.available:
-            time.sleep(0.01)
+        eventually(lambda: not real.available)
         with pytest.raises(RequestError, match="restarting"):
             runner.submit(prompts[0], "refused")
         assert len(real.registry.ids()) <= 4 - ended_at_once
@@ -168,11 +167,8 @@ def test_a_worker_that_is_lost_is_replaced_and_requests_end_or_begin_anew(
         workers.end()
         for number in range(2):
             workers.start(number)
-        while time.monotonic() < deadline and not real.available:
-            time.sleep(0.01)
-        assert real.available
-        while time.monotonic() < deadline and real.registry.ids():
-            time.sleep(0.01)
+        eventually(lambda: real.available, 300)  # all programs are read again
+        eventually(lambda: not real.registry.ids())
         ends = [runner.completion(id) for id in ids]
         for end, said in zip(ends, right):
             error = end.finished.error
@@ -182,8 +178,7 @@ def test_a_worker_that_is_lost_is_replaced_and_requests_end_or_begin_anew(
                 assert error.status == "UNAVAILABLE" and "again" in str(error)
         assert sum(end.finished.error is not None for end in ends) <= ended_at_once
         after = runner.submit(prompts[0], "after", max_tokens=40)
-        while time.monotonic() < deadline and real.registry.ids():
-            time.sleep(0.01)
+        eventually(lambda: not real.registry.ids())
         assert runner.ids(after) == right[0]
         real.close()
 
