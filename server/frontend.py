@@ -27,6 +27,7 @@ from jaxserve.server.auth.access import Caller, Reservation
 from jaxserve.server.event_loop import run_in_thread_if
 from jaxserve.server.frontend_metrics import FrontendMetrics
 from jaxserve.server.generate_call import GenerateCall
+from jaxserve.server.kv_handoff import KvHandoff, offered_kv, refuse_transfer
 from jaxserve.server.prompts import Prompt, is_continued, prompt_cost, prompt_ids, to_array
 from jaxserve.server.request_log import Outcome, RequestLog
 from jaxserve.server.streams import Mailbox, Stream
@@ -58,7 +59,8 @@ class Frontend:
     """Serves calls with one replica. Must be made on the event loop, to which all methods belong.
 
     There is no replica, and calls are refused, until `open`. `streams` are those in progress, by
-    request id.
+    request id. `handoff`: by which routers pass KV to and from the replica, where it has a port for
+    others.
     """
 
     def __init__(self, config: ServerConfig):
@@ -69,6 +71,7 @@ class Frontend:
         self.replica: Replica | None = None
         self.tokenizer: Tokenizer | None = None
         self.guides: Guides | None = None
+        self.handoff: KvHandoff | None = None
         self.chat_formats = ChatFormats()
         self.metrics = FrontendMetrics()
         self.request_log = RequestLog(Tracer(config.traces_endpoint))
@@ -137,8 +140,12 @@ class Frontend:
             with self._reserve(caller) as reservation:
                 request = await self._request(call, caller)
                 reservation.add_prompt(len(request.prompt))
-                with self.request_log.follow(request, call.origin, caller.tenant) as outcome:
+                with (
+                    offered_kv(self.handoff, request, call.kv_transfer) as ticket,
+                    self.request_log.follow(request, call.origin, caller.tenant) as outcome,
+                ):
                     stream = self._submit(call, request, caller, reservation, outcome)
+                    stream.kv_ticket = ticket
                     try:
                         await stream.accepted()
                         yield stream
@@ -147,6 +154,8 @@ class Frontend:
                             raise
                     finally:
                         self._close(stream)
+                        if self.handoff is not None:
+                            self.handoff.ended(request, outcome.finished)
                     if stream.failure is not None:
                         raise stream.failure
         except RequestError as error:
@@ -258,6 +267,8 @@ class Frontend:
         info = self.info
         arrival = self.require_replica().now()
         self.check_model(call.model)
+        if call.kv_transfer is not None and self.handoff is None:
+            refuse_transfer(call.kv_transfer)
         if len(call.cache_salt) > MAX_SALT_CHARS:
             length = len(call.cache_salt)
             raise RequestError(
@@ -270,7 +281,7 @@ class Frontend:
         if call.guided is not None:
             assert self.guides is not None
             guide = await asyncio.wrap_future(self.guides.submit(call.guided, call.guided_field))
-        return Request.make(
+        request = Request.make(
             self._unused_id(caller, call.request_id),
             prompt,
             call.sampling,
@@ -283,6 +294,9 @@ class Frontend:
             streamed=call.streamed,
             **{**call.options(), "cache_salt": caller.cache_salt(call.cache_salt)},
         )
+        if call.kv_transfer is None or self.handoff is None:
+            return request
+        return self.handoff.applied(request, call.kv_transfer)
 
     def _unused_id(self, caller: Caller, given: str) -> str:
         """The id of a new request: the one that its caller gives it, unless another has it. One

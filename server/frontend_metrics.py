@@ -28,6 +28,7 @@ STATUSES: dict[str, tuple[str, ...]] = {
     "grpc": tuple(code.name for code in grpc.StatusCode),
     "http": (*(str(status.value) for status in HTTPStatus), "499"),
 }
+TICKETS = ("issued", "fetched", "computed", "foreign")  # what became of them
 LAG_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 LAG_PERIOD = 0.05  # seconds between measurements of the event loop's lag
 # not OpenMetrics, for which the library replaces the colons of names by underscores
@@ -49,6 +50,16 @@ class FrontendMetrics:
         )
         self._answers.labels("grpc", "OK")  # exported from the start, at 0
         self._answers.labels("http", "200")
+        self._tickets = Counter(
+            PREFIX + "kv_tickets",
+            "Tickets by which routers pass KV on: issued to a prefill request; of decode requests "
+            "those whose KV was fetched, was computed here at least in part, or whose ticket is "
+            "not of this cluster",
+            ("outcome",),
+            registry=self.registry,
+        )
+        for outcome in TICKETS:
+            self._tickets.labels(outcome)
         self._lag = Histogram(
             PREFIX + "event_loop_lag_seconds",
             "Seconds by which the event loop was late, looked at 20 times a second",
@@ -64,6 +75,11 @@ class FrontendMetrics:
         unknown ones count as other. Errors: KeyError for another protocol."""
         label = str(status) if str(status) in STATUSES[protocol] else OTHER
         self._answers.labels(protocol, label).inc()
+
+    def count_ticket(self, outcome: str) -> None:
+        """Counts a ticket for KV by what became of it, one of TICKETS."""
+        assert outcome in TICKETS
+        self._tickets.labels(outcome).inc()
 
     def lagged(self, seconds: float) -> None:
         """Records by how much the event loop was late."""

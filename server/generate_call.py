@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from jaxserve.api.request import RequestOptions
 from jaxserve.api.sampling import SamplingParams
+from jaxserve.server.kv_tickets import KvTransfer
 from jaxserve.server.prompts import Prompt
 from jaxserve.text.structured_output import Guided
 
@@ -43,7 +44,7 @@ class GenerateCall(RequestOptions):
     many as the model takes. ids_only: return token ids without text. keep_special: leave special
     tokens in the text. streamed: send tokens as they come. prompt_only: leave out the output, of
     which the engine makes at least a token. guided: what the output must match; guided_field: the
-    request field that asked for it, for errors.
+    request field that asked for it, for errors. kv_transfer: what a router asks of the prompt's KV.
     """
 
     prompt: Prompt
@@ -58,4 +59,5 @@ class GenerateCall(RequestOptions):
     prompt_only: bool = False
     guided: Guided | None = None
     guided_field: str = ""
+    kv_transfer: KvTransfer | None = None
     origin: Origin = dataclasses.field(default_factory=Origin)

@@ -29,6 +29,7 @@ from jaxserve.server import replica_pb2 as pb
 from jaxserve.server import replica_pb2_grpc as rpc
 from jaxserve.server.auth.tls import Authorities
 from jaxserve.server.block_service import SILENT_SECONDS, STREAM_SECONDS
+from jaxserve.server.own_address import OwnAddress
 from jaxserve.server.replica_auth import CallerProof
 from jaxserve.server.replica_session import open_channel
 from jaxserve.store.checksum import block_checksum
@@ -88,8 +89,8 @@ class StagingBuffers:
 
 class PeerReplicas:
     """`PeerBlocks` over gRPC and TCP. host, port: on which this process receives, port 0 for any
-    that is free; peer_host: how others reach the host; tls: its certificate; authorities: of
-    theirs. Errors: OSError where it cannot listen."""
+    that is free; own_address: how others reach it, if not by the host; tls: its certificate;
+    authorities: of theirs. Errors: OSError where it cannot listen."""
 
     def __init__(
         self,
@@ -97,13 +98,15 @@ class PeerReplicas:
         host: str = "127.0.0.1",
         port: int = 0,
         *,
-        peer_host: str = "",
+        own_address: OwnAddress | None = None,
         tls: Certificate | None = None,
         authorities: Authorities | None = None,
     ):
         self.secret = secret
         self.authorities = authorities
+        self.own_address = own_address or OwnAddress(host)
         self.memory = np.empty(STAGING_BYTES, np.uint8)
+        peer_host = self.own_address.host
         self.transfer = TcpTransfer(self.memory, secret, host, port, peer_host=peer_host, tls=tls)
         self.buffers = StagingBuffers(self.memory)
         self._numbers = itertools.count()

@@ -88,7 +88,8 @@ class Stream:
     Attributes: id, by which answers call the request. names: by which its caller may. failure: the
     error that ended the stream, if one did. refused: whether the replica did not accept the
     request. closed: set by the owner; later events are dropped. abort_write: cuts off a write that
-    waits for its reader.
+    waits for its reader. kv_ticket: tells a router where the prompt's KV is, if it asked; set by
+    the owner.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class Stream:
         self.failure: RequestError | None = None
         self.refused = False
         self.closed = False
+        self.kv_ticket: Mapping[str, object] | None = None
         task = asyncio.current_task()
         self.abort_write: Callable[[], object] | None = None if task is None else task.cancel
         self._processor = processor

@@ -41,12 +41,14 @@ from jaxserve.server.grpc.inference import Inference
 from jaxserve.server.http_guard import HttpGuard, is_loopback
 from jaxserve.server.http_server import Listener
 from jaxserve.server.kv_events import KvEvents, check_kv_events
+from jaxserve.server.kv_handoff import KvHandoff
 from jaxserve.server.peer_blocks import PeerReplicas
 from jaxserve.server.readiness import Readiness
 from jaxserve.server.replica_auth import cluster_secret
 from jaxserve.server.replica_service import ReplicaService
 from jaxserve.server.users_app import OPEN_PATHS, users_app
 from jaxserve.settings.schema import ConfigError, ServerConfig
+from jaxserve.store.peers import OffersBlocks
 from jaxserve.text import Tokenizer
 from jaxserve.text.structured_output import Guides
 
@@ -154,6 +156,7 @@ class Server:
             interceptors=(GrpcGuard(self.authenticator, self.frontend.metrics),),
             options=channel_options(config),
         )
+        self._peers = peers
         self._replica_service: ReplicaService | None = None
         if config.replica_port is not None:
             self._replica_service = ReplicaService(
@@ -254,6 +257,7 @@ class Server:
         self.frontend.open(replica, tokenizer, guides)
         if self._replica_service is not None:
             self._replica_service.open(replica, guides)
+            self.frontend.handoff = self._handoff(replica)
         if self._kv_events is not None:
             self._kv_events.open(replica, f"{self._host}:{self.ports.get('http', 0)}")
         self._watchers.append(asyncio.create_task(self.frontend.metrics.watch_loop()))
@@ -262,6 +266,21 @@ class Server:
             "serving on %s: %s",
             self.config.host,
             ", ".join(f"{name} {port}" for name, port in self.ports.items()),
+        )
+
+    def _handoff(self, replica: Replica) -> KvHandoff | None:
+        """Returns that by which routers pass KV on; None where others can fetch none here."""
+        exporter = replica.block_exporter if isinstance(replica, OffersBlocks) else None
+        if self._peers is None or exporter is None:
+            return None
+        return KvHandoff(
+            self._peers.secret,
+            self._peers.own_address.at(self.ports["replica"]),
+            self.config.kv_lease,
+            replica.info,
+            exporter,
+            self.frontend.ask_replica,
+            self.frontend.metrics,
         )
 
     async def drain(self) -> None:
@@ -423,11 +442,12 @@ def serve(
 
 class Background:
     """A server on a thread of its own, for notebooks, the demo and tests. It listens inside of
-    `with Background(config, build) as server`."""
+    `with Background(config, build) as server`. peers: see `run`."""
 
-    def __init__(self, config: ServerConfig, build: Build):
+    def __init__(self, config: ServerConfig, build: Build, peers: PeerReplicas | None = None):
         self._config = config
         self._build = build
+        self._peers = peers
         self._started = threading.Event()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._main, name="jaxserve-server", daemon=True)
@@ -479,7 +499,7 @@ class Background:
         async def main() -> None:
             self._loop = asyncio.get_running_loop()
             self._stop = asyncio.Event()
-            await run(self._config, self._build, self._listening, self._stop)
+            await run(self._config, self._build, self._listening, self._stop, self._peers)
 
         try:
             event_loop.run(main())

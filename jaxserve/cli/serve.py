@@ -110,7 +110,7 @@ def _peers(config: ServerConfig, own_address: Any, kv_port: int, cluster_ca: str
             secret,
             config.host,
             kv_port,
-            peer_host=own_address.host,
+            own_address=own_address,
             tls=tls,
             authorities=authorities,
         )

@@ -12,7 +12,6 @@ from jaxserve.api.errors import RequestError
 from jaxserve.api.sampling import MAX_INT32, RANGES
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.generate_call import GenerateCall
-from jaxserve.server.generation import kv_transfer
 from jaxserve.server.generation.bodies import GenerateRequest
 from jaxserve.server.generation.fields import FirstFault, Integer, Messages, OnlyValues, OpenModel
 from jaxserve.server.generation.tools import (
@@ -28,6 +27,7 @@ from jaxserve.server.generation.tools import (
 )
 from jaxserve.server.http_app import first_fault
 from jaxserve.server.json_body import JsonObject
+from jaxserve.server.kv_tickets import KvTransfer
 from jaxserve.server.prompts import Chat
 from jaxserve.text.structured_output import Guided
 from jaxserve.text.structured_output.tools import calls_guide, forced_call
@@ -125,7 +125,7 @@ def chat_call(frontend: Frontend, body: ChatRequest, headers: Mapping[str, str])
     """Returns the call that a chat asks for. Errors: RequestError."""
     chosen = body.chosen_tools
     chosen.check()
-    kv_transfer.check(body.kv_transfer_params)
+    transfer = KvTransfer.read(body.kv_transfer_params)
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs", "needs logprobs=true")
     body.check_own_names()
@@ -155,7 +155,7 @@ def chat_call(frontend: Frontend, body: ChatRequest, headers: Mapping[str, str])
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=body.continue_final_message or False,
     )
-    return GenerateCall(prompt, sampling, **fields)
+    return GenerateCall(prompt, sampling, kv_transfer=transfer, **fields)
 
 
 def _strict_calls(frontend: Frontend, tools: Sequence[JsonObject]) -> Guided | None:

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Finished
 from jaxserve.server.frontend import Frontend
-from jaxserve.server.generation import kv_transfer
 from jaxserve.server.generation.chat import ChatRequest
 from jaxserve.server.generation.chat_parts import ChatParts
 from jaxserve.server.generation.token_writer import TokenWriter, usage_of
 from jaxserve.server.http_errors import error_body
 from jaxserve.server.json_body import JsonObject
+from jaxserve.server.kv_tickets import ticket_fields
 from jaxserve.server.streams import Stream
 from jaxserve.text.chat_output import Arguments, CallBegin, Part, Reasoning, Text, whole_calls
 from jaxserve.text.output import Completion, Delta, Output
@@ -34,10 +34,12 @@ class ChatWriter:
         self._model = body.model or frontend.info.served_name
         self._parts = ChatParts(frontend, body)
         self._prompt_ids: list[int] = []  # where they are asked for
+        self._ticket_fields: JsonObject = {}
         self.head: JsonObject = {}
 
     def open(self, streams: Sequence[Stream]) -> None:
         self._parts.open(streams[0])
+        self._ticket_fields = ticket_fields(self._body.kv_transfer_params, streams[0].kv_ticket)
         if self._body.return_token_ids:
             self._prompt_ids = streams[0].request.prompt.tolist()
         self.head = {
@@ -63,7 +65,7 @@ class ChatWriter:
                 yield self._chunk(index, delta)
             chunk = self._chunk(index, {}, None, self._finish_reason(output))
             chunk["choices"][0]["stop_reason"] = output.stop
-            yield chunk
+            yield chunk | self._ticket_fields
 
     def _delta_chunks(self, output: Delta) -> Iterator[JsonObject]:
         deltas = self._deltas(output.index, self._parts.read(output))
@@ -110,7 +112,7 @@ class ChatWriter:
             **ids,
             "choices": choices,
             "usage": self.usage(completions[0]),  # of what has been read
-            **kv_transfer.answer(self._body.kv_transfer_params),
+            **self._ticket_fields,
         }
 
     def usage(self, ended: Sequence[Finished | Completion]) -> JsonObject:

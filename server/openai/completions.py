@@ -16,12 +16,12 @@ from jaxserve.api.sampling import RANGES
 from jaxserve.replica.info import ReplicaInfo
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.generate_call import GenerateCall
-from jaxserve.server.generation import kv_transfer
 from jaxserve.server.generation.bodies import GenerateRequest
 from jaxserve.server.generation.fields import Integer, OnlyValues, PromptField
 from jaxserve.server.generation.token_writer import TokenWriter, usage_of
 from jaxserve.server.http_errors import error_body
 from jaxserve.server.json_body import JsonObject
+from jaxserve.server.kv_tickets import KvTransfer, ticket_fields
 from jaxserve.server.openai.completion_logprobs import CompletionLogprobs
 from jaxserve.server.prompts import Text, prompts_of
 from jaxserve.server.streams import Stream
@@ -55,7 +55,7 @@ def completion_calls(
     body: CompletionRequest, headers: Mapping[str, str], info: ReplicaInfo
 ) -> list[GenerateCall]:
     """Returns the calls that a body asks for, one for each prompt. Errors: RequestError."""
-    kv_transfer.check(body.kv_transfer_params)
+    transfer = KvTransfer.read(body.kv_transfer_params)
     _check_best_of(body)
     if body.echo and body.stream and body.logprobs is not None:
         raise RequestError(
@@ -71,13 +71,22 @@ def completion_calls(
         prompt_logprobs=_prompt_logprobs(body),
     )
     prompts = prompts_of("prompt", body.prompt, MAX_PROMPTS)
+    if transfer is not None and len(prompts) > 1:
+        raise RequestError(transfer.field, f"is for one prompt; there are {len(prompts)}")
     fields = body.call_fields(headers)
     id = fields.pop("request_id")
     ids = [id]
     if len(prompts) > 1:
         ids = [id and numbered_id(id, number) for number in range(len(prompts))]
     return [
-        GenerateCall(prompt, sampling, request_id=each, prompt_only=prompt_only, **fields)
+        GenerateCall(
+            prompt,
+            sampling,
+            request_id=each,
+            prompt_only=prompt_only,
+            kv_transfer=transfer,
+            **fields,
+        )
         for prompt, each in zip(prompts, ids)
     ]
 
@@ -130,9 +139,11 @@ class CompletionWriter:
         self._echo_texts: Sequence[str] = ()  # by prompt, if they are echoed
         self._prompts: Sequence[np.ndarray] = ()
         self._detokenizers: dict[int, Detokenizer] = {}  # by choice, where it is streamed
+        self._ticket_fields: JsonObject = {}
 
     def open(self, streams: Sequence[Stream]) -> None:
         self._prompts = [stream.request.prompt for stream in streams]
+        self._ticket_fields = ticket_fields(self._body.kv_transfer_params, streams[0].kv_ticket)
         if self.echoes:
             self._check_echo(streams)
             self._echo_texts = [
@@ -181,7 +192,7 @@ class CompletionWriter:
         elif isinstance(output, Finished):
             chunk = self._chunk(number, output.index, "", None, output.reason)
             chunk["choices"][0]["stop_reason"] = output.stop
-            yield chunk
+            yield chunk | self._ticket_fields
 
     def whole(self, completions: Sequence[Sequence[Completion]]) -> JsonObject:
         choices = [
@@ -190,8 +201,7 @@ class CompletionWriter:
             for index, completion in enumerate(self._best(group))
         ]
         usage = self.usage([completion for group in completions for completion in group])
-        extra = kv_transfer.answer(self._body.kv_transfer_params)
-        return {**self.head, "choices": choices, "usage": usage, **extra}
+        return {**self.head, "choices": choices, "usage": usage, **self._ticket_fields}
 
     def usage(self, ended: Sequence[Finished | Completion]) -> JsonObject:
         return usage_of(ended)

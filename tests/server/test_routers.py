@@ -6,6 +6,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse
 
 from jaxserve.observe.metric_aliases import VLLM_NAMES
+from jaxserve.server.kv_tickets import write_ticket
 from tests.server.fakes import FakeReplica
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
@@ -112,7 +113,9 @@ def test_parameters_that_ask_for_nothing_are_answered_with_null(asked, path):
 @pytest.mark.parametrize("path", ROUTES)
 @pytest.mark.parametrize("name", ["do_remote_decode", "do_remote_prefill"])
 def test_a_leg_that_this_replica_cannot_serve_is_refused_by_name(asked, path, name):
-    body = {**ROUTES[path], "kv_transfer_params": {name: True}}
+    ticket = write_ticket(b"of a cluster", "10.0.0.1:8480", 3, 16, "id")
+    params = ticket if name == "do_remote_prefill" else {name: True}
+    body = {**ROUTES[path], "kv_transfer_params": params}
     answer = asked.post(path, json=body)
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["param"] == f"kv_transfer_params.{name}"

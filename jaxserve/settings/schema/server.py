@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jaxserve.api.request import MAX_RETENTION
 from jaxserve.settings.fields import Settings, option
 
 # as in text.chat_output.formats, which the settings do not import
@@ -49,6 +50,13 @@ class ServerConfig(Settings):
         "one; default: none",
         low=0,
         high=65535,
+    )
+    kv_lease: int = option(
+        120,
+        "seconds that KV which a router's prefill request (kv_transfer_params) left in host memory "
+        "waits to be fetched, before it is evicted as any other",
+        low=1,
+        high=MAX_RETENTION,
     )
     insecure: bool = option(
         False,
