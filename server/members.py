@@ -46,7 +46,8 @@ class Members:
     """Replicas by address, each with a session that is kept up.
 
     file: with their addresses, read again when it changes. registry: of their addresses; it is
-    closed with the members. One that cannot be read changes nothing.
+    closed with the members. One that cannot be read, or a changed file without addresses, changes
+    nothing.
     """
 
     def __init__(
@@ -126,7 +127,10 @@ class Members:
             return
         self._signature = signature
         try:
-            self._set(self._read(file))
+            targets = self._read(file)
+            if not targets:  # as before it is written again
+                raise ConfigError("replicas_file", f"{file}: names no replica")
+            self._set(targets)
         except ConfigError as error:
             log.error("%s; the replicas stay as they were", error)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from pathlib import Path
 
 import pytest
@@ -60,9 +61,11 @@ def test_replicas_come_and_go_with_the_file_that_names_them(tmp_path, monkeypatc
         held.wait_ended(old, new)
         assert (old.end.reason, new.end.reason) == ("length", "length")
         eventually(lambda: [m.name for m in conductor.members] == [second.address])
-        name_in(file, "not an address\n")
-        assert held.submit("last")
-        assert {member.address for member in conductor.members} == {second.address}
+        for wrong in ("", "not an address\n"):
+            name_in(file, wrong)
+            time.sleep(10 * module.FILE_SECONDS)
+            assert held.submit(f"after {wrong!r}")
+            assert {member.address for member in conductor.members} == {second.address}
 
 
 def test_addresses_are_read_with_comments_between_them():
