@@ -24,9 +24,14 @@ QUICK_COMPILES: tuple[str, ...] = (
     "--xla_backend_optimization_level=0",
     "--xla_cpu_parallel_codegen_split_count=1",
 )
-# A third of the time of each compile; later releases of jaxlib end the process over this flag.
+# Other releases of jaxlib may end the process over these flags.
 if metadata.version("jaxlib").startswith("0.10."):
-    QUICK_COMPILES += ("--xla_cpu_use_fusion_emitters=false",)
+    QUICK_COMPILES += (
+        "--xla_cpu_use_fusion_emitters=false",  # a third of the time of each compile
+        # else it ends the process where a device waits for another one for 40 s, as twelve devices
+        # on two cores that others have may do
+        "--xla_cpu_collective_call_terminate_timeout_seconds=1000",
+    )
 # Files that take longest: they start first, so that no process is left with one at the end.
 LONGEST = (
     "engine/test_golden.py",
@@ -42,6 +47,9 @@ LONGEST = (
 # Each process that a test starts would compile the sources of jax and of the server again, for 3 s.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+# Traces of programs are objects by the million. Looking for cycles after each 700 of them, as
+# Python does by itself, takes a twentieth of the suite's time.
+gc.set_threshold(20_000, 20, 20)
 # Both are read when JAX is first imported, which no host-side test does.
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "12")
 os.environ.setdefault("XLA_FLAGS", " ".join(QUICK_COMPILES))
