@@ -6,9 +6,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+SOON = 60.0  # seconds that may pass, where others have the cores, for what takes none by itself
 
-def eventually(condition, seconds: float = 60.0) -> None:
-    """Waits until a condition holds. seconds: most that may take where others have the cores."""
+
+def eventually(condition, seconds: float = SOON) -> None:
+    """Waits until a condition holds, for `seconds` at most."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"

@@ -18,7 +18,7 @@ from jaxserve.cli.main import main
 from tests.server.fakes import EOS, FakeReplica, next_token
 from tests.server.keyed import sha
 
-SECONDS = 20.0
+SECONDS = 60.0
 
 
 def served_saying(serve, text: str, **config):

@@ -31,6 +31,7 @@ from jaxserve.scheduling.assembly import ReplicaProfile
 from jaxserve.settings.options import make
 from jaxserve.settings.schema import EngineConfig, ServerConfig
 from tests.engine.harness import fresh
+from tests.waiting import eventually
 
 TINY = {
     "model": "random:tiny",
@@ -245,15 +246,13 @@ def interpreter(tmp_path, monkeypatch):
 
 
 def test_a_driver_that_hangs_is_reported_in_time(interpreter, tmp_path):
-    interpreter(f"echo $$ > {tmp_path}/pid; exec sleep 60")
+    interpreter(f"echo $$ > {tmp_path}/pid; exec sleep 600")
     began = time.monotonic()
-    with pytest.raises(NoDevices, match=r"did not answer for 0\.5 s"):
-        look(1, 0.5)
-    assert time.monotonic() - began < 5
+    with pytest.raises(NoDevices, match="did not answer for 3 s"):
+        look(1, 3)
+    assert time.monotonic() - began < 60
     status = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}/stat")
-    while status.exists() and status.read_text().split()[2] != "Z":
-        assert time.monotonic() - began < 10, "it still runs"
-        time.sleep(0.05)
+    eventually(lambda: not status.exists() or status.read_text().split()[2] == "Z")
 
 
 def test_a_library_that_crashes_is_quoted(interpreter):

@@ -19,8 +19,8 @@ from jaxserve.group.environment import PORT, Place
 from jaxserve.group.member import LEADER
 from jaxserve.group.own_code import own_command
 from jaxserve.settings.schema import ConfigError
-from tests.group.fakes import MEMBER, ROOT, SOON
-from tests.waiting import eventually
+from tests.group.fakes import MEMBER, ROOT
+from tests.waiting import SOON, eventually
 
 TASK = {
     "SLURM_NTASKS": "2",
@@ -232,7 +232,7 @@ def started(folder, *flags, words=None, **environment):
 def test_a_group_from_the_command_line(tmp_path):
     process = started(tmp_path, "--processes=2")
     try:
-        eventually(lambda: len(list(tmp_path.glob("*.log"))) == 3, SOON)
+        eventually(lambda: len(list(tmp_path.glob("*.log"))) == 3)
         (tmp_path / "leader.exit").write_text("9")
         _, err = process.communicate(timeout=SOON)
         assert process.returncode == 9, err

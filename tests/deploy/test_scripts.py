@@ -55,7 +55,7 @@ def test_sigterm_reaches_the_first_hosts_supervisor(script, launcher, tmp_path):
             assert line, "it ended"
             serving |= {line} if line.startswith("serves") else set()
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 3
+        assert process.wait(60) == 3
         assert process.stdout.read() == "drained 0\n"
         assert not list(tmp_path.glob("tmp.*"))
     finally:

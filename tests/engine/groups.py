@@ -29,7 +29,7 @@ from jaxserve.settings.options import make
 from jaxserve.settings.schema import EngineConfig
 work(make(EngineConfig, json.loads(sys.argv[1])), this_member())
 """
-END_SECONDS = 30
+END_SECONDS = 60
 SETTINGS = dict(dtype="float32", block_size=16, max_seqs=8, chunk_tokens=64, profile="none")
 
 

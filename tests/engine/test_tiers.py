@@ -86,7 +86,7 @@ def test_blocks_that_are_still_on_their_way_to_host_memory_are_hits(expected, mo
     copy = page_io.BlocksRead.wait
 
     def slowly(blocks) -> None:
-        go.wait(20)
+        go.wait(60)
         copy(blocks)
 
     monkeypatch.setattr(page_io.BlocksRead, "wait", slowly)

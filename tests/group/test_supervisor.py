@@ -11,12 +11,12 @@ import pytest
 
 from jaxserve.group import supervisor
 from jaxserve.group.member import BEAT_SECONDS, LOST, REFUSED
-from tests.group.fakes import SOON, Group
-from tests.waiting import eventually
+from tests.group.fakes import SILENT, Group
+from tests.waiting import SOON, eventually
 
 WORKERS = ("worker0", "worker1")
 ALL = ("leader", *WORKERS)
-BEATS = 0.5  # seconds in which a fake member beats several times
+BEATS = 1.0  # seconds in which a fake member beats several times
 
 
 @pytest.fixture
@@ -99,12 +99,12 @@ def test_a_worker_that_was_refused_ends_the_group(group):
 
 def test_the_number_of_a_dead_process_is_no_others_until_its_children_are_killed(group):
     """A signal to its process group could meet a stranger otherwise."""
-    running = group(orders={"worker1.stubborn": ""}, END_SECONDS=1.5)
+    running = group(orders={"worker1.stubborn": ""}, END_SECONDS=5.0)
     running.ready()
     pid = running.pid("leader")
     running.order("leader", "exit", "0")
-    eventually(lambda: (running.folder / "over").exists(), SOON)
-    eventually(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, SOON)
+    eventually(lambda: (running.folder / "over").exists())
+    eventually(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
     time.sleep(0.3)
     assert psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     assert running.code() == 0 and gone([pid])
@@ -147,7 +147,7 @@ def test_a_worker_that_ends_with_an_error_is_started_anew(group, code):
 
 
 def test_a_worker_that_hangs_is_noticed_and_replaced(group):
-    running = group()
+    running = group(SILENT_SECONDS=SILENT)
     running.ready()
     stopped = running.kill("worker0", signal.SIGSTOP)
     running.started(2, *WORKERS)
@@ -157,7 +157,7 @@ def test_a_worker_that_hangs_is_noticed_and_replaced(group):
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_after_the_leader_died_or_hung_all_start_anew(group, number):
-    running = group()
+    running = group(SILENT_SECONDS=SILENT)
     running.ready()
     before = [running.pid(name) for name in ALL]
     running.kill("leader", number)
@@ -171,7 +171,7 @@ def test_a_leader_that_ends_because_a_group_is_lost_is_started_anew(group):
     running = group()
     running.ready()
     running.order("leader", "exit", str(LOST))
-    eventually(lambda: (running.folder / "over").exists(), SOON)
+    eventually(lambda: (running.folder / "over").exists())
     (running.folder / "over").unlink()
     running.started(2, "leader")
 
@@ -260,10 +260,10 @@ def test_what_a_member_says_that_is_no_beat_harms_nobody(group):
 
 
 def test_a_supervisor_that_was_stopped_does_not_take_its_members_for_dead(group):
-    running = group()
+    running = group(SILENT_SECONDS=SILENT)
     running.ready()
     running.process.send_signal(signal.SIGSTOP)
-    time.sleep(2.0)
+    time.sleep(SILENT + 1)
     running.process.send_signal(signal.SIGCONT)
     time.sleep(0.5)
     assert [len(running.pids(name)) for name in ALL] == [1, 1, 1]
@@ -320,7 +320,7 @@ def test_pauses_between_starts_that_fail_grow(group):
 
 def test_a_signal_ends_the_pause_before_a_start(group):
     running = group(orders={"leader.state": "waiting", "worker0.fails": "1"}, MAX_PAUSE_SECONDS=30)
-    eventually(lambda: " in 4 s" in running.said, SOON)
+    eventually(lambda: " in 4 s" in running.said)
     starts = len(running.pids("worker0"))
     running.process.send_signal(signal.SIGTERM)
     assert running.code() == 0 and len(running.pids("worker0")) == starts
@@ -328,7 +328,7 @@ def test_a_signal_ends_the_pause_before_a_start(group):
 
 def test_a_leader_that_ends_during_the_pause_ends_the_group(group):
     running = group(orders={"leader.state": "waiting", "worker0.fails": "1"}, MAX_PAUSE_SECONDS=30)
-    eventually(lambda: " in 2 s" in running.said, SOON)
+    eventually(lambda: " in 4 s" in running.said)
     starts = len(running.pids("worker0"))
     running.order("leader", "exit", "6")
     assert running.code() == 6 and len(running.pids("worker0")) == starts
@@ -359,7 +359,7 @@ def test_a_second_signal_ends_all_at_once(group):
     running = group(orders={"leader.drain": "1000"}, SILENT_SECONDS=1000)
     running.ready()
     running.process.send_signal(signal.SIGTERM)
-    eventually(lambda: len(running.notes("leader")) == 2, SOON)
+    eventually(lambda: len(running.notes("leader")) == 2)
     time.sleep(0.2)
     assert running.process.poll() is None
     running.process.send_signal(signal.SIGTERM)
@@ -368,7 +368,7 @@ def test_a_second_signal_ends_all_at_once(group):
 
 
 def test_a_leader_that_hangs_does_not_hold_the_end(group):
-    running = group()
+    running = group(SILENT_SECONDS=SILENT)
     running.ready()
     running.kill("leader", signal.SIGSTOP)
     running.process.send_signal(signal.SIGTERM)
@@ -392,7 +392,7 @@ def test_no_member_outlives_a_supervisor_that_is_killed(group, stopped):
         running.kill(name, signal.SIGSTOP)
     running.process.kill()
     assert running.code() == -signal.SIGKILL
-    eventually(lambda: gone(pids) and not running.left(), SOON)
+    eventually(lambda: gone(pids) and not running.left())
 
 
 def test_what_members_have_started_ends_with_them(group):
@@ -424,7 +424,7 @@ def test_starting_anew_leaves_no_zombies_and_no_open_files(group):
     for times in range(2, 7):
         running.kill("leader" if times % 2 else "worker1")
         running.started(times, *WORKERS)
-    eventually(lambda: process.num_fds() <= files, SOON)
+    eventually(lambda: process.num_fds() <= files)
     children = process.children()
     assert len(children) == 3
     assert psutil.STATUS_ZOMBIE not in [child.status() for child in children]

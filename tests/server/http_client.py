@@ -13,7 +13,7 @@ class HttpClient(httpx.Client):
     50 ms of each test, and which a server without TLS has no use for."""
 
     def __init__(self, served: Any):
-        super().__init__(base_url=served.server.url, timeout=10, verify=False)
+        super().__init__(base_url=served.server.url, timeout=60, verify=False)
         self.served = served
 
     @property

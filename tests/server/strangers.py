@@ -87,4 +87,4 @@ class Strangers:
         with grpc.insecure_channel(self._target, options) as channel:
             stub = getattr(rpc, f"{service}Stub")(channel)
             with contextlib.suppress(grpc.RpcError):
-                collections.deque(getattr(stub, method)(messages, timeout=30), maxlen=0)
+                collections.deque(getattr(stub, method)(messages, timeout=60), maxlen=0)

@@ -51,7 +51,7 @@ def methods(target, key):
 
 def code_of(channel, path, message=b"", **call):
     try:
-        list(channel.unary_stream(path)(message, timeout=10, **call))
+        list(channel.unary_stream(path)(message, timeout=60, **call))
     except grpc.RpcError as error:
         return error.code()
     return grpc.StatusCode.OK

@@ -25,7 +25,7 @@ from jaxserve.server.dashboard import FILES, HIDDEN_ID
 from tests.replica.holders import virtual
 from tests.scheduling.recorded import Recorded, crowd
 
-WAIT = 20.0
+WAIT = 60.0
 COLOURED = """
   const canvas = document.getElementById("timeline");
   const context = canvas.getContext("2d");

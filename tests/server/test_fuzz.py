@@ -23,8 +23,8 @@ from tests.server.fakes import FakeReplica, FakeTokenizer, expected
 from tests.waiting import eventually
 
 FEW = settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
-MANY = settings(max_examples=examples(2000), deadline=1000)
-CLIENT = httpx.Client(verify=False, timeout=10)  # without certificates, which take 50 ms to load
+MANY = settings(max_examples=examples(2000), deadline=30_000)  # ms
+CLIENT = httpx.Client(verify=False, timeout=60)  # without certificates, which take 50 ms to load
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def test_the_schema_holds_for_what_is_made_from_it(server):
         @settings(FEW, max_examples=examples(25))
         @given(operation.as_strategy())
         def holds(case):
-            response = case.call(timeout=10)
+            response = case.call(timeout=60)
             assert response.status_code < 500, response.text[:500]
             operation.validate_response(response)  # noqa: B023
 
@@ -110,7 +110,7 @@ def test_any_json_is_answered(server, path, body):
 def test_any_bytes_on_the_http_port_leave_it_well(server, data):
     import socket
 
-    with socket.create_connection(("127.0.0.1", server.server.ports["http"]), timeout=5) as there:
+    with socket.create_connection(("127.0.0.1", server.server.ports["http"]), timeout=60) as there:
         there.sendall(data)
         there.shutdown(socket.SHUT_WR)
         while there.recv(65536):
@@ -121,7 +121,7 @@ def test_any_bytes_on_the_http_port_leave_it_well(server, data):
 @given(st.binary(max_size=2000))
 def test_any_bytes_as_a_grpc_message_are_answered(server, data):
     with grpc.insecure_channel(server.target) as channel:
-        call = channel.unary_stream("/jaxserve.v1.Inference/Generate")(data, timeout=10)
+        call = channel.unary_stream("/jaxserve.v1.Inference/Generate")(data, timeout=60)
         try:
             list(call)
         except grpc.RpcError as error:
@@ -151,7 +151,7 @@ def test_any_authorization_is_a_key_or_none(text):
     assert presented_key(text) is None or isinstance(presented_key(text), str)
 
 
-@settings(max_examples=examples(300), deadline=1000)
+@settings(max_examples=examples(300), deadline=30_000)
 @given(st.text(max_size=200))
 def test_any_text_is_a_key_file_or_refused(text):
     from jaxserve.settings.schema import ConfigError

@@ -34,7 +34,7 @@ def turn(served, state: str) -> None:
 def test_who_watches_hears_every_change(serve):
     served = serve()
     stub = health_pb2_grpc.HealthStub(served.channel)
-    watched = stub.Watch(ask("jaxserve.v1.Inference"), timeout=20)
+    watched = stub.Watch(ask("jaxserve.v1.Inference"), timeout=60)
     assert next(watched).status == UP
     turn(served, DRAINING)
     assert next(watched).status == DOWN
@@ -48,7 +48,7 @@ def test_services_that_are_not_there(serve):
     with pytest.raises(grpc.RpcError) as error:
         stub.Check(ask("no.such.Service"))
     assert error.value.code() == grpc.StatusCode.NOT_FOUND
-    watched = stub.Watch(ask("no.such.Service"), timeout=20)
+    watched = stub.Watch(ask("no.such.Service"), timeout=60)
     assert next(watched).status == UNKNOWN
     watched.cancel()
 
@@ -98,7 +98,7 @@ def watching_unread(port: int) -> socket.socket:
         + frame(1, 4, 1, header)
         + frame(0, 1, 1, bytes(5))
     )
-    there.settimeout(10)
+    there.settimeout(60)
     with there.makefile("rb") as reader:  # up to the header of the answer, which needs no window
         while True:
             size, kind = struct.unpack(">IB", b"\0" + reader.read(4))
@@ -121,7 +121,7 @@ def test_who_watches_and_does_not_read_holds_up_nobody():
                 server.call_soon(
                     lambda state=state: setattr(server.server.frontend, "state", state)
                 )
-                eventually(lambda status=status: check(ask(), timeout=5).status == status)
+                eventually(lambda status=status: check(ask(), timeout=60).status == status)
             ending.start()
-            ending.join(15)
+            ending.join(60)
             assert not ending.is_alive(), "the server does not end"

@@ -18,13 +18,13 @@ from jaxserve.server import logs
 from jaxserve.server.http_server import Listener
 from jaxserve.settings.schema import ServerConfig
 from tests.server.fakes import PARENT, TRACE, FakeReplica, expected
-from tests.waiting import eventually
+from tests.waiting import SOON, eventually
 
 BODY = {"prompt": "hello", "max_tokens": 4000, "stream": True, "ignore_eos": True}
 
 
 def connect(served):
-    return socket.create_connection(("127.0.0.1", served.server.server.ports["http"]), timeout=10)
+    return socket.create_connection(("127.0.0.1", served.server.server.ports["http"]), timeout=SOON)
 
 
 def send_request(served, body=b"", path="/v1/completions", headers=()):
@@ -135,7 +135,7 @@ def test_who_sends_a_byte_a_second_is_shown_out(serve):
 
 
 def test_a_second_request_on_a_connection_has_its_time_too(serve):
-    served = serve(header_timeout=0.3)
+    served = serve(header_timeout=1.0)
     there = connect(served)
     there.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
     data = b""
@@ -250,7 +250,7 @@ def test_silence_is_broken_by_comments_and_not_by_a_chunk_that_looks_like_a_toke
     engine.paused = True
     served = serve(engine, progress_interval=0.2)
     body = {name: value for name, value in {**BODY, **more}.items() if value is not None}
-    with httpx.stream("POST", f"{served.server.url}/v1/{path}", json=body, timeout=10) as answer:
+    with httpx.stream("POST", f"{served.server.url}/v1/{path}", json=body, timeout=SOON) as answer:
         lines = answer.iter_lines()
         assert [next(lines) for _ in range(6)] == [": waiting", ""] * 3
         engine.paused = False
@@ -327,9 +327,11 @@ def test_lines_about_a_request_are_not_in_the_name_of_the_one_before(serve, monk
         "log_ended",
         lambda *rest, trace_id="", **more: seen.append(trace_id or logs.current_ids.get()[1]),
     )
-    there = http.client.HTTPConnection("127.0.0.1", serve().server.server.ports["http"], timeout=10)
+    there = http.client.HTTPConnection(
+        "127.0.0.1", serve().server.server.ports["http"], timeout=SOON
+    )
     body = b" " * 70_000 + json.dumps({"prompt": "hi", "max_tokens": 2}).encode()
-    for parent in ({"traceparent": PARENT}, {}):
+    for count, parent in enumerate(({"traceparent": PARENT}, {}), 1):
         there.putrequest("POST", "/v1/completions")
         for name, value in {
             "content-type": "application/json",
@@ -341,7 +343,7 @@ def test_lines_about_a_request_are_not_in_the_name_of_the_one_before(serve, monk
         time.sleep(0.05)
         there.send(body)
         assert there.getresponse().read()
-        time.sleep(0.05)
+        eventually(lambda count=count: len(seen) == count)
     assert seen == [TRACE, ""]
 
 
@@ -350,7 +352,7 @@ def test_a_body_that_comes_after_its_answer_holds_no_connection(serve):
     there = connect(served)
     there.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n")
     assert status_of(there) == 200
-    there.settimeout(5)
+    there.settimeout(SOON)
     with contextlib.suppress(ConnectionError):
         there.sendall(b"1\r\na\r\n")
         while there.recv(4096):

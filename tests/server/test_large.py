@@ -1,7 +1,6 @@
 """What is large is refused, or worked on beside the event loop: others are answered meanwhile."""
 
 import concurrent.futures
-import contextlib
 import gc
 import json
 import threading
@@ -11,7 +10,6 @@ import tracemalloc
 import httpx
 import numpy as np
 import pydantic
-import pydantic_core
 import pytest
 import tokenizers
 from hypothesis import given, settings
@@ -233,11 +231,13 @@ def test_ids_of_any_number_are_read():
 def test_lists_by_the_million_are_counted_before_they_are_made():
     body = b'{"x": [' + b"[]," * 2**22 + b"1]}"
 
-    def read():
-        with contextlib.suppress(RequestError):
+    tracemalloc.start()
+    try:
+        with pytest.raises(RequestError):
             parse(body)
-
-    assert watched(read)[1] < 0.5 * watched(lambda: pydantic_core.from_json(body))[0]
+        assert tracemalloc.get_traced_memory()[1] < 4 * len(body), "4 bytes here are a list of 56"
+    finally:
+        tracemalloc.stop()
 
 
 def test_log_probabilities_of_a_prompt_have_a_limit_together():
@@ -340,7 +340,7 @@ def test_guides_that_take_long_hold_up_none_without_and_no_crowd_waits_for_them(
     error_of = Sandbox.error_of
     monkeypatch.setattr(guides, "QUEUE_SECONDS", 0.2)
     monkeypatch.setattr(
-        Sandbox, "error_of", lambda *arguments: (go.wait(30), error_of(*arguments))[1]
+        Sandbox, "error_of", lambda *arguments: (go.wait(200), error_of(*arguments))[1]
     )
 
     def ask(_):
@@ -373,7 +373,7 @@ def test_questions_to_a_busy_engine_hold_up_no_prompt(serve):
     served = serve()
     go = threading.Event()
     load = served.engine.load
-    served.engine.load = lambda: (go.wait(30), load())[1]
+    served.engine.load = lambda: (go.wait(200), load())[1]
     with concurrent.futures.ThreadPoolExecutor(CROWD) as pool:
         asked = [pool.submit(served.client.load) for _ in range(CROWD)]
         time.sleep(0.5)

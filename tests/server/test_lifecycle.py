@@ -26,7 +26,7 @@ from jaxserve.server.supervisor import Background, check_host
 from jaxserve.settings.schema import ConfigError, ServerConfig
 from jaxserve.text.output import Delta, NoText
 from tests.server.fakes import FakeReplica, FakeTokenizer, expected
-from tests.waiting import eventually
+from tests.waiting import SOON, eventually
 
 LONG = SamplingParams(max_tokens=4000, ignore_eos=True)
 ROOT = pathlib.Path(__file__).parents[2]
@@ -65,7 +65,7 @@ def test_cancelling_the_task_frees_the_request(serve):
                 await asyncio.sleep(0.005)
             return await client.complete("hello", SamplingParams(max_tokens=3))
 
-    (completion,) = asyncio.run(asyncio.wait_for(main(), 5))
+    (completion,) = asyncio.run(asyncio.wait_for(main(), SOON))
     assert completion.ids == expected(b"hello", 3)
 
 
@@ -123,10 +123,9 @@ def test_the_clients_deadline_is_the_requests(serve):
         lambda request, sink: (seen.append(request), submit(request, sink)),
     )
     with pytest.raises(ServerError) as error:
-        served.client.complete("hello", LONG, timeout=0.3)
+        served.client.complete("hello", LONG, timeout=2.0)
     assert (
-        error.value.status == "DEADLINE_EXCEEDED"
-        and 0.1 < seen[0].deadline - seen[0].arrival < 0.31
+        error.value.status == "DEADLINE_EXCEEDED" and 0 < seen[0].deadline - seen[0].arrival <= 2.01
     )
     eventually(lambda: not served.engine.requests)
 
@@ -154,7 +153,7 @@ class Shouting(NoText):
 
 
 def test_a_reader_who_stops_is_aborted_and_others_are_not(serve):
-    served = serve(FakeReplica(step_seconds=0.001), Verbose, stall_timeout=1.0)
+    served = serve(FakeReplica(step_seconds=0.001), Verbose, stall_timeout=3.0)
     lazy = served.client.generate("hello", LONG, request_id="lazy")
     next(lazy)
     (brisk,) = served.client.complete("hello", SamplingParams(max_tokens=500, ignore_eos=True))

@@ -20,6 +20,7 @@ from jaxserve.server.supervisor import Background
 from jaxserve.settings.options import make
 from jaxserve.settings.schema import ConfigError, EngineConfig, ServerConfig
 from tests.server.fakes import FakeReplica, FakeTokenizer
+from tests.waiting import SOON
 
 SETTINGS = {
     "model": "random:tiny",
@@ -152,7 +153,7 @@ def test_what_clients_were_served_is_what_is_counted():
             for name in ("other", "x" * 60, "chat\n"):
                 with pytest.raises(RequestError):
                     client.complete(prompts[2], greedy, slo=pb.Slo(class_name=name))
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + SOON
             while client.load().running or ("request_success_total", "cancelled") not in (
                 seen := values(server)
             ):

@@ -60,7 +60,7 @@ def traced(served):
 
 def post(served, path: str, body: dict, **headers: str) -> tuple[int, bytes]:
     connection = http.client.HTTPConnection(
-        "127.0.0.1", served.server.server.ports["http"], timeout=10
+        "127.0.0.1", served.server.server.ports["http"], timeout=60
     )
     connection.request(
         "POST", path, json.dumps(body), {"content-type": "application/json", **headers}
@@ -73,7 +73,7 @@ def post(served, path: str, body: dict, **headers: str) -> tuple[int, bytes]:
 
 def counted(served) -> dict:
     connection = http.client.HTTPConnection(
-        "127.0.0.1", served.server.server.ports["http"], timeout=10
+        "127.0.0.1", served.server.server.ports["http"], timeout=60
     )
     connection.request("GET", "/metrics", headers={"authorization": "Bearer a-key"})
     page = connection.getresponse().read().decode()
@@ -110,7 +110,7 @@ def test_a_request_over_either_protocol_is_one_line_and_one_span(serve, lines, k
     list(
         call(
             message.SerializeToString(),
-            timeout=10,
+            timeout=60,
             metadata=[("traceparent", PARENT), *key.items()],
         )
     )
@@ -144,7 +144,7 @@ def test_who_goes_away_is_told_so(serve, lines):
     served = serve(FakeReplica(step_seconds=0.01))
     spans = traced(served)
     connection = http.client.HTTPConnection(
-        "127.0.0.1", served.server.server.ports["http"], timeout=10
+        "127.0.0.1", served.server.server.ports["http"], timeout=60
     )
     connection.request(
         "POST",
@@ -160,7 +160,7 @@ def test_who_goes_away_is_told_so(serve, lines):
         pb.GenerateRequest(
             text="x", sampling=pb.SamplingParams(max_tokens=4000)
         ).SerializeToString(),
-        timeout=10,
+        timeout=60,
     )
     next(call)
     call.cancel()
@@ -182,11 +182,11 @@ def test_answers_are_counted_by_protocol_and_status(serve, key_file):
     with pytest.raises(grpc.RpcError):
         list(
             served.channel.unary_stream("/jaxserve.v1.Inference/Generate")(
-                b"\xff", timeout=10, metadata=list(key.items())
+                b"\xff", timeout=60, metadata=list(key.items())
             )
         )
     with pytest.raises(grpc.RpcError):
-        list(served.channel.unary_stream("/jaxserve.v1.Inference/Generate")(b"", timeout=10))
+        list(served.channel.unary_stream("/jaxserve.v1.Inference/Generate")(b"", timeout=60))
     # counted after the caller has heard
     eventually(lambda: ("requests_total", "grpc", "INVALID_ARGUMENT") in counted(served))
     found = counted(served)
@@ -216,7 +216,7 @@ def test_what_readiness_asks_is_nobodys_request(serve, lines):
     served = serve()
     time.sleep(0.05)
     connection = http.client.HTTPConnection(
-        "127.0.0.1", served.server.server.ports["http"], timeout=10
+        "127.0.0.1", served.server.server.ports["http"], timeout=60
     )
     connection.request("GET", "/ready")
     assert connection.getresponse().status == 200 and not lines.ends()

@@ -28,7 +28,7 @@ from jaxserve.server.registry import Registration, Registry
 from jaxserve.settings.schema import ConfigError
 from tests.server.etcd_gateway import Gateway
 from tests.server.test_members import SECRET, Served
-from tests.waiting import eventually
+from tests.waiting import SOON, eventually
 
 
 def url_of(port: int, prefix: str = "test") -> EtcdUrl:
@@ -130,7 +130,7 @@ def followed(url: EtcdUrl) -> Iterator[EtcdFolder]:
     changed = threading.Event()
     folder = EtcdFolder(url, f"{url.prefix}/replicas/", changed.set)
     folder.start()
-    assert changed.wait(10)
+    assert changed.wait(SOON)
     yield folder
     folder.close()
 
@@ -268,15 +268,12 @@ def test_user_and_password_are_asked_for_and_tokens_that_end_are_renewed(monkeyp
 
 
 def test_another_server_is_asked_where_one_says_nothing(gateway, monkeypatch):
-    monkeypatch.setattr(etcd_module, "CALL_SECONDS", 0.2)
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as silent:
         first = f"127.0.0.1:{silent.getsockname()[1]}"
         url = EtcdUrl.parse(f"etcd://{first},127.0.0.1:{gateway.port}", "registry")
-        began = time.monotonic()
         assert listed(url) == []
-        assert time.monotonic() - began < 5
         with pytest.raises(EtcdError, match="does not answer"):
             listed(EtcdUrl((first,), "x", False))
 

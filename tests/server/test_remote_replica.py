@@ -73,7 +73,7 @@ class Offered:
 
     def reached(self) -> RemoteReplica:
         remote = self.reach()
-        assert remote.wait_connected(5)
+        assert remote.wait_connected(60)
         return remote
 
 
@@ -145,18 +145,20 @@ class HeldGuides(Guides):
         self.released = threading.Event()
 
     def _compiled(self, *arguments):
-        assert self.released.wait(20)
+        assert self.released.wait(100)
         return super()._compiled(*arguments)
 
 
 @pytest.fixture
 def held(offered, monkeypatch):
-    """A replica whose guides wait, which ends sessions that are silent for 0.6 s; its guides."""
+    """A replica whose guides wait, which ends sessions that are silent for 3 s; its guides."""
     monkeypatch.setattr("jaxserve.server.replica_connection.ALIVE_SECONDS", 0.05)
+    monkeypatch.setattr("jaxserve.server.remote_replica.ANSWER_SECONDS", 100.0)
+    monkeypatch.setattr("jaxserve.text.structured_output.guides.QUEUE_SECONDS", 100.0)
     offered.service.stop()
     offered.guides.close()
     offered.guides = HeldGuides()
-    offered.service = offered.offer(silent_seconds=0.6)
+    offered.service = offered.offer(silent_seconds=3.0)
     yield offered.guides
     offered.guides.released.set()
     offered.guides.close()
@@ -185,7 +187,7 @@ def test_requests_and_signs_of_life_pass_a_guide_that_is_compiled(offered, held)
     eventually(lambda: offered.service.requests == 1)
     remote.submit(request(remote, "plain"), quick)
     eventually(lambda: quick.ends)
-    time.sleep(1.0)  # longer than a session may be silent
+    time.sleep(4)  # longer than a session may be silent
     assert remote.alive and not slow.ends and not asked.done()
     held.released.set()
     asked.result(60)
@@ -232,7 +234,7 @@ def test_a_lost_session_ends_requests_and_the_replica_comes_back(offered):
         remote.submit(request(remote, "other"), Heard())
     eventually(lambda: not offered.behind.requests)
     offered.offer()
-    assert remote.wait_connected(5)
+    assert remote.wait_connected(60)
     again = Heard()
     remote.submit(request(remote), again)
     eventually(lambda: again.ends)
@@ -241,14 +243,14 @@ def test_a_lost_session_ends_requests_and_the_replica_comes_back(offered):
 
 def test_requests_of_a_caller_that_says_nothing_are_cancelled(offered, monkeypatch):
     offered.service.stop()
-    offered.offer(silent_seconds=0.6)
+    offered.offer(silent_seconds=3.0)
     monkeypatch.setattr("jaxserve.server.replica_connection.ALIVE_SECONDS", 60)
     remote = offered.reached()
     heard = Heard()
     remote.submit(request(remote, tokens=4000), heard)
     assert offered.behind.requests
     eventually(lambda: not offered.behind.requests and heard.ends)
-    assert "conductor has said nothing for 0.6 s" in str(heard.end.error)
+    assert "conductor has said nothing for 3 s" in str(heard.end.error)
 
 
 def test_requests_at_a_silent_replica_end_with_that_cause(offered, monkeypatch):
@@ -257,12 +259,12 @@ def test_requests_at_a_silent_replica_end_with_that_cause(offered, monkeypatch):
     offered.behind.paused = True
     offered.service.stop()
     offered.offer(silent_seconds=60)
-    remote = offered.reach(silent_seconds=0.5)
-    assert remote.wait_connected(5)
+    remote = offered.reach(silent_seconds=3.0)
+    assert remote.wait_connected(60)
     heard = Heard()
     remote.submit(request(remote), heard)
     eventually(lambda: heard.ends)
-    assert "is lost: it has said nothing for 0.5 s" in str(heard.end.error)
+    assert "is lost: it has said nothing for 3 s" in str(heard.end.error)
 
 
 def test_requests_of_a_caller_that_closes_are_cancelled(offered):

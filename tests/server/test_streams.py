@@ -15,6 +15,7 @@ from jaxserve.server.request_log import Outcome
 from jaxserve.server.streams import Mailbox, Stream
 from jaxserve.settings.schema import ServerConfig
 from jaxserve.text.output import Delta, NoText, OutputProcessor
+from tests.waiting import SOON
 
 END = Finished(0, "length", Usage(3, 0, 4), Timing(0.0, 0.1, 0.2))
 
@@ -23,7 +24,7 @@ END = Finished(0, "length", Usage(3, 0, 4), Timing(0.0, 0.1, 0.2))
 def busy(monkeypatch):
     """Streams have had all of the time that they may take."""
     monkeypatch.setattr(streams, "CPU_SHARE", 1e-9)
-    monkeypatch.setattr(streams, "MAX_REST_SECONDS", 30.0)
+    monkeypatch.setattr(streams, "MAX_REST_SECONDS", 1000.0)
 
 
 def opened():
@@ -34,7 +35,7 @@ def opened():
         Authenticator(ServerConfig()).anonymous,
         given_id="",
         now=0.0,
-        heartbeat_seconds=1.0,
+        heartbeat_seconds=1000.0,
         on_tokens=lambda: None,
         outcome=Outcome(),
     )
@@ -53,7 +54,7 @@ def test_that_a_request_was_accepted_does_not_wait_for_a_busy_loop(busy):
         mailbox.put(other, [])
         await asyncio.sleep(0.01)  # the mailbox was emptied just now, and is to rest
         mailbox.put(stream, [Accepted(0)])
-        await asyncio.wait_for(stream.accepted(), 5)
+        await asyncio.wait_for(stream.accepted(), SOON)
 
     asyncio.run(main())
 
@@ -74,7 +75,7 @@ def test_first_tokens_and_ends_do_not_wait_for_a_busy_loop(busy):
         await asyncio.sleep(0.2)
         assert not waiting.done()
         mailbox.put(stream, [Token(0, 4), END])
-        assert seen(await asyncio.wait_for(waiting, 5)) == ([3, 4], True)
+        assert seen(await asyncio.wait_for(waiting, SOON)) == ([3, 4], True)
 
     asyncio.run(main())
 

@@ -53,7 +53,7 @@ def keyed(serve, tmp_path):
 
     # a connection for each request; loading certificates would take 50 ms of each
     once = httpx.Limits(max_keepalive_connections=0)
-    with httpx.Client(verify=False, timeout=10, limits=once) as client:
+    with httpx.Client(verify=False, timeout=60, limits=once) as client:
         yield start
 
 
@@ -190,7 +190,7 @@ def test_tokens_in_the_queue_count_until_the_first_token(keyed):
         f"{served.server.url}/v1/completions",
         headers={"authorization": "Bearer alice-key"},
         json={**LONG, "prompt": "x" * 60, "max_tokens": 50},
-        timeout=10,
+        timeout=60,
     ) as answer:
         eventually(lambda: engine.requests)
         refused = call("alice", "POST", "/v1/completions", json={"prompt": "y" * 60})
@@ -233,7 +233,7 @@ def test_operators_drain_and_resume_and_abort(keyed):
         f"{served.server.url}/v1/completions",
         headers={"authorization": "Bearer alice-key", "x-request-id": "r"},
         json=LONG,
-        timeout=10,
+        timeout=60,
     ) as answer:
         lines = answer.iter_lines()
         next(lines)

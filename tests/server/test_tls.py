@@ -90,7 +90,7 @@ def reaches(target, **credentials):
     states = queue.SimpleQueue()
     with Client(target, **credentials) as client:
         client.channel.subscribe(states.put, try_to_connect=True)
-        while (state := states.get(timeout=30)) not in ends:
+        while (state := states.get(timeout=60)) not in ends:
             pass
         if state != grpc.ChannelConnectivity.READY:
             return False
@@ -327,7 +327,7 @@ def gets(files, url, client=None):
             files.write("c.pem", client["certificate"]), files.write("c.key", client["private_key"])
         )
     try:
-        return httpx.get(f"{url}/v1/models", verify=context, timeout=10).status_code
+        return httpx.get(f"{url}/v1/models", verify=context, timeout=60).status_code
     except httpx.HTTPError:
         return None
 

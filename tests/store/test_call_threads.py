@@ -6,10 +6,10 @@ import time
 import pytest
 
 from jaxserve.store.call_threads import CallThreads
-from tests.waiting import eventually
+from tests.waiting import SOON, eventually
 
 
-def soon(seconds: float = 5.0) -> float:
+def soon(seconds: float = SOON) -> float:
     return time.monotonic() + seconds
 
 
@@ -21,7 +21,7 @@ def test_a_call_returns_what_the_function_returns_or_raises():
             thread.call(divmod, 7, 0, deadline=soon())
         assert [row.size for row in thread.rows] == [100, 100]
         assert all(row.ctypes.data % 4096 == 0 for row in thread.rows)
-    assert threads.close(1.0)
+    assert threads.close(SOON)
 
 
 def test_a_late_lane_is_lent_again_when_its_call_has_ended():
@@ -30,9 +30,9 @@ def test_a_late_lane_is_lent_again_when_its_call_has_ended():
     with threads.borrow(soon()) as thread, pytest.raises(TimeoutError):
         thread.call(go.wait, deadline=soon(0.05))
     began = time.monotonic()
-    with threads.borrow(soon(20)) as other:
+    with threads.borrow(soon(4 * SOON)) as other:
         assert other is None
-    assert time.monotonic() - began < 5, "where all threads hang, nobody waits for one"
+    assert time.monotonic() - began < SOON, "where all threads hang, nobody waits for one"
     go.set()
 
     def lent_again() -> bool:
@@ -40,7 +40,7 @@ def test_a_late_lane_is_lent_again_when_its_call_has_ended():
             return again is thread
 
     eventually(lent_again)
-    assert threads.close(1.0)
+    assert threads.close(SOON)
 
 
 def test_who_finds_no_lane_waits_until_the_deadline():
@@ -52,12 +52,12 @@ def test_who_finds_no_lane_waits_until_the_deadline():
         found = []
 
         def borrow() -> None:
-            with threads.borrow(soon(10)) as late:
+            with threads.borrow(soon()) as late:
                 found.append(late)
 
         waiting = threading.Thread(target=borrow)
         waiting.start()
-    waiting.join(10)
+    waiting.join(SOON)
     assert found == [thread]
 
 

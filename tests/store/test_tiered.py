@@ -189,13 +189,13 @@ def test_a_block_on_its_way_counts_as_there_and_who_reads_it_waits_for_it(tiers)
 
 
 def test_nobody_waits_on_for_a_block_that_does_not_come_after_all(tiers, monkeypatch):
-    monkeypatch.setattr(tiered, "FILL_SECONDS", 60.0)
+    monkeypatch.setattr(tiered, "FILL_SECONDS", 200.0)
     tiers.expect([name(1)])
     timer = threading.Timer(0.1, tiers.settle, [[name(1)]])
     timer.start()
     began = time.monotonic()
     assert not read(tiers, 1) and not tiers.holds(name(1))
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 60
     timer.join(60)
 
 
@@ -297,7 +297,7 @@ def test_many_threads_never_get_other_bytes(tiers):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     assert not wrong
     tiers.host.check()
     assert all(put(tiers, number) for number in range(100, 104)), "a block is pinned for ever"

@@ -508,7 +508,7 @@ PIECES = st.lists(
 )
 
 
-@settings(max_examples=examples(2000), deadline=1000)
+@settings(max_examples=examples(2000), deadline=30_000)
 @given(
     st.sampled_from(list(FORMATS.values())),
     st.sampled_from([None, *THINKING]),
@@ -527,7 +527,7 @@ def test_what_is_read_does_not_depend_on_the_pieces(form, reasoning, inside, pie
     assert read(output, split) == read(output, [text])
 
 
-@settings(max_examples=examples(300), deadline=1000)
+@settings(max_examples=examples(300), deadline=30_000)
 @given(st.text(max_size=40))
 def test_text_without_marks_is_text(text):
     plain = "".join(char for char in text if char not in "<[{")

@@ -75,7 +75,7 @@ class Peer:
 
     def close(self):
         self.process.kill()
-        self.process.communicate(timeout=20)
+        self.process.communicate(timeout=60)
 
 
 def main(kind, size, seed, *certificate):

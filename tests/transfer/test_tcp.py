@@ -25,8 +25,8 @@ from jaxserve.transfer.tcp import TcpTransfer
 from tests.examples import examples
 from tests.transfer.peer import SECRET, make, noise
 from tests.transfer.proxies import Proxy, cut_after, flip, nothing, slow
-from tests.transfer.test_transfer import LONG, SOON, over
-from tests.waiting import eventually
+from tests.transfer.test_transfer import LONG, over
+from tests.waiting import SOON, eventually
 
 SAME_FIXTURES = [HealthCheck.function_scoped_fixture]
 HANDSHAKE_BYTES = 64  # that a sender says before its first request
@@ -65,7 +65,7 @@ def test_an_ended_window_takes_nothing_more(transfers):
     assert not lender.memory.any()
     lender.end(window)  # again, which changes nothing
     window = lender.lend(0, 100, 60)
-    assert over(writer, writer.write(window, 0, writer.memory[:100], 10)) == ""
+    assert over(writer, writer.write(window, 0, writer.memory[:100], 60)) == ""
     lender.end(window)
 
 
@@ -93,12 +93,12 @@ def test_a_lease_that_is_over_in_mid_transfer_stops_it(transfers, between):
 def test_nothing_is_written_after_the_end_by_a_sender_that_was_stopped(transfers, peers):
     lender, peer = transfers(), peers(4)
     window = lender.lend(0, LONG, 60)
-    assert peer.ask("write", window=window.to_json(), size=LONG, seconds=30) == "begins"
+    assert peer.ask("write", window=window.to_json(), size=LONG, seconds=200) == "begins"
     eventually(lambda: lender.memory[0] or lender.memory[1 << 20], SOON)
     peer.signal(signal.SIGSTOP)
     began = time.monotonic()
     assert lender.end(window) is True
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 5, "it is not waited for"
     lender.memory[:] = 0
     again = lender.lend(0, LONG, 60)
     peer.signal(signal.SIGCONT)
@@ -136,7 +136,7 @@ def test_a_window_that_was_not_lent_so_is_refused(transfers, change, refusal):
     offset = 500 if "size" in change else 0
     assert over(writer, writer.write(forged, offset, writer.memory[:600], 10)) == refusal
     assert not lender.memory.any()
-    assert over(writer, writer.write(window, 0, writer.memory[:1000], 10)) == ""
+    assert over(writer, writer.write(window, 0, writer.memory[:1000], 60)) == ""
     lender.end(window)
 
 
@@ -288,7 +288,7 @@ def test_slices_of_a_connection_that_is_cut_go_by_another(transfers, between, co
     lender, writer = transfers(size=3 << 20), transfers(12, size=3 << 20)
     window = lender.lend(77, 2 << 20, 60)
     proxy = between(window, cut_after(count, connections))
-    assert over(writer, writer.write(proxy.window, 0, writer.memory[: 2 << 20], 30)) == ""
+    assert over(writer, writer.write(proxy.window, 0, writer.memory[: 2 << 20], 60)) == ""
     assert np.array_equal(lender.memory[77 : 77 + (2 << 20)], writer.memory[: 2 << 20])
     lender.end(window)
     proxy.close()
@@ -314,7 +314,7 @@ def test_a_connection_that_died_in_the_pool_costs_no_ticket(transfers, between):
     proxy = between(window, nothing)
     for number in range(4):
         data = writer.memory[number * 1000 : (number + 1) * 1000]
-        assert over(writer, writer.write(proxy.window, number * 1000, data, 10)) == ""
+        assert over(writer, writer.write(proxy.window, number * 1000, data, 60)) == ""
         proxy.cut()
     assert np.array_equal(lender.memory[:4000], writer.memory[:4000])
     lender.end(window)
@@ -353,7 +353,7 @@ def test_a_changed_request_fails_its_connection_and_goes_by_another(transfers, b
     window = lender.lend(0, 1 << 20, 60)
     proxy = between(window, flip(HANDSHAKE_BYTES + at, 1, 1))
     data = writer.memory[:70_000]
-    assert over(writer, writer.write(proxy.window, 100, data, 20)) == ""
+    assert over(writer, writer.write(proxy.window, 100, data, 60)) == ""
     assert np.array_equal(lender.memory[100:70_100], data)
     assert not lender.memory[:100].any() and not lender.memory[70_100:].any()
     assert proxy.connections == 2 and writer.counts().retries == 1
@@ -371,10 +371,10 @@ def test_a_slow_receiver_gets_all_within_the_deadline_and_nothing_counts_after_i
     assert quick == "" and np.array_equal(lender.memory[: 4 << 20], writer.memory[: 4 << 20])
     began = time.monotonic()
     late = over(
-        writer, writer.write(between(window, slow(1e6)).window, 0, writer.memory[:LONG], 0.5)
+        writer, writer.write(between(window, slow(2e5)).window, 0, writer.memory[:LONG], 0.5)
     )
     assert late == "seconds: it was not over after 0.5 s"
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 40, "all of it takes twice as long"
     lender.end(window)
 
 
@@ -390,7 +390,7 @@ def test_a_deadline_holds_for_a_peer_that_is_stopped_and_frees_the_source(transf
     ]
     ends = [over(writer, ticket) for ticket in tickets]
     assert set(ends) == {"seconds: it was not over after 0.4 s"}
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < SOON
     writer.memory[:LONG] = 0  # the caller's again: what comes late is what was sent, or nothing
     peer.signal(signal.SIGCONT)
     part = 1 << 16
@@ -400,18 +400,18 @@ def test_a_deadline_holds_for_a_peer_that_is_stopped_and_frees_the_source(transf
     fresh = peer.ask("end", window=window.to_json())
     assert fresh is True
     window = peer.lend(0, 1000)
-    assert over(writer, writer.write(window, 0, sent[:1000], 10)) == ""
+    assert over(writer, writer.write(window, 0, sent[:1000], 60)) == ""
 
 
 def test_a_peer_that_is_stopped_holds_up_nobody_else(transfers, peers):
     stopped, well, writer = peers(), transfers(), transfers(18)
     window = stopped.lend(0, LONG)
     stopped.signal(signal.SIGSTOP)
-    stuck = [writer.write(window, 0, writer.memory[:LONG], 20) for _ in range(5)]
+    stuck = [writer.write(window, 0, writer.memory[:LONG], 200) for _ in range(5)]
     other = well.lend(0, LONG, 60)
     began = time.monotonic()
-    assert over(writer, writer.write(other, 0, writer.memory[:LONG], 20)) == ""
-    assert time.monotonic() - began < 10
+    assert over(writer, writer.write(other, 0, writer.memory[:LONG], SOON)) == ""
+    assert time.monotonic() - began < SOON
     assert [writer.status(ticket) for ticket in stuck] == [None] * 5
     well.end(other)
     stopped.signal(signal.SIGKILL)
@@ -445,7 +445,7 @@ def test_a_receiver_closes_idle_connections_for_new_ones(transfers):
     for number in range(3):
         for writer in writers:
             data = writer.memory[number * 1000 : (number + 1) * 1000]
-            assert over(writer, writer.write(window, 0, data, 10)) == ""
+            assert over(writer, writer.write(window, 0, data, 60)) == ""
             assert np.array_equal(lender.memory[:1000], data)
             assert lender.counts().connections <= 2
     lender.end(window)
@@ -455,9 +455,9 @@ def test_an_idle_connection_ends_after_a_while(transfers, monkeypatch):
     monkeypatch.setattr(sender, "IDLE_SECONDS", 0.1)
     lender, writer = transfers(size=1 << 20), transfers(24, size=1 << 20)
     window = lender.lend(0, 100, 60)
-    assert over(writer, writer.write(window, 0, writer.memory[:100], 10)) == ""
+    assert over(writer, writer.write(window, 0, writer.memory[:100], 60)) == ""
     eventually(lambda: not writer.counts().connections and not lender.counts().connections, SOON)
-    assert over(writer, writer.write(window, 0, writer.memory[:100], 10)) == ""
+    assert over(writer, writer.write(window, 0, writer.memory[:100], 60)) == ""
     lender.end(window)
 
 
@@ -480,7 +480,7 @@ def test_windows_and_tickets_are_bounded(transfers, monkeypatch):
 def test_counts_say_what_was_moved(transfers):
     lender, writer = transfers(), transfers(26)
     window = lender.lend(0, 3 << 20, 60)
-    assert over(writer, writer.write(window, 0, writer.memory[: 3 << 20], 10)) == ""
+    assert over(writer, writer.write(window, 0, writer.memory[: 3 << 20], 60)) == ""
     assert writer.counts().sent_bytes == lender.counts().received_bytes == 3 << 20
     assert lender.counts().windows == 1 and writer.counts().retries == 0
     lender.end(window)
@@ -491,10 +491,10 @@ def test_closing_while_strangers_and_senders_are_there_takes_no_time(transfers):
     lender, writer = transfers(), transfers(27)
     window = lender.lend(0, LONG, 60)
     strangers = [socket.create_connection(split_address(lender.address)) for _ in range(3)]
-    ticket = writer.write(window, 0, writer.memory[:LONG], 30)
+    ticket = writer.write(window, 0, writer.memory[:LONG], 200)
     began = time.monotonic()
     lender.close()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < SOON
     memory = lender.memory.copy()
     assert over(writer, ticket) is not None
     assert np.array_equal(lender.memory, memory), "nothing is written after the end"
@@ -573,5 +573,5 @@ def test_more_files_cannot_be_opened_for_a_while(transfers):
         for file in files:
             os.close(file)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert over(writer, writer.write(window, 0, writer.memory[:100], 10)) == ""
+    assert over(writer, writer.write(window, 0, writer.memory[:100], 60)) == ""
     lender.end(window)

@@ -11,9 +11,8 @@ import pytest
 from jaxserve.transfer import Ticket, TransferError, Window
 from tests.transfer.conftest import SIZE
 from tests.transfer.peer import noise
-from tests.waiting import eventually
+from tests.waiting import SOON, eventually
 
-SOON = 20.0  # seconds that a loaded machine may take for what takes none
 LONG = 16 << 20  # bytes: more than the kernel's buffers
 
 
