@@ -317,16 +317,17 @@ def run(values: dict[str, Any]) -> int:
             raise ConfigError("limit", f"not whole in {values['limit']:g} s; logs: {folder}")
         callers = Callers(system.target, asked, right, values["callers"], values["bound"])
         try:
-            for victim, what in in_turns(pairs(values), values["rounds"], dice):
-                time.sleep(dice.uniform(0.2, 1.0))
-                fault = Fault(what, target_of(system, victim, dice))
-                inject(system, callers, fault, values)
-                faults.append(fault)
-                ends = Counter(one.end for one in callers.all)
-                shown = {**dataclasses.asdict(fault), "ends": dict(ends)}
-                say(f"{len(faults)} {shown}")
-                if fault.seconds is None:
-                    break
+            with contextlib.suppress(KeyboardInterrupt):  # what was done until then is reported
+                for victim, what in in_turns(pairs(values), values["rounds"], dice):
+                    time.sleep(dice.uniform(0.2, 1.0))
+                    fault = Fault(what, target_of(system, victim, dice))
+                    inject(system, callers, fault, values)
+                    faults.append(fault)
+                    ends = Counter(one.end for one in callers.all)
+                    shown = {**dataclasses.asdict(fault), "ends": dict(ends)}
+                    say(f"{len(faults)} {shown}")
+                    if fault.seconds is None:
+                        break
         finally:
             callers.stop()
         wait(lambda: not system.busy(), IDLE_SECONDS)

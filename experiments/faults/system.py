@@ -28,7 +28,7 @@ from jaxserve.group.member import VARIABLE
 from jaxserve.server.etcd import Etcd, EtcdUrl
 
 HOST, SEEN = "127.0.0.1", "127.0.0.2"  # where processes listen, and where others find them
-MARK = "JAXSERVE_FAULTS"  # in the environment of our processes
+MARK = "CLUSTER_OF_FAULTS"  # in the environment of our processes
 ENGINE = (
     "--dtype=float32", "--max_model_len=1024", "--max_seqs=4", "--chunk_tokens=64", "--pages=200",
     "--profile=none", "--policy=fcfs", "--chunking=static", "--admission=queue", "--nocompile_all",

@@ -10,6 +10,7 @@ import pytest
 
 from experiments.faults.__main__ import Fault, pairs, rows, wrong_with
 from experiments.faults.proxy import PortsOf, Proxy, every_port
+from experiments.faults.soak import MORE, grown
 from jaxserve.group.channel import free_port
 from tests.waiting import eventually
 
@@ -170,3 +171,13 @@ def test_a_run_without_a_group_has_faults_of_all_others():
     assert ("conductor", "SIGKILL") in alone and ("kv", "duplicate") in alone
     assert not {target for target, _ in alone} & {"leader", "worker", "group"}
     assert len(pairs(VALUES)) > len(alone)
+
+
+def test_a_soak_tells_of_processes_that_have_more_than_before():
+    before = {"serve 1": (100.0, 20, 10), "conductor 2": (50.0, 5, 5)}
+    assert not grown(before, {name: (900.0, *rest) for name, (_, *rest) in before.items()})
+    threads = {**before, "serve 1": (100.0, 21 + MORE, 10)}
+    assert grown(before, threads) == [f"serve 1: threads 20 before, {21 + MORE} after"]
+    files = {**before, "conductor 2": (50.0, 5, 6 + MORE)}
+    assert grown(before, files) == [f"conductor 2: descriptors 5 before, {6 + MORE} after"]
+    assert grown(before, {"serve 1": before["serve 1"]}) == ["conductor 2 ended"]
