@@ -13,6 +13,7 @@ from jaxserve.api.errors import RequestError
 from jaxserve.server.frontend import DRAINING, SERVING, Frontend
 from jaxserve.server.http_app import StrictModel, make_app
 from jaxserve.server.json_body import JsonObject
+from jaxserve.server.kv_routes import kv_routes
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +84,7 @@ def operators_app(frontend: Frontend) -> fastapi.FastAPI:
         engine = {} if frontend.replica is None else frontend.replica.info.settings
         return {"server": dataclasses.asdict(frontend.config), "engine": engine}
 
+    app.include_router(kv_routes(frontend))
     return app
 
 

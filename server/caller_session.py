@@ -24,6 +24,7 @@ from jaxserve.cache.block_events import Medium, StoredBlocks
 from jaxserve.replica.protocol import Replica
 from jaxserve.server import replica_pb2 as pb
 from jaxserve.server.grpc.proto import guided_of
+from jaxserve.server.kv_questions import kv_answer
 from jaxserve.server.replica_messages import (
     error_message,
     events_message,
@@ -311,6 +312,8 @@ class CallerSession:
                     answer.view = json.dumps(replica.view(question.view_since))
                 case "flush_cache":
                     answer.flushed_pages = replica.flush_cache()
+                case "kv":
+                    answer.kv = kv_answer(question.kv, replica)
                 case "metrics":
                     answer.metrics = generate_latest(replica.metrics_registry)
                 case _:

@@ -23,11 +23,13 @@ from prometheus_client.registry import Collector
 from jaxserve.api.errors import RequestError
 from jaxserve.api.request import Request
 from jaxserve.replica.info import ReplicaInfo
+from jaxserve.replica.kv_pool import KvPool
 from jaxserve.replica.protocol import Sink
 from jaxserve.scheduling import Load
 from jaxserve.server import replica_pb2 as pb
 from jaxserve.server.auth.tls import Authorities
 from jaxserve.server.grpc.proto import value_in
+from jaxserve.server.kv_questions import RemoteKvPool
 from jaxserve.server.remote_blocks import RemoteBlocks
 from jaxserve.server.remote_requests import (
     Pending,
@@ -194,6 +196,11 @@ class RemoteReplica:
     def flush_cache(self) -> int:
         """Frees pages as `Replica.flush_cache`. Errors: RequestError if it does not answer."""
         return self._question(flush_cache=True).flushed_pages
+
+    @functools.cached_property
+    def kv_pool(self) -> KvPool:
+        """Its cached blocks. Errors of all methods: RequestError if it does not answer."""
+        return RemoteKvPool(lambda question: self._question(kv=question).kv)
 
     @property
     def metrics_registry(self) -> CollectorRegistry:

@@ -191,18 +191,34 @@ class Stop(_message.Message):
     def __init__(self, call: _Optional[int] = ..., number: _Optional[int] = ..., index: _Optional[int] = ...) -> None: ...
 
 class Question(_message.Message):
-    __slots__ = ("call", "load", "view_since", "flush_cache", "metrics")
+    __slots__ = ("call", "load", "view_since", "flush_cache", "metrics", "kv")
     CALL_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     VIEW_SINCE_FIELD_NUMBER: _ClassVar[int]
     FLUSH_CACHE_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
+    KV_FIELD_NUMBER: _ClassVar[int]
     call: int
     load: bool
     view_since: int
     flush_cache: bool
     metrics: bool
-    def __init__(self, call: _Optional[int] = ..., load: bool = ..., view_since: _Optional[int] = ..., flush_cache: bool = ..., metrics: bool = ...) -> None: ...
+    kv: KvQuestion
+    def __init__(self, call: _Optional[int] = ..., load: bool = ..., view_since: _Optional[int] = ..., flush_cache: bool = ..., metrics: bool = ..., kv: _Optional[_Union[KvQuestion, _Mapping]] = ...) -> None: ...
+
+class KvQuestion(_message.Message):
+    __slots__ = ("kind", "prompt", "salt", "seconds", "lease")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    prompt: bytes
+    salt: str
+    seconds: float
+    lease: str
+    def __init__(self, kind: _Optional[str] = ..., prompt: _Optional[bytes] = ..., salt: _Optional[str] = ..., seconds: _Optional[float] = ..., lease: _Optional[str] = ...) -> None: ...
 
 class Rejected(_message.Message):
     __slots__ = ("reason",)
@@ -211,7 +227,7 @@ class Rejected(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class Answer(_message.Message):
-    __slots__ = ("call", "error", "done", "load", "view", "flushed_pages", "metrics")
+    __slots__ = ("call", "error", "done", "load", "view", "flushed_pages", "metrics", "kv")
     CALL_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
@@ -219,6 +235,7 @@ class Answer(_message.Message):
     VIEW_FIELD_NUMBER: _ClassVar[int]
     FLUSHED_PAGES_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
+    KV_FIELD_NUMBER: _ClassVar[int]
     call: int
     error: Error
     done: bool
@@ -226,7 +243,8 @@ class Answer(_message.Message):
     view: str
     flushed_pages: int
     metrics: bytes
-    def __init__(self, call: _Optional[int] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., done: bool = ..., load: _Optional[_Union[Load, _Mapping]] = ..., view: _Optional[str] = ..., flushed_pages: _Optional[int] = ..., metrics: _Optional[bytes] = ...) -> None: ...
+    kv: str
+    def __init__(self, call: _Optional[int] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., done: bool = ..., load: _Optional[_Union[Load, _Mapping]] = ..., view: _Optional[str] = ..., flushed_pages: _Optional[int] = ..., metrics: _Optional[bytes] = ..., kv: _Optional[str] = ...) -> None: ...
 
 class Error(_message.Message):
     __slots__ = ("field", "message", "status", "retry_after", "reason")

@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
+from jaxserve.cache.lower_blocks import LowerBlocks
 from jaxserve.cache.pages import PageAllocator
-from jaxserve.cache.tiers import LowerTiers
 
 
 class Lock(NamedTuple):
@@ -32,14 +32,12 @@ class BlockLocks:
     """Locks by holder. most_pages, most_below: blocks that they take at most, each block counted
     once. `given_up` counts the locks that ended before their holders released them."""
 
-    def __init__(
-        self, pages: PageAllocator, tiers: LowerTiers | None, most_pages: int, most_below: int
-    ):
+    def __init__(self, pages: PageAllocator, below: LowerBlocks, most_pages: int, most_below: int):
         self.most_pages = most_pages
         self.most_below = most_below
         self.given_up = 0
         self._pages = pages
-        self._tiers = tiers
+        self._lower = below
         self._locks: dict[Hashable, Lock] = {}
         self._by_due: list[tuple[float, int, Hashable]] = []  # sorted
         self._on_pages = Counter[bytes]()  # locks of each block
@@ -53,6 +51,19 @@ class BlockLocks:
     def holders(self) -> list[Hashable]:
         """Returns who has locked blocks."""
         return list(self._locks)
+
+    def all(self) -> list[Lock]:
+        """Returns all locks, in the order in which they were made."""
+        return list(self._locks.values())
+
+    def has_room(self, on_pages: Sequence[bytes], below: Sequence[bytes]) -> bool:
+        """Returns whether these blocks can be locked without giving up others."""
+        more = len(set(on_pages).difference(self._on_pages))
+        more_below = len(set(below).difference(self._below))
+        return (
+            len(self._on_pages) + more <= self.most_pages
+            and len(self._below) + more_below <= self.most_below
+        )
 
     def lock(
         self, holder: Hashable, due: float, on_pages: Iterable[bytes], below: Sequence[bytes] = ()
@@ -92,8 +103,8 @@ class BlockLocks:
             return
         if counts is self._on_pages:
             self._pages.lock(key)
-        elif self._tiers is not None:
-            self._tiers.lock(key)
+        else:
+            self._lower.lock(key)
 
     def release(self, holder: Hashable) -> None:
         """Releases what a holder has locked; the deepest blocks are evicted first. Holders of
@@ -111,8 +122,12 @@ class BlockLocks:
             self._below[key] -= 1
             if not self._below[key]:
                 del self._below[key]
-                if self._tiers is not None:
-                    self._tiers.unlock(key)
+                self._lower.unlock(key)
+
+    def release_due(self, now: float) -> None:
+        """Releases the locks that were due at clock second `now` or before."""
+        while self._by_due and self._by_due[0][0] <= now:
+            self.release(self._by_due[0][-1])
 
     def clear(self) -> None:
         """Releases all locks."""

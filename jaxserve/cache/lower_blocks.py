@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -36,6 +37,23 @@ class LowerBlocks:
         self._block_size = block_size
         self._tickets = itertools.count()
         self._fetches: list[Fetch] = []
+        self._locks = Counter[bytes]()  # of each block
+
+    # --- locks
+
+    def lock(self, key: bytes) -> None:
+        """Adds a lock to a block, which stays in its tier meanwhile."""
+        self._locks[key] += 1
+        if self._locks[key] == 1 and self.tiers is not None:
+            self.tiers.lock(key)
+
+    def unlock(self, key: bytes) -> None:
+        """Takes a lock from a block."""
+        self._locks[key] -= 1
+        if not self._locks[key]:
+            del self._locks[key]
+            if self.tiers is not None:
+                self.tiers.unlock(key)
 
     # --- up
 

@@ -52,8 +52,9 @@ class LaneRules(NamedTuple):
     at_home: bool = False
 
 
-# share of all pages that are locked at most for prompts that wait
+# shares of all pages that are locked at most, for prompts that wait and by leases
 PROMISED_SHARE = 1 / 4
+LEASED_SHARE = 1 / 4
 ANONYMOUS = CacheIdentity()
 NO_RULES = LaneRules()
 
@@ -68,6 +69,7 @@ class CacheManager:
     the smallest group of lanes that has home and all blocks; above 1 the sequence is spread),
     `blocks_per_lane` [slots, lanes] and `capacity` (tokens for which the slot has pages).
     `published` has the blocks that can be found, `promises` locks those that waiting prompts found,
+    `leases` those that operators asked for;
     `placement` chooses lanes, `prompt_lanes` says on which ones prompts will lie; `copying`: blocks
     that many read are copied; `at_home`: see `LaneRules`. `table_updates`, `moves` and `stores` are
     taken with each batch. `watchers` see pages come and go.
@@ -94,13 +96,12 @@ class CacheManager:
         self.stores = self.published.stores
         self.events = self.published.events
         self.below = self.published.below
-        self.promises = BlockLocks(
-            self.pages,
-            lower,
-            int(PROMISED_SHARE * self.total),
-            0 if lower is None else lower.most_locked,
-        )
-        self.pages.on_shortage = self.promises.make_room
+        most_below = 0 if lower is None else lower.most_locked // 2
+        most_promised = int(PROMISED_SHARE * self.total)
+        self.promises = BlockLocks(self.pages, self.below, most_promised, most_below)
+        most_leased = int(LEASED_SHARE * self.total)
+        self.leases = BlockLocks(self.pages, self.below, most_leased, most_below)
+        self.pages.on_shortage = self._give_up_locks
         self.table_updates = TableUpdates()
         self.moves = PageMoves(config.pages, rules.most_moves)
         self.watchers: list[PageWatcher] = []
@@ -185,10 +186,15 @@ class CacheManager:
         self.published.retract(self.layouts[slot].pages)
 
     def flush(self) -> int:
-        """Forgets the blocks that no slot holds, promised ones too; returns how many pages are free
-        by that."""
+        """Forgets the blocks that no slot holds, promised and leased ones too; returns how many
+        pages are free by that."""
         self.promises.clear()
+        self.leases.clear()
         return self.pages.flush()
+
+    def _give_up_locks(self, lane: int) -> bool:
+        """Gives up promises, then leases, until a page of a lane can be evicted."""
+        return self.promises.make_room(lane) or self.leases.make_room(lane)
 
     # --- the pages of a slot
 
@@ -376,7 +382,9 @@ class CacheManager:
         """Compares pages, layouts and arrays. Errors: AssertionError with what differs."""
         self.pages.check(page for layout in self.layouts for page in layout.pages)
         self.promises.check()
-        assert bool(self.promises) or not self.pages.locks, "a block stayed locked"
+        self.leases.check()
+        locked = bool(self.promises) or bool(self.leases)
+        assert locked or not self.pages.locks, "a block stayed locked"
         for slot, layout in enumerate(self.layouts):
             layout.check()
             place = self.home[slot], self.group_size[slot], self.capacity[slot]

@@ -23,6 +23,7 @@ from jaxserve.clock import Clock, WallClock
 from jaxserve.cluster.arrivals import ArrivalCheck
 from jaxserve.cluster.counts import ConductorCounts
 from jaxserve.cluster.dispatcher import MIGRATIONS, Dispatcher
+from jaxserve.cluster.kv_pool import ClusterKvPool
 from jaxserve.cluster.member import Member
 from jaxserve.cluster.member_table import MemberTable
 from jaxserve.cluster.merge import member_view, merged_load, merged_view
@@ -33,6 +34,7 @@ from jaxserve.cluster.role_loads import RoleSignals
 from jaxserve.cluster.router import Router
 from jaxserve.cluster.routing import KV_BANDWIDTH
 from jaxserve.replica.info import ReplicaInfo
+from jaxserve.replica.kv_pool import KvPool
 from jaxserve.replica.protocol import Sink
 from jaxserve.scheduling import Load
 
@@ -126,6 +128,11 @@ class Conductor:
     def available(self) -> bool:
         """True while any member can take requests."""
         return any(member.usable for member in self.members)
+
+    @property
+    def kv_pool(self) -> KvPool:
+        """The cached blocks of its members."""
+        return ClusterKvPool(self.router, self.now)
 
     def now(self) -> float:
         return self._clock.now()

@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxserve.api.errors import RequestError
 from jaxserve.api.request import Request
@@ -37,6 +37,8 @@ from jaxserve.scheduling import Load, Scheduler
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.settings.schema import EngineConfig
 from jaxserve.store.peers import BlockExporter
+
+T = TypeVar("T")
 
 TICK = 0.001  # seconds between looks at a step that may end early
 # Other threads wait this many seconds for the lock before they look whether the step hangs.
@@ -134,6 +136,10 @@ class Engine(ReplicaCore):
             yield
         finally:
             self._lock.release()
+
+    def _exclusively(self, work: Callable[[], T]) -> T:
+        with self._bounded_lock():
+            return work()
 
     def load(self) -> Load:
         with self._bounded_lock():

@@ -30,6 +30,7 @@ READ_GAUGES: Mapping[str, str] = {
         "What the profile's times are multiplied by after what steps really took; 1: as measured"
     ),
     "kv_blocks_promised": "KV blocks that are kept for prompts that wait",
+    "kv_blocks_leased": "KV blocks that stay for as long as operators asked",
     "kv_blocks_in_host": "KV blocks in host memory",
     "kv_blocks_on_disk": "KV blocks on disk",
 }

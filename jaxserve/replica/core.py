@@ -3,8 +3,9 @@ questions."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry
 
@@ -17,11 +18,14 @@ from jaxserve.observe.journal import Journal
 from jaxserve.observe.metrics import Metrics
 from jaxserve.observe.view import Snapshot
 from jaxserve.replica.info import ReplicaInfo
+from jaxserve.replica.kv_pool import KvPool, LocalKvPool
 from jaxserve.replica.protocol import Sink
 from jaxserve.replica.registry import Registry
 from jaxserve.scheduling import Load, Scheduler
 from jaxserve.scheduling.events import Rejected
 from jaxserve.settings.schema import CacheConfig
+
+T = TypeVar("T")
 
 
 class ReplicaCore:
@@ -60,6 +64,15 @@ class ReplicaCore:
             placement=cache.placement,
         )
         self.metrics.listen(self.bus, cache.prefix_caching)
+
+    @functools.cached_property
+    def kv_pool(self) -> KvPool:
+        """The cached blocks, as operators ask for them."""
+        return LocalKvPool(self.scheduler.cache, self._exclusively, self.now)
+
+    def _exclusively(self, work: Callable[[], T]) -> T:
+        """Runs what reads or changes the scheduler while nothing else does; returns its result."""
+        return work()
 
     def now(self) -> float:
         """Returns seconds on the replica's clock."""
@@ -155,5 +168,6 @@ class ReplicaCore:
             "predictor_scale": self.scheduler.predictor.scale,
             "num_preemptions": self.scheduler.slots.preemptions,
             "kv_blocks_promised": len(self.scheduler.cache.promises),
+            "kv_blocks_leased": len(self.scheduler.cache.leases),
             "kv_promises_given_up": self.scheduler.cache.promises.given_up,
         }

@@ -12,7 +12,7 @@ large prompt passes another that waits for pages, and no small one another small
 
 The blocks that a prompt finds when it comes are promised to it while it waits: prompts are admitted
 beside them. Where one does not fit, promises to prompts that are due later are given up, and where
-nothing runs any that are in its way.
+nothing runs any that are in its way, and leases after them.
 """
 
 from __future__ import annotations
@@ -200,6 +200,8 @@ class PageAdmission:
             return False
         due = -math.inf if self._nothing_runs else sequence.ttft_deadline
         given_up = cache.promises.give_up_later(due, but=sequence.number)
+        if not given_up and self._nothing_runs:
+            given_up = cache.leases.give_up_later(due)
         self._spare += cache.available_unlocked - before
         return given_up
 

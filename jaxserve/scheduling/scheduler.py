@@ -312,7 +312,8 @@ class Scheduler:
         return [(sequence.id, self.requests.end(sequence, "error", now, error))]
 
     def expire(self, now: float) -> Events:
-        """Ends the requests whose deadline has come."""
+        """Ends the requests whose deadline has come, and the leases of blocks that are over."""
+        self.cache.leases.release_due(now)
         events: Events = []
         while (id := self.requests.next_expired(now)) is not None:
             events += self.cancel(id, now, "deadline")

@@ -29,7 +29,7 @@ from jaxserve.store.shared import SharedTier
 from jaxserve.store.tally import PeerFetches, Tally
 
 FILL_SECONDS = 5.0  # to wait for a block that is on its way or being put
-LOCKED_SHARE = 4  # blocks that are locked may take one of this number of slots of host memory
+LOCKED_SHARE = 2  # blocks that are locked may take one of this number of slots of host memory
 FLUSH_SECONDS = 10.0  # at the end, for the shared store to take blocks
 
 

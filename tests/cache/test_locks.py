@@ -8,9 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.cache import CacheManager
+from jaxserve.cache import CacheIdentity, CacheManager
+from jaxserve.cache.block_events import BlockEvents
 from jaxserve.cache.locks import BlockLocks
+from jaxserve.cache.lower_blocks import LowerBlocks
 from jaxserve.cache.pages import PageAllocator
+from jaxserve.cache.stores import PendingStores
 from jaxserve.settings.schema import CacheConfig
 from tests.cache.test_hashes import chain
 from tests.cache.test_tiers import Lower
@@ -29,7 +32,8 @@ def cached(pages: PageAllocator, keys: list[bytes], lane: int = 0) -> list[int]:
 
 
 def locks_of(pages: PageAllocator, most: int = 100) -> BlockLocks:
-    locks = BlockLocks(pages, None, most, 0)
+    below = LowerBlocks(None, PendingStores(pages), BlockEvents(), CacheIdentity(), 1)
+    locks = BlockLocks(pages, below, most, 0)
     pages.on_shortage = locks.make_room
     return locks
 

@@ -18,7 +18,7 @@ class Lower:
     """Holds what it is told to."""
 
     outlasts = True
-    most_locked = 2
+    most_locked = 4
     shared = False
 
     def __init__(self):

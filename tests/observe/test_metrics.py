@@ -64,6 +64,7 @@ COUNTERS = {
 }
 GAUGES = {
     "kv_blocks_promised",
+    "kv_blocks_leased",
     "kv_blocks_in_host",
     "kv_blocks_on_disk",
     "num_requests_running",

@@ -1,0 +1,117 @@
+"""Routes of the operators' port about cached blocks of KV: which replica has those of a prompt,
+leases that keep them there, and copies to other replicas."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import fastapi
+import numpy as np
+
+from jaxserve.api.errors import RequestError
+from jaxserve.replica.kv_pool import KvPool
+from jaxserve.server.frontend import Frontend
+from jaxserve.server.http_app import StrictModel
+from jaxserve.server.json_body import JsonObject
+from jaxserve.server.kv_questions import require_pool
+from jaxserve.server.prompts import Text, prompt_ids
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class KvPrompt(StrictModel):
+    """A prompt, as a text or as ids of tokens, and whose prefixes are meant: the tenant of the
+    requests' API key, where prefixes are kept apart by tenant, and their own `cache_salt`."""
+
+    prompt: str | list[int]
+    tenant: str = ""
+    cache_salt: str = ""
+
+
+class LeaseRequest(KvPrompt):
+    seconds: float
+    replica: str = ""
+
+
+class ReplicateRequest(KvPrompt):
+    replica: str
+    source: str = ""
+
+
+class ReleaseRequest(StrictModel):
+    lease: str
+
+
+def kv_routes(frontend: Frontend) -> fastapi.APIRouter:
+    """Returns the routes below /admin/kv."""
+    router = fastapi.APIRouter(prefix="/admin/kv")
+
+    async def ask(work: Callable[[KvPool], T]) -> T:
+        pool = require_pool(frontend.require_replica())
+        return await frontend.ask_replica(lambda: work(pool))
+
+    @router.post("/find")
+    async def find(body: KvPrompt) -> list[JsonObject]:
+        """Tells which replicas have a prompt's full blocks of KV, from the first one on."""
+        prompt = _ids(frontend, body)
+        return [_shown(one) for one in await ask(lambda pool: pool.find(prompt, salt_of(body)))]
+
+    @router.post("/lease")
+    async def lease(body: LeaseRequest) -> JsonObject:
+        """Keeps a prompt's blocks on a replica, that which has most of it or the named one, for
+        some seconds."""
+        prompt = _ids(frontend, body)
+        salt = salt_of(body)
+        made = await ask(lambda pool: pool.lease(prompt, salt, body.seconds, body.replica))
+        log.info("blocks are leased: %s", made)
+        return _shown(made)
+
+    @router.get("/leases")
+    async def leases() -> list[JsonObject]:
+        return [_shown(one) for one in await ask(lambda pool: pool.leases())]
+
+    @router.post("/release")
+    async def release(body: ReleaseRequest) -> JsonObject:
+        """Ends a lease before its time."""
+        if not await ask(lambda pool: pool.release(body.lease)):
+            said = f"{body.lease[:100]!r} has ended or is unknown"
+            raise RequestError("lease", said, "NOT_FOUND")
+        return {"released": body.lease}
+
+    @router.post("/replicate")
+    async def replicate(body: ReplicateRequest) -> JsonObject:
+        """Copies a prompt's blocks to a replica, from the one that has most of it or the named
+        one."""
+        prompt = _ids(frontend, body)
+        salt = salt_of(body)
+        return _shown(
+            await ask(lambda pool: pool.replicate(prompt, salt, body.replica, body.source))
+        )
+
+    return router
+
+
+def salt_of(body: KvPrompt) -> str:
+    """The salt of these prefixes; see `Caller.cache_salt`."""
+    return f"{body.tenant}:{body.cache_salt}" if body.tenant else body.cache_salt
+
+
+def _ids(frontend: Frontend, body: KvPrompt) -> np.ndarray:
+    """The tokens of a prompt [tokens] int32. Errors: RequestError."""
+    info = frontend.require_replica().info
+    prompt = Text(body.prompt) if isinstance(body.prompt, str) else body.prompt
+    ids = prompt_ids(prompt, frontend.tokenizer, info.max_model_len)
+    if not 0 < len(ids) <= info.max_model_len:
+        said = f"has {len(ids)} tokens; it must have 1 to {info.max_model_len}"
+        raise RequestError("prompt", said)
+    if not ((ids >= 0) & (ids < info.vocab)).all():
+        raise RequestError("prompt", f"holds an id that is not from 0 to {info.vocab - 1}")
+    return ids.astype(np.int32)
+
+
+def _shown(one: Any) -> JsonObject:
+    return dataclasses.asdict(one)
