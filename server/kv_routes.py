@@ -10,17 +10,20 @@ from typing import Any, TypeVar
 
 import fastapi
 import numpy as np
+from pydantic import Field
 
 from jaxserve.api.errors import RequestError
-from jaxserve.replica.kv_pool import KvPool
+from jaxserve.replica.kv_pool import KvFiles, KvPool
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.http_app import StrictModel
 from jaxserve.server.json_body import JsonObject
 from jaxserve.server.kv_questions import require_pool
 from jaxserve.server.prompts import Text, prompt_ids
+from jaxserve.store.kv_file import read_kv_file
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+FILE_TYPE = "application/octet-stream"
 
 
 class KvPrompt(StrictModel):
@@ -40,6 +43,10 @@ class LeaseRequest(KvPrompt):
 class ReplicateRequest(KvPrompt):
     replica: str
     source: str = ""
+
+
+class GetRequest(KvPrompt):
+    first: int = Field(0, ge=0)
 
 
 class ReleaseRequest(StrictModel):
@@ -92,7 +99,33 @@ def kv_routes(frontend: Frontend) -> fastapi.APIRouter:
             await ask(lambda pool: pool.replicate(prompt, salt, body.replica, body.source))
         )
 
+    @router.post("/get")
+    async def get(body: GetRequest) -> fastapi.Response:
+        """Gives blocks of a prompt that this replica has as a file: see `store.kv_file`."""
+        prompt = _ids(frontend, body)
+        salt = salt_of(body)
+        most = frontend.config.max_body_mib << 19  # half of what `put` takes
+        work = lambda pool: _files(pool).get(prompt, salt, body.first, most).content()
+        return fastapi.Response(await ask(work), media_type=FILE_TYPE)
+
+    @router.post("/put")
+    async def put(request: fastapi.Request, tenant: str = "", cache_salt: str = "") -> JsonObject:
+        """Takes blocks from a file into this replica's host memory."""
+        content = await request.body()
+        salt = salt_of(KvPrompt(prompt="", tenant=tenant, cache_salt=cache_salt))
+        taken = await ask(lambda pool: _files(pool).put(read_kv_file(content), salt))
+        log.info("an operator put %d blocks", taken)
+        return {"blocks": taken}
+
     return router
+
+
+def _files(pool: KvPool) -> KvFiles:
+    """The pool as one of files. Errors: RequestError where it is none."""
+    if not isinstance(pool, KvFiles):
+        said = "blocks go in and out as files at replicas with --host_cache_gib alone"
+        raise RequestError("", said, "UNIMPLEMENTED")
+    return pool
 
 
 def salt_of(body: KvPrompt) -> str:

@@ -1,4 +1,4 @@
-"""Finds, keeps and copies cached blocks of prompts on the replicas of a running server."""
+"""Finds, keeps, copies and moves cached blocks of prompts on the replicas of a running server."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from jaxserve.cli.display import table
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option
 from jaxserve.settings.schema import ConfigError
+from jaxserve.store.kv_file import read_kv_file
 
 ABOUT = """\
 Asks the operators' port (--admin_port) of a replica or of a conductor, with a key that
@@ -26,9 +27,11 @@ blocks of a prompt, given by --prompt, --prompt_file or --tokens.
   jaxserve kv --url=http://127.0.0.1:8001 --lease=600 --prompt_file=contract.txt
 
   jaxserve kv --url=http://127.0.0.1:8001 --replicate=10.0.0.2:8480 --prompt_file=contract.txt
+
+  jaxserve kv --url=http://127.0.0.1:8001 --get=blocks --prompt_file=contract.txt
 """
 ANSWER_SECONDS = 660.0  # a copy may take that long
-ACTIONS = ("find", "lease", "leases", "release", "replicate")
+ACTIONS = ("find", "lease", "leases", "release", "replicate", "get", "put")
 OPTIONS = [
     Option("url", str, None, "address of the operators' port of a server, http://HOST:PORT"),
     Option(
@@ -49,6 +52,8 @@ OPTIONS = [
     Option("leases", bool, False, "show the leases that have not ended"),
     Option("release", str, None, "end the lease with this id"),
     Option("replicate", str, None, "copy the prompt's blocks to the replica of this name"),
+    Option("get", str, None, "write the prompt's blocks to this new folder, as safetensors"),
+    Option("put", str, None, "give the server the blocks of a folder that --get wrote"),
     Option("json", bool, False, "print the server's answer as JSON"),
 ]
 PROMPT = [
@@ -83,13 +88,60 @@ def _ask(values: Mapping[str, Any], action: str) -> Any:
         return _call(values, "GET", action, None)
     if action == "release":
         return _call(values, "POST", action, {"lease": values["release"]})
+    if action == "put":
+        return _put(values)
     body = {"prompt": _prompt(values)}
-    body |= {name: values[name] for name in ("tenant", "cache_salt") if values[name]}
+    body |= _whose(values)
+    if action == "get":
+        return _get(values, body)
     if action == "lease":
         body |= {"seconds": values["lease"], "replica": values["replica"]}
     elif action == "replicate":
         body |= {"replica": values["replicate"], "source": values["source"]}
     return _call(values, "POST", action, body)
+
+
+def _whose(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: values[name] for name in ("tenant", "cache_salt") if values[name]}
+
+
+def _get(values: Mapping[str, Any], body: dict[str, Any]) -> dict[str, int]:
+    """Writes files of blocks, each as large as the server sends at once. Errors: ConfigError,
+    RequestError."""
+    rows = _call(values, "POST", "find", body)
+    if len(rows) != 1:
+        raise RequestError("", "this is a conductor: --get asks the port of a replica")
+    (found,) = rows
+    held = found["on_devices"] + max(found["below"], 0)
+    if not held:
+        raise RequestError("", "the server has no block of the prompt")
+    folder = Path(values["get"])
+    try:
+        folder.mkdir(mode=0o700)
+        first = 0
+        while first < held:
+            content = _send(values, "POST", "get", json={**body, "first": first}).content
+            (folder / f"{first:08}.safetensors").write_bytes(content)
+            first += len(read_kv_file(content).blocks)
+    except OSError as error:
+        raise ConfigError("get", f"{folder}: {error.strerror}") from None
+    return {"blocks": first}
+
+
+def _put(values: Mapping[str, Any]) -> dict[str, int]:
+    """Sends files of blocks. Errors: ConfigError, RequestError."""
+    files = sorted(Path(values["put"]).glob("*.safetensors"))
+    if not files:
+        raise ConfigError("put", f"{values['put']} has no safetensors files")
+    taken = 0
+    for file in files:
+        try:
+            content = file.read_bytes()
+        except OSError as error:
+            raise ConfigError("put", f"{file}: {error.strerror}") from None
+        answer = _send(values, "POST", "put", content=content, params=_whose(values))
+        taken += answer.json()["blocks"]
+    return {"blocks": taken}
 
 
 def _prompt(values: Mapping[str, Any]) -> str | list[int]:
@@ -112,28 +164,39 @@ def _prompt(values: Mapping[str, Any]) -> str | list[int]:
 
 
 def _call(values: Mapping[str, Any], method: str, action: str, body: Any) -> Any:
-    """Returns the answer of one route. Errors: RequestError."""
+    """Returns the answer of one route. Errors: ConfigError, RequestError."""
+    answer = _send(values, method, action, json=body)
+    try:
+        return answer.json()
+    except ValueError:
+        raise ConfigError("url", f"{values['url']} answers with something else") from None
+
+
+def _send(values: Mapping[str, Any], method: str, action: str, **what: Any) -> httpx.Response:
+    """Returns the response of one route. Errors: ConfigError, RequestError."""
     url = f"{values['url'].rstrip('/')}/admin/kv/{action}"
     key = values["api_key"] or os.environ.get("JAXSERVE_API_KEY")
     headers = {"authorization": f"Bearer {key}"} if key else {}
     try:
-        answer = httpx.request(method, url, json=body, headers=headers, timeout=ANSWER_SECONDS)
+        answer = httpx.request(method, url, headers=headers, timeout=ANSWER_SECONDS, **what)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ConfigError("url", f"{values['url']} does not answer: {error}") from None
-    try:
-        content = answer.json()
-    except ValueError:
-        raise ConfigError("url", f"{url} answers {answer.status_code} and no JSON") from None
     if answer.status_code != 200:
+        try:
+            content = answer.json()
+        except ValueError:
+            content = {}
         fault = content.get("error", {}) if isinstance(content, dict) else {}
         said = fault.get("message", "") if isinstance(fault, dict) else str(fault)
         raise RequestError("", said or f"{url} answers {answer.status_code}")
-    return content
+    return answer
 
 
 def _shown(action: str, answer: Any) -> str:
     if action == "release":
         return f"released {answer['released']}"
+    if action in ("get", "put"):
+        return f"{answer['blocks']} blocks"
     if action in ("lease", "leases"):
         rows = answer if isinstance(answer, list) else [answer]
         headers = ["replica", "lease", "blocks on devices", "below", "seconds left"]

@@ -35,7 +35,7 @@ COMMANDS = {  # name -> module of jaxserve, summary
         "look whether serving with these flags would work here, and how fast",
     ),
     "keys": ("cli.keys", "make and forget the API keys of a server"),
-    "kv": ("cli.kv", "find, keep and copy cached blocks of prompts on replicas"),
+    "kv": ("cli.kv", "find, keep and copy cached blocks of prompts, also as files"),
     "profile": (
         "lab.cli.profile_steps",
         "measure what steps cost here, for the scheduler's predictions",

@@ -11,6 +11,7 @@ touches no device: `Steps` writes commands, which a `Worker` executes.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import random
 import threading
@@ -23,6 +24,7 @@ from jaxserve.api.errors import RequestError
 from jaxserve.api.request import Request
 from jaxserve.clock import Clock, WallClock
 from jaxserve.engine.block_export import TierExporter
+from jaxserve.engine.block_files import TierFiles
 from jaxserve.engine.block_mover import Arrival
 from jaxserve.engine.command import DeviceError, WorkersLost
 from jaxserve.engine.description import replica_info, tier_readings, transfer_readings
@@ -32,11 +34,13 @@ from jaxserve.engine.watchdog import RESTARTING, lost_error, request_error
 from jaxserve.observe.kv_view import kv_view
 from jaxserve.observe.view import Snapshot
 from jaxserve.replica.core import ReplicaCore
+from jaxserve.replica.kv_pool import KvPool
 from jaxserve.replica.protocol import Sink
 from jaxserve.scheduling import Load, Scheduler
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.settings.schema import EngineConfig
 from jaxserve.store.peers import BlockExporter
+from jaxserve.store.tiered import TieredBlocks
 
 T = TypeVar("T")
 
@@ -136,6 +140,14 @@ class Engine(ReplicaCore):
             yield
         finally:
             self._lock.release()
+
+    @functools.cached_property
+    def kv_pool(self) -> KvPool:
+        """The cached blocks, as operators ask for them; as files too with host memory."""
+        exporter, tiers = self.block_exporter, self.worker.lower_tiers
+        if exporter is None or not isinstance(tiers, TieredBlocks):
+            return super().kv_pool
+        return TierFiles(self.scheduler.cache, self._exclusively, self.now, exporter, tiers)
 
     def _exclusively(self, work: Callable[[], T]) -> T:
         with self._bounded_lock():

@@ -17,6 +17,7 @@ import numpy as np
 from jaxserve.api.errors import RequestError
 from jaxserve.cache import CacheManager
 from jaxserve.cache.hashes import BlockHashes
+from jaxserve.store.kv_file import KvFile
 
 MAX_LEASE_SECONDS = 86400.0
 T = TypeVar("T")
@@ -84,6 +85,20 @@ class HasKvPool(Protocol):
     @property
     def kv_pool(self) -> KvPool:
         """The cached blocks."""
+
+
+@runtime_checkable
+class KvFiles(Protocol):
+    """A pool whose blocks can be had and given as files. Errors: RequestError that names the
+    field."""
+
+    def get(self, prompt: np.ndarray, salt: str, first: int, most_bytes: int) -> KvFile:
+        """Returns blocks of a prompt from number `first` on, as many as are there and go into
+        `most_bytes`, one at least. Errors: RequestError, NOT_FOUND for none."""
+
+    def put(self, file: KvFile, salt: str) -> int:
+        """Takes blocks into host memory; returns how many were not there and have room. Errors:
+        RequestError for blocks of another model or type, or that are not what they were."""
 
 
 class LocalKvPool:

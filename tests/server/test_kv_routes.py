@@ -10,7 +10,7 @@ import pytest
 
 from jaxserve.api.errors import RequestError
 from jaxserve.cli.main import main
-from tests.replica.pools import BLOCK, PoolOf
+from tests.replica.pools import BLOCK, FilesOf, PoolOf
 from tests.server.fakes import FakeReplica
 from tests.server.keyed import TWO
 from tests.server.test_remote_replica import Offered, offered  # noqa: F401
@@ -22,8 +22,8 @@ IDS = ",".join(map(str, PROMPT))
 class Operated:
     """A server whose replica has a pool with some of a prompt's blocks, and its operators' port."""
 
-    def __init__(self, serve, **config):
-        self.made = PoolOf()
+    def __init__(self, serve, made: PoolOf | FilesOf | None = None, **config):
+        self.made = made or PoolOf()
         engine = FakeReplica()
         engine.kv_pool = self.made.pool
         self.served = serve(engine, admin_port=0, **config)
@@ -106,7 +106,7 @@ def test_only_admin_keys_may_ask_and_tenants_prefixes_are_apart(serve, key_file)
 def said(capsys, operated: Operated, *flags: str) -> tuple[int, str]:
     code = main(["kv", f"--url={operated.url}", *flags])
     output = capsys.readouterr()
-    return code, output.out + output.err
+    return code, output.err if code else output.out
 
 
 def test_the_command_finds_keeps_and_releases(operated, capsys, tmp_path):
@@ -136,7 +136,30 @@ def test_mistakes_of_the_command_are_one_line(operated, capsys):
         ["--leases", "--url=http://127.0.0.1:1"],
     ):
         code, text = said(capsys, operated, *flags)
-        assert code == 2 and text.count("\n") == 1 and text.startswith("jaxserve kv: ")
+        (mistake,) = [line for line in text.splitlines() if line.startswith("jaxserve kv: ")]
+        assert code == 2 and text.endswith(mistake + "\n")
+
+
+def test_blocks_go_from_one_server_to_another_as_files(serve, capsys, tmp_path):
+    one, other = Operated(serve, FilesOf()), Operated(serve, FilesOf())
+    prompt = np.array(PROMPT, np.int32)
+    blocks = one.made.fill(prompt, 3)
+    folder = tmp_path / "blocks"
+    assert said(capsys, one, f"--get={folder}", f"--tokens={IDS}") == (0, "3 blocks\n")
+    assert said(capsys, other, f"--put={folder}") == (0, "3 blocks\n")
+    assert said(capsys, other, f"--put={folder}") == (0, "0 blocks\n")  # they are there
+    assert other.made.pool.find(prompt, "")[0].below == 3
+    assert (other.made.pool.get(prompt, "", 0, 1 << 20).blocks == blocks).all()
+    assert said(capsys, one, f"--get={folder}", f"--tokens={IDS}")[0] == 2  # it is there
+    (file,) = folder.iterdir()
+    file.write_bytes(b"no file")
+    code, text = said(capsys, other, f"--put={folder}")
+    assert code == 2 and "safetensors" in text
+
+
+def test_a_replica_without_host_memory_has_no_files(operated):
+    operated.hold()
+    assert "--host_cache_gib" in operated.post("get", prompt=PROMPT).text
 
 
 # --- over a session
