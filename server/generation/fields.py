@@ -137,6 +137,11 @@ _TOGETHER: dict[frozenset[str], list[JsonObject]] = {
         _lacks("stream_options"),
         _has("stream", {"const": True}),
     ],
+    frozenset({"input", "instructions", "previous_response_id"}): [
+        _has("input", {"minLength": 1, "minItems": 1}),
+        _has("instructions", {"type": "string", "minLength": 1}),
+        _has("previous_response_id", GIVEN),
+    ],
     frozenset({"prompt_logprobs", "stream"}): [_lacks("prompt_logprobs"), _lacks("stream", False)],
     frozenset({"tool_choice", "tools"}): [
         *_UNFORCED,

@@ -102,6 +102,8 @@ def _check_best_of(body: CompletionRequest) -> None:
     if body.best_of is None:
         return
     RANGES["n"].check("best_of", body.best_of)
+    if body.n is not None:
+        RANGES["n"].check("n", body.n)
     if body.best_of < (body.n or 1):
         raise RequestError("best_of", f"{body.best_of} is below n, {body.n or 1}")
     if _chooses(body) and body.stream:

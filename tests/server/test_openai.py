@@ -625,6 +625,8 @@ def test_the_best_of_several_completions_are_shown(http):
     for wrong in ({"best_of": 2, "n": 3}, {"best_of": 2, "stream": True}, {"best_of": 129}):
         refused = post(client, "/v1/completions", {"prompt": "a", **wrong})
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "best_of"
+    refused = post(client, "/v1/completions", {**asked, "n": 0})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "n"
 
 
 def test_the_effort_of_reasoning_is_a_variable_of_the_template(http):
