@@ -113,7 +113,7 @@ def test_random_completions_are_valid_and_do_not_depend_on_how_far_the_engine_ru
                 logprobs=(None, 2)[seed % 2],
                 n=1 + seed % 3,
             )
-            for seed in range(6)
+            for seed in range(3)
             for spec in SPECS
         ]
         runner.run()
@@ -179,10 +179,10 @@ def best_allowed(engine: Engine, spec: Guided, seed: int, most: int) -> list[int
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.kind)
 def test_greedy_takes_the_best_of_what_is_allowed(alone, spec):
     runner = Runner(alone)
-    id = submit(runner, spec, 3, max_tokens=25)
+    id = submit(runner, spec, 3, max_tokens=15)
     beside = [submit(runner, other, 9, temperature=1, seed=1) for other in (*SPECS, None)]
     runner.run()
-    assert runner.ids(id) == best_allowed(alone, spec, 3, 25) and beside
+    assert runner.ids(id) == best_allowed(alone, spec, 3, 15) and beside
 
 
 def test_greedy_is_exact_on_every_mesh(split):
@@ -315,7 +315,7 @@ def test_a_guide_that_fails_ends_its_request_and_no_other(alone, where, at):
 
 def test_cancelled_guided_requests_leave_nothing_behind(alone):
     runner = Runner(alone)
-    for turns in range(12):
+    for turns in (0, 1, 3, 6, 11):
         ids = [submit(runner, spec, turns, temperature=1, seed=1) for spec in SPECS]
         for _ in range(turns):
             alone.step()

@@ -127,7 +127,7 @@ def assert_means_truth(name: str, case: Case, window: int | None, softcap: float
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", PORTABLE)
 def test_attention_over_pages_is_dense_attention(name, shape):
-    for seed in range(6):
+    for seed in range(3):  # of three cases one has a row without keys
         assert_means_truth(name, make_case(shape, seed), shape.window)
 
 
@@ -136,14 +136,15 @@ def test_attention_over_pages_is_dense_attention(name, shape):
 def test_values_may_be_part_of_keys_or_shorter(name, shape):
     for seed in range(2):
         assert_means_truth(name, make_case(shape, seed), shape.window)
-        assert_means_truth(name, make_case(shape, seed), shape.window, softcap=2.0)
+    if shape in VALUES[1:4]:
+        assert_means_truth(name, make_case(shape, 0), shape.window, softcap=2.0)
 
 
 @pytest.mark.parametrize("shape", SHAPES[:2] + SHAPES[4:7] + SHAPES[-4:-2], ids=str)
+@pytest.mark.parametrize("softcap", [0.7, pytest.param(50.0, marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("name", PORTABLE)
-def test_logits_have_a_soft_cap(name, shape):
-    for softcap in (0.7, 50.0):
-        assert_means_truth(name, make_case(shape, 1), shape.window, softcap)
+def test_logits_have_a_soft_cap(name, softcap, shape):
+    assert_means_truth(name, make_case(shape, 1), shape.window, softcap)
 
 
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if not shape.window], ids=str)

@@ -431,7 +431,14 @@ def among(need: int, policy: str, mesh: MeshConfig = ONE) -> float:
 
 
 @pytest.mark.parametrize(
-    "need, mesh", [(56, ONE), (64, ONE), (64, MeshConfig(spp=2)), (64, MeshConfig(kvp=2))]
+    "need, mesh",
+    [
+        (64, ONE),
+        *(
+            pytest.param(need, mesh, marks=pytest.mark.matrix)
+            for need, mesh in ((56, ONE), (64, MeshConfig(spp=2)), (64, MeshConfig(kvp=2)))
+        ),
+    ],
 )
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_no_stream_of_small_ones_keeps_a_large_one_out(policy, need, mesh):

@@ -8,6 +8,7 @@ import functools
 import math
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import jax
@@ -42,10 +43,21 @@ WIDTH = 8
 ROWS = 16
 DECODES = 2
 HEADS = {1: (2, 3), 2: (1, 16), 4: (4, 1), 8: (1, 2)}  # kv heads and queries of each, by lanes
+
 # lanes, and those of a group
-MORE = [(2, 2), (4, 4), (8, 2), (8, 4)]
-SEVERAL = [(4, 2), (8, 8), *(pytest.param(*group, marks=pytest.mark.matrix) for group in MORE)]
-GROUPS = [pytest.param(1, 1, marks=pytest.mark.matrix), *SEVERAL]
+ALONE = (1, 1)
+SEVERAL = [(2, 2), (4, 2), (4, 4), (8, 2), (8, 4), (8, 8)]
+PARTS = [(4, 2), (8, 2), (8, 4)]
+WITHOUT_SOME = [(4, 4), (8, 4), (8, 8)]  # groups of more lanes than hold a sequence
+
+
+def by_default(chosen: Sequence[tuple[int, int]], every: Sequence[tuple[int, int]]) -> list:
+    """Parameters `every`, each of which is compiled for long; only `chosen` are no matrix."""
+    marks = [() if group in chosen else pytest.mark.matrix for group in every]
+    return [pytest.param(*group, marks=mark) for group, mark in zip(every, marks)]
+
+
+COMPILED = [(8, 4)]  # of the programs whose text is read; several tests read the same ones
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 
 
@@ -247,7 +259,7 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(exchange, "PIECE_TOKENS", 3 * C)  # several of them, the last one not full
 
 
-@pytest.mark.parametrize("lanes, group_size", GROUPS)
+@pytest.mark.parametrize("lanes, group_size", by_default([(4, 2), (8, 8)], [ALONE, *SEVERAL]))
 @pytest.mark.parametrize("strategy", EXCHANGES)
 def test_every_strategy_is_dense_attention(strategy, lanes, group_size):
     @settings(max_examples=examples(12), deadline=None, database=None)
@@ -258,7 +270,7 @@ def test_every_strategy_is_dense_attention(strategy, lanes, group_size):
     check()
 
 
-@pytest.mark.parametrize("lanes, group_size", [(1, 1), (4, 2), (8, 8)])
+@pytest.mark.parametrize("lanes, group_size", by_default([(4, 2)], [ALONE, (4, 2), (8, 8)]))
 @pytest.mark.parametrize("strategy", EXCHANGES)
 def test_soft_caps_and_sinks_are_those_of_dense_attention(strategy, lanes, group_size):
     @settings(max_examples=examples(5), deadline=None, database=None)
@@ -269,7 +281,7 @@ def test_soft_caps_and_sinks_are_those_of_dense_attention(strategy, lanes, group
     check()
 
 
-@pytest.mark.parametrize("lanes, group_size", GROUPS)
+@pytest.mark.parametrize("lanes, group_size", by_default([(8, 8)], [ALONE, *SEVERAL]))
 @pytest.mark.parametrize("strategy", ["pass_q", "visit"])
 def test_decodes_alone_reach_others_wherever_their_keys_belong(strategy, lanes, group_size):
     @settings(max_examples=examples(12), deadline=None, database=None)
@@ -282,7 +294,7 @@ def test_decodes_alone_reach_others_wherever_their_keys_belong(strategy, lanes, 
 
 
 @pytest.mark.parametrize("alone", [False, True])
-@pytest.mark.parametrize("lanes, group_size", [(4, 4), (8, 4), (8, 8)])
+@pytest.mark.parametrize("lanes, group_size", by_default([(8, 4)], WITHOUT_SOME))
 def test_visitors_find_room_where_few_lanes_hold_a_sequence(lanes, group_size, alone):
     rooms = set()
 
@@ -344,7 +356,7 @@ def crossed(
     return {name: int(size) for name, size in out.items()}
 
 
-@pytest.mark.parametrize("lanes, group_size", SEVERAL)
+@pytest.mark.parametrize("lanes, group_size", by_default(COMPILED, SEVERAL))
 def test_what_crosses_lanes_is_what_the_formulas_say(lanes, group_size):
     """Compares compiled programs with the formulas of `lanes.exchange`, which are those of
     the Context Parallelism paper; all rows of a step count as new tokens."""
@@ -384,7 +396,7 @@ def test_what_crosses_lanes_is_what_the_formulas_say(lanes, group_size):
     }
 
 
-@pytest.mark.parametrize("lanes, group_size", SEVERAL)
+@pytest.mark.parametrize("lanes, group_size", by_default(COMPILED, SEVERAL))
 @pytest.mark.parametrize("strategy", strategies.decode_exchanges())
 def test_what_crosses_lanes_for_decodes_alone_is_what_the_formulas_say(strategy, lanes, group_size):
     K, G = HEADS[lanes]
@@ -400,7 +412,7 @@ def test_what_crosses_lanes_for_decodes_alone_is_what_the_formulas_say(strategy,
 
 
 @pytest.mark.parametrize("alone", [False, True])
-@pytest.mark.parametrize("lanes, group_size", [(4, 4), (8, 4), (8, 8)])
+@pytest.mark.parametrize("lanes, group_size", by_default(COMPILED, WITHOUT_SOME))
 def test_visits_take_the_share_of_what_is_gathered_that_they_have_room_for(
     lanes, group_size, alone
 ):
@@ -437,7 +449,7 @@ def test_profiles_show_the_functions_of_the_data_plane():
     "strategy, alone",
     [*((strategy, False) for strategy in EXCHANGES), ("pass_q", True), ("visit", True)],
 )
-@pytest.mark.parametrize("lanes, group_size", [(4, 2), (8, 2), (8, 4)])
+@pytest.mark.parametrize("lanes, group_size", by_default(COMPILED, PARTS))
 def test_nothing_leaves_a_group_and_a_ring_has_a_hop_less_than_lanes(
     strategy, alone, lanes, group_size
 ):
@@ -461,7 +473,7 @@ def test_nothing_leaves_a_group_and_a_ring_has_a_hop_less_than_lanes(
 def test_a_hop_does_not_wait_for_the_attention_that_it_runs_beside(strategy, alone):
     """Each hop sends what the previous hop received, or what the lane had: it does not depend on
     attention."""
-    text = text_of(strategy, 4, 4, alone)
+    text = text_of(strategy, 8, 4, alone)
     made = dict(re.findall(r"^\s*(?:ROOT )?%([\w.-]+) = (.*)$", text, re.M))
     hops = [name for name, what in made.items() if re.search(r" collective-permute\(", what)]
     sources = [re.search(r"collective-permute\(%([\w.-]+)\)", made[name])[1] for name in hops]

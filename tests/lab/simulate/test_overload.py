@@ -69,7 +69,7 @@ def between(records: list[RequestRecord], first: float, last: float) -> list[Req
         (CHATS, 7, {}, 1.0),
         pytest.param(CHATS, 7, dict(policy="edf"), 1.0, marks=pytest.mark.matrix),
         (CHATS, 7, dict(policy="fcfs", chunking="static", chunk_tokens=512), 1.0),
-        (CHATS, 5, dict(max_seqs=8), 1.0),
+        pytest.param(CHATS, 5, dict(max_seqs=8), 1.0, marks=pytest.mark.matrix),
         pytest.param(ANSWERS, 3, dict(max_seqs=8), 1.0, marks=pytest.mark.matrix),
         (MIXED, 2, {}, 0.6),
     ],
@@ -127,7 +127,7 @@ def stormed(
     return execute(virtual, sorted(found, key=lambda arrival: arrival.time)).records, max(depths)
 
 
-@pytest.mark.parametrize("long", [20_000, 100_000])
+@pytest.mark.parametrize("long", [pytest.param(20_000, marks=pytest.mark.matrix), 100_000])
 def test_one_who_sends_far_too_long_prompts_takes_nothing_from_others(long):
     """64 prompts at once that would take minutes to hours; beside them four short ones a second."""
     chats = arrivals("poisson:prompt=1000,output=30", 4.0, 60.0, 0)
