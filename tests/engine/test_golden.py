@@ -453,18 +453,17 @@ def floats_of(weights):
 def test_prompt_logits_equal_the_reference(mesh, golden, smollm2_gguf, plain):
     real = engine(smollm2_gguf, mesh, **PLAIN) if mesh else plain
     hidden = hidden_states_of(real)
+    head = real.worker.stages.head
+    weights = {
+        keys[-1]: np.asarray(floats_of(value), np.float64)
+        for (keys, _), value in zip(head.program.weights.flat, head.values)
+    }
     for case in golden["cases"][:5]:
         hidden.clear()
         runner = Runner(real)
         runner.submit(case["prompt_ids"], max_tokens=1, ignore_eos=True)
         runner.run()
         picked = np.asarray(hidden[-1].picked, np.float64)
-        weights = {
-            keys[-1]: np.asarray(floats_of(value), np.float64)
-            for (keys, _), value in zip(
-                real.worker.stages.head.program.weights.flat, real.worker.stages.head.values
-            )
-        }
         normal = (
             picked
             / np.sqrt((picked**2).mean(-1, keepdims=True) + real.worker.plan.model.norms.eps)
