@@ -20,6 +20,7 @@ import os
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -150,8 +151,8 @@ class WithoutFront:
 
 
 class OverGrpc:
-    def __init__(self, server: Background):
-        self._client = Client(server.target)
+    def __init__(self, target: str):
+        self._client = Client(target)
 
     def ask(self, asked: Asked, prompt: np.ndarray, output: int) -> None:
         for event in self._client.generate(prompt, sampling(output)):
@@ -160,8 +161,8 @@ class OverGrpc:
 
 
 class OverHttp:
-    def __init__(self, server: Background):
-        self._port = server.server.ports["http"]
+    def __init__(self, port: int):
+        self._port = port
 
     def ask(self, asked: Asked, prompt: np.ndarray, output: int) -> None:
         body = {
@@ -183,6 +184,7 @@ class OverHttp:
                 raise RequestError(
                     "",
                     answer.read().decode(),
+                    str(answer.status),
                     reason=answer.headers.get("jaxserve-reject-reason", str(answer.status)),
                     retry_after=float(answer.headers.get("retry-after", 0)),
                 )
@@ -198,8 +200,8 @@ class OverHttp:
 
 WAYS: dict[str, Callable[[Background], Any]] = {
     "engine": WithoutFront,
-    "grpc": OverGrpc,
-    "http": OverHttp,
+    "grpc": lambda server: OverGrpc(server.target),
+    "http": lambda server: OverHttp(server.server.ports["http"]),
 }
 
 
@@ -208,20 +210,21 @@ def sampling(output: int) -> SamplingParams:
 
 
 class LoadGenerator:
-    """Requests at random for a server."""
+    """Requests at random for a server. way: how they come, one of the classes above. vocabulary: of
+    its model."""
 
-    def __init__(self, values: dict[str, Any], server: Background):
+    def __init__(self, values: dict[str, Any], way: Any, vocabulary: int):
         self.values = values
         self.dice = np.random.default_rng(values["seed"])
-        self.replica = server.server.frontend.replica
         self.slots = values["max_seqs"] * max(1, values["replicas"])
-        self._way = WAYS[values["way"]](server)
+        self._way = way
+        self._vocabulary = vocabulary
 
     def ask(self) -> Asked:
         dice = self.dice
         prompt = dice.integers(
             0,
-            self.replica.info.vocab,
+            self._vocabulary,
             int(np.clip(dice.lognormal(np.log(self.values["prompt"]), 0.6), 8, 1000)),
         )
         asked = Asked(len(prompt))
@@ -278,6 +281,7 @@ def figures(asked: Sequence[Asked], seconds: float, values: dict[str, Any]) -> d
         "asked": len(asked),
         "accepted": len(served),
         "refused": len(refused),
+        "statuses": dict(Counter(one.error.status for one in refused if one.error is not None)),
         "reasons": {
             reason: sum(one.error is not None and one.error.reason == reason for one in refused)
             for reason in sorted({one.error.reason for one in refused if one.error is not None})
@@ -332,7 +336,9 @@ def measured(values: dict[str, Any]) -> dict[str, Any]:
 
     with Background(ServerConfig(grpc_port=0, port=0), build) as server:
         server.wait_ready()
-        return phases(LoadGenerator(values, server), Computed(engines), engines)
+        vocabulary = server.server.frontend.replica.info.vocab
+        load = LoadGenerator(values, WAYS[values["way"]](server), vocabulary)
+        return phases(load, Computed(engines), engines)
 
 
 class Computed:
