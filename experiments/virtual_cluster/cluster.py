@@ -12,6 +12,7 @@ are run up to the moment at which they are asked something.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
 import itertools
 import random
@@ -27,6 +28,7 @@ from experiments.virtual_cluster.report import (
     ClusterRecord,
     ClusterReport,
     LoadSample,
+    RoleChange,
     slowest_mean,
 )
 from experiments.virtual_cluster.routers import ROUTERS, RouterQuery
@@ -35,7 +37,7 @@ from jaxserve.api.events import Event, Finished, Token
 from jaxserve.api.request import Request, Slo
 from jaxserve.cache.hashes import BlockHashes
 from jaxserve.cluster.admission import AdmissionView
-from jaxserve.cluster.roles import Role
+from jaxserve.cluster.roles import RatioController, Role
 from jaxserve.cluster.routing import (
     ROUTING,
     PrefillChoice,
@@ -52,6 +54,7 @@ __all__ = ["ClusterRecord", "ClusterReport", "ClusterSpec", "LoadSample", "Virtu
 
 NEVER = float("inf")
 MAX_LEN = 2**31 - 1
+BALANCE_SECONDS = 1.0  # between looks at the loads of both sides
 
 
 def run(spec: ClusterSpec, arrivals: Iterable[Arrival], until: float = NEVER) -> ClusterReport:
@@ -62,13 +65,15 @@ def run(spec: ClusterSpec, arrivals: Iterable[Arrival], until: float = NEVER) ->
 
 @dataclasses.dataclass(slots=True)
 class Passage:
-    """A request on its way through the cluster. times: clock seconds of its tokens."""
+    """A request on its way through the cluster. split: where it is prefilled only its first token
+    is put out. times: clock seconds of its tokens."""
 
     request: Request
     record: ClusterRecord
     chain: BlockHashes
     prefill_on: Node
     decode_on: Node | None
+    split: bool
     times: list[float] = dataclasses.field(default_factory=list)
 
 
@@ -78,14 +83,15 @@ class VirtualCluster:
     def __init__(self, spec: ClusterSpec):
         self.spec = spec
         self.nodes = [Node(number, role, spec) for number, role in enumerate(spec.roles)]
-        self.prefilling = [node for node in self.nodes if node.role.prefills]
-        self.decoding = [node for node in self.nodes if node.role is Role.DECODE]
+        self._controller = None if spec.ratio is None else RatioController(spec.ratio)
+        self.role_changes: list[RoleChange] = []
         self.network = Network(len(self.nodes), spec.bytes_per_s)
         self.records: list[ClusterRecord] = []
         self.samples: list[LoadSample] = []
         self.bytes_fetched = 0.0
         # run event by event
-        self._stepped = [node for node in self.nodes if node.role is Role.PREFILL]
+        may_prefill = (Role.PREFILL,) if spec.ratio is None else (Role.PREFILL, Role.DECODE)
+        self._stepped = [node for node in self.nodes if node.role in may_prefill]
         self._coming = True  # whether requests are still to arrive
         self._live = 0  # requests that were not refused and have not ended
         self._now = 0.0
@@ -96,12 +102,24 @@ class VirtualCluster:
         self._layers = spec.system.shape.layers
         self._slo = spec.slo or (lambda prompt: Slo(spec.ttft, spec.tbt))
 
+    @property
+    def prefilling(self) -> list[Node]:
+        """The replicas that prefill now."""
+        return [node for node in self.nodes if node.role.prefills]
+
+    @property
+    def decoding(self) -> list[Node]:
+        """The replicas that only decode now."""
+        return [node for node in self.nodes if node.role is Role.DECODE]
+
     # --- time
 
     def run(self, arrivals: Iterable[Arrival], until: float = NEVER) -> ClusterReport:
         """Runs all arrivals to their end, or to clock second `until`."""
         if self.spec.sample_every is not None:
             self._at(0.0, self._sample)
+        if self._controller is not None:
+            self._at(0.0, functools.partial(self._balance, self._controller))
         for number, arrival in enumerate(arrivals):
             if arrival.time > until:
                 break
@@ -162,7 +180,9 @@ class VirtualCluster:
             record.refusal = error.reason
             return
         self._live += 1
-        self._begin(Passage(request, record, chain, self.nodes[choice.member], decode), choice)
+        node = self.nodes[choice.member]
+        split = node.role is Role.PREFILL
+        self._begin(Passage(request, record, chain, node, decode, split), choice)
 
     def _route(self, chain: BlockHashes, total: int, slo: Slo) -> PrefillChoice:
         """Chooses where a prompt of `total` tokens is prefilled; its last token is always
@@ -256,7 +276,7 @@ class VirtualCluster:
 
     def _submit(self, passage: Passage) -> None:
         request = passage.request
-        if passage.prefill_on.role is Role.PREFILL:
+        if passage.split:
             sampling = dataclasses.replace(request.sampling, max_tokens=1)
             request = dataclasses.replace(request, sampling=sampling)
         passage.prefill_on.replica.submit(request, self._prefill_sink(passage))
@@ -349,6 +369,22 @@ class VirtualCluster:
         if passage.decode_on is not None:
             passage.decode_on.work.end_decode(passage.record.id)
 
+    def _balance(self, controller: RatioController) -> None:
+        """Has the least loaded replicas of one side change to the other where that is called for,
+        as a conductor does; what they have goes on."""
+        for node in self.nodes:
+            node.replica.advance(self._now)
+        prefill = {node: node.load(self._now) for node in self.prefilling}
+        decode = {node: node.load(self._now) for node in self.decoding}
+        count = controller.change(list(prefill.values()), list(decode.values()), self._now)
+        givers, role = (prefill, Role.DECODE) if count > 0 else (decode, Role.PREFILL)
+        for node in sorted(givers, key=givers.__getitem__)[: abs(count)]:
+            node.role = role
+            change = RoleChange(self._now, node.number, len(self.prefilling))
+            self.role_changes.append(change)
+        if self._coming or self._live:
+            self._at(self._now + BALANCE_SECONDS, functools.partial(self._balance, controller))
+
     def _sample(self) -> None:
         """Notes the loads of the pools, as long as anything is to come."""
         spec = self.spec
@@ -372,4 +408,5 @@ class VirtualCluster:
             self.bytes_fetched,
             holders,
             self.samples,
+            self.role_changes,
         )

@@ -15,7 +15,7 @@ from jaxserve.api.request import Slo
 from jaxserve.cache import CacheManager
 from jaxserve.cache.hashes import BlockHashes
 from jaxserve.cluster.assignments import Assignments
-from jaxserve.cluster.roles import Role
+from jaxserve.cluster.roles import RatioLimits, Role
 from jaxserve.cluster.routing import BALANCING_THRESHOLD, ROUTING, DecodeView
 from jaxserve.lab.simulate.run import System
 from jaxserve.settings.schema import CacheConfig, ConfigError, SchedulerConfig
@@ -35,7 +35,9 @@ class ClusterSpec:
     node's network, in either direction (default: 87 GB/s, measured over four 200 Gbps NICs,
     Mooncake 7.4.1). name_tokens: first tokens of a prompt, by which a router that hashes knows its
     prefix. completion: seconds that a sequence is taken to decode, for predictions. sample_every:
-    seconds between samples of the loads; None: none are taken.
+    seconds between samples of the loads; None: none are taken. ratio: by which replicas that
+    prefill and those that decode change sides (Mooncake, 5.1); all of these have caches of
+    `cache_tokens` then; None: roles stay.
     """
 
     system: System
@@ -57,6 +59,7 @@ class ClusterSpec:
     name_tokens: int = 2048
     completion: float = 20.0
     sample_every: float | None = None
+    ratio: RatioLimits | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -70,7 +73,7 @@ class ClusterSpec:
                 raise ConfigError(name, f"must be one of {', '.join(table)}, not {value!r}")
 
 
-@dataclass
+@dataclass(eq=False)
 class Node:
     """A replica of the cluster, and the work that was routed to it."""
 
@@ -82,13 +85,13 @@ class Node:
 
     def __post_init__(self) -> None:
         spec = self.spec
-        tokens = spec.cache_tokens if self.role.prefills else spec.decode_tokens
+        caches = self.role.prefills or spec.ratio is not None
+        tokens = spec.cache_tokens if caches else spec.decode_tokens
         size = spec.cache.block_size * spec.system.mesh.kvp
         cache = dataclasses.replace(
             spec.cache,
             pages=None if tokens is None else max(tokens // size, 2),
-            prefix_caching=spec.cache.prefix_caching
-            and (self.role.prefills or spec.decode_caching),
+            prefix_caching=spec.cache.prefix_caching and (caches or spec.decode_caching),
         )
         self.replica = spec.system.replica(spec.scheduler, cache)
         self.replica.listeners.append(self)
@@ -141,6 +144,12 @@ class Node:
         """Tokens of KV that it has, in use or not."""
         load = self.replica.load()
         return (load.pages_total - load.pages_free) * self.spec.cache.block_size
+
+    def load(self, now: float) -> float:
+        """Load of what its role does: 1 where an objective is just met."""
+        if self.role.prefills:
+            return self.work.queue(now) / self.spec.ttft
+        return self.decode_view(0).tbt / self.spec.tbt if self.active else 0.0
 
     def decode_view(self, tokens: int) -> DecodeView:
         """Describes this replica with one more sequence of `tokens` tokens."""

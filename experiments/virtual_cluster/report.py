@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -73,11 +74,20 @@ class LoadSample:
     decode: float
 
 
+class RoleChange(NamedTuple):
+    """A change of sides. at: clock second; member: that changed; prefilling: replicas that prefill
+    from then on."""
+
+    at: float
+    member: int
+    prefilling: int
+
+
 @dataclass(frozen=True)
 class ClusterReport:
     """Results of a run. busy: seconds of steps on each replica. bytes_sent: over the network, and
     `bytes_fetched` of these for prefixes. holders: of each block in any cache at the end, how many
-    replicas have it, most first [blocks]. samples: of the loads."""
+    replicas have it, most first [blocks]. samples: of the loads. role_changes: in their order."""
 
     records: list[ClusterRecord]
     busy: list[float]
@@ -85,6 +95,7 @@ class ClusterReport:
     bytes_fetched: float
     holders: np.ndarray
     samples: list[LoadSample]
+    role_changes: list[RoleChange] = field(default_factory=list)
 
     @property
     def served(self) -> list[ClusterRecord]:

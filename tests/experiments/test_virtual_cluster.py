@@ -11,7 +11,7 @@ import pytest
 from experiments.virtual_cluster.admission import POLICIES
 from experiments.virtual_cluster.cluster import ClusterSpec, run
 from jaxserve.checkpoint.zoo import MODELS
-from jaxserve.cluster.roles import Role
+from jaxserve.cluster.roles import RatioLimits, Role
 from jaxserve.lab.simulate.arrival import Arrival
 from jaxserve.lab.simulate.run import System
 from jaxserve.settings.schema import ConfigError, MeshConfig
@@ -152,3 +152,16 @@ def test_a_cluster_that_cannot_be_is_refused():
         spec(DECODE)
     with pytest.raises(ConfigError, match="one of random"):
         spec(MIXED, routing="best")
+
+
+def test_nodes_change_sides_with_the_load_and_all_is_served():
+    limits = RatioLimits(cooldown=2.0)
+    made = spec(PREFILL, PREFILL, DECODE, DECODE, ttft=2.0, ratio=limits, cache_tokens=400_000)
+    long_prompts = [Arrival(0.2 * number, 20_000, 4) for number in range(60)]
+    report = run(made, long_prompts)
+    assert report.role_changes[0].prefilling == 3
+    assert len(report.served) == 60 and {one.prefill_on for one in report.records} > {0, 1}
+    fixed = run(
+        spec(PREFILL, PREFILL, DECODE, DECODE, ttft=2.0, cache_tokens=400_000), long_prompts
+    )
+    assert fixed.role_changes == [] and report.ttft().mean() < fixed.ttft().mean()
