@@ -50,8 +50,10 @@ class Connection:
         self._harmed: set[int] = set()
         self._passing = 2
         self._lock = threading.Lock()  # of the number
-        for source, target in ((client, server), (server, client)):
-            threading.Thread(target=self._pass, args=(source, target), daemon=True).start()
+
+    def start(self) -> None:
+        for ends in ((self.client, self.server), (self.server, self.client)):
+            threading.Thread(target=self._pass, args=ends, daemon=True).start()
 
     @property
     def is_open(self) -> bool:
@@ -134,7 +136,9 @@ class Proxy:
             for end in (client, server):
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._connections = [one for one in self._connections if one.is_open]
-            self._connections.append(Connection(client, server, self))
+            connection = Connection(client, server, self)
+            self._connections.append(connection)  # first: harm may be done to it as soon as it runs
+            connection.start()
         except OSError:
             client.close()
 
