@@ -138,7 +138,7 @@ _TOGETHER: dict[frozenset[str], list[JsonObject]] = {
         _has("stream", {"const": True}),
     ],
     frozenset({"input", "instructions", "previous_response_id"}): [
-        _has("input", {"minLength": 1, "minItems": 1}),
+        _has("input", {"minItems": 1}),
         _has("instructions", {"type": "string", "minLength": 1}),
         _has("previous_response_id", GIVEN),
     ],

@@ -12,6 +12,28 @@ from jaxserve.server.openai.responses.tools import qualified
 MAX_ITEMS = 10_000
 ROLES = ("user", "assistant", "system", "developer")
 TEXT_PARTS = ("input_text", "output_text", "text")
+_TEXT_PART: JsonObject = {
+    "type": "object",
+    "properties": {"type": {"enum": [*TEXT_PARTS]}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+ITEM_SCHEMA: JsonObject = {  # of a message, or of what has another type
+    "type": "object",
+    "anyOf": [
+        {
+            "properties": {"type": {"not": {"enum": [None, False, 0, "", [], {}, "message"]}}},
+            "required": ["type"],
+        },
+        {"properties": {"role": {"const": "assistant"}}, "required": ["role"]},
+        {
+            "properties": {
+                "role": {"enum": [role for role in ROLES if role != "assistant"]},
+                "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}]},
+            },
+            "required": ["role", "content"],
+        },
+    ],
+}
 REFERENCE = "item_reference"
 OUTPUT = "_call_output"  # ends the types of results
 # what calls are named that have no name, and where they have their arguments, by type

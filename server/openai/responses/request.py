@@ -22,7 +22,7 @@ from jaxserve.server.generation.fields import (
 )
 from jaxserve.server.generation.tools import MAX_TOOLS
 from jaxserve.server.json_body import JsonObject
-from jaxserve.server.openai.responses.items import is_read, messages_of
+from jaxserve.server.openai.responses.items import ITEM_SCHEMA, is_read, messages_of
 from jaxserve.server.openai.responses.tools import (
     FunctionTool,
     ToolsChoice,
@@ -55,7 +55,7 @@ class ResponsesRequest(OpenModel):
     model_config = ConfigDict(json_schema_extra=add_limits)
 
     model: str = Field("", description="'' or absent means the one that is served")
-    input: str | list[dict[str, Any]]
+    input: str | Annotated[list[dict[str, Any]], Field(json_schema_extra={"items": ITEM_SCHEMA})]
     instructions: str | None = None
     max_output_tokens: Integer | None = None
     temperature: float | None = None
