@@ -462,6 +462,9 @@ def test_recompiles_are_those_after_warm_up():
 
 
 class Lowered:
+    def as_text(self) -> str:
+        return "text"
+
     def compile(self) -> str:
         return "program"
 
