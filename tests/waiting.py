@@ -12,9 +12,11 @@ SOON = 60.0  # seconds that may pass, where others have the cores, for what take
 def eventually(condition, seconds: float = SOON) -> None:
     """Waits until a condition holds, for `seconds` at most."""
     deadline = time.monotonic() + seconds
+    pause = 0.001
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.002)
+        time.sleep(pause)
+        pause = min(1.2 * pause, 0.01)  # a condition of what takes long may cost much
 
 
 def tried(times: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
