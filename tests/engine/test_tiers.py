@@ -16,7 +16,7 @@ from jaxserve.costs.coefficients import Costs
 from jaxserve.engine import build, loading, page_io
 from jaxserve.lanes.cost import lane_costs
 from jaxserve.observe.kv_events import MEDIA, KvEventLog, block_hash
-from jaxserve.scheduling import fetches
+from jaxserve.scheduling import fetches, prefetch
 from jaxserve.settings.schema import (
     CacheConfig,
     ConfigError,
@@ -467,7 +467,8 @@ def store(monkeypatch) -> Shelves:
     return store
 
 
-def test_a_replica_that_is_idle_hits_what_another_one_has_put(store, expected):
+def test_a_replica_that_is_idle_hits_what_another_one_has_put(store, expected, monkeypatch):
+    monkeypatch.setattr(prefetch, "LOOKUP_SECONDS", 60.0)  # a thread may wait for a core
     one = engine(mesh="", **SMALL | STORE)
     assert ask(one, prompts()) == expected
     one.close()
