@@ -16,56 +16,45 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from jaxserve.api.batch import PageStores
 from jaxserve.cache.tiers import Fetch
+from jaxserve.engine.fetched_pieces import Arrival, FetchedPieces
 from jaxserve.engine.page_io import BlocksRead, GatheredBlocks, PageIo
 from jaxserve.engine.resized_stream import ResizedStream
 from jaxserve.store.peers import BlockStream, PeerBlocks
 from jaxserve.store.tiered import TieredBlocks
 
 PIECES_AHEAD = 4  # of fetches, on the devices or on their way and not written to their pages yet
-STORES_AHEAD = 64  # launches whose pages were read and not stored yet; more are not read
+STORES_AHEAD = 64  # launches whose pages were read and not stored yet; more are not stored
 ASKED_AT_ONCE = 16  # fetches from other replicas; more wait
 CLOSE_SECONDS = 10.0
 log = logging.getLogger(__name__)
 
 
-class Arrival(NamedTuple):
-    """A piece of a fetch that can be written to its pages: `blocks` of them, the next ones of the
-    fetch. last: nothing comes after it; what is missing then was not found."""
-
-    ticket: int
-    piece: int
-    blocks: int
-    last: bool
-
-
 class BlockMover:
-    """Stores and fetches blocks. arrived: called for each piece of a fetch, on another thread.
-    peers: asks other replicas for blocks."""
+    """Stores and fetches blocks. arrived: called for each piece of a fetch, settled: for blocks
+    that were stored or never will be, both on any thread. peers: asks other replicas for blocks."""
 
     def __init__(
         self,
         io: PageIo,
         tiers: TieredBlocks,
         arrived: Callable[[Arrival], None],
+        settled: Callable[[Sequence[bytes]], None],
         peers: PeerBlocks | None = None,
     ):
         self.io = io
         self.tiers = tiers
         self._arrived = arrived
+        self._settled = settled
         self._peers = peers
         self._stores: queue.Queue[tuple[BlocksRead, PageStores] | None] = queue.Queue()
         self._fetches: queue.Queue[Fetch | None] = queue.Queue()
-        self._pieces: dict[tuple[int, int], GatheredBlocks | None] = {}
-        self._room = threading.Semaphore(PIECES_AHEAD)
-        self._dropped: set[int] = set()  # tickets of fetches that were dropped
-        self._closing = threading.Event()
+        self._pieces = FetchedPieces(PIECES_AHEAD)
         self.skipped = 0  # blocks that were not stored because too many waited to be
         self._threads = [
             threading.Thread(target=self._run, args=job, name=name, daemon=True)
@@ -81,25 +70,25 @@ class BlockMover:
     # --- on the engine's thread
 
     def store(self, stores: PageStores) -> None:
-        """Reads pages, before later commands overwrite them, and has their blocks stored."""
-        if not len(stores):
-            return
-        if self._stores.qsize() >= STORES_AHEAD:
-            self.skipped += len(stores)
-            self.tiers.events.recheck()
-            return
+        """Reads pages, before later commands overwrite them, and has their blocks stored. Where too
+        many wait for that they are read nevertheless, for other processes may have a part in it."""
         at = 0
         for blocks in self.io.read(np.stack([stores.lanes, stores.pages], axis=1)):
             part = stores[at : at + len(blocks)]
-            self.tiers.expect(part.keys)
-            self._stores.put((blocks, part))
             at += len(blocks)
+            if self._stores.qsize() >= STORES_AHEAD:
+                self.skipped += len(part)
+                self.tiers.events.recheck()
+                self._settled(part.keys)
+            else:
+                self.tiers.expect(part.keys)
+                self._stores.put((blocks, part))
 
     @property
     def idle(self) -> bool:
         """Returns whether no block is on its way: all that was read is stored, all that came is
         loaded."""
-        return self.stored and not self._pieces and not self._dropped
+        return self.stored and not len(self._pieces)
 
     @property
     def stored(self) -> bool:
@@ -108,31 +97,22 @@ class BlockMover:
 
     def fetch(self, fetch: Fetch) -> None:
         """Has the blocks of a fetch brought to the devices; `arrived` is called for each piece."""
+        self._pieces.begin(fetch.ticket)
         if fetch.source is None or self._peers is None:
             self._fetches.put(fetch)
         else:
             self._asking.submit(self._safely, self._fetch, fetch)
 
-    def load(self, ticket: int, piece: int) -> None:
-        """Writes a piece that arrived to its pages."""
-        blocks = self._pieces.pop((ticket, piece))
-        self._room.release()
-        if blocks is not None:
-            self.io.write(blocks)
-
-    def drop(self, arrival: Arrival) -> None:
-        """Forgets a piece that arrived; no more of its fetch need come."""
-        if arrival.last:
-            self._dropped.discard(arrival.ticket)
-        else:
-            self._dropped.add(arrival.ticket)
-        self._pieces.pop((arrival.ticket, arrival.piece))
-        self._room.release()
+    def load(self, arrival: Arrival) -> None:
+        """Writes the first blocks of a piece to their pages, as many as every process has; where it
+        is the last, nothing more of its fetch need come."""
+        blocks = self._pieces.take(arrival.ticket, arrival.piece, arrival.last)
+        if blocks is not None and arrival.blocks:
+            self.io.write(blocks.first(arrival.blocks))
 
     def close(self) -> None:
         """Ends the threads, once what was read is stored, and closes the tiers."""
-        self._closing.set()
-        self._room.release(ASKED_AT_ONCE + 1)
+        self._pieces.close()
         if self._peers is not None:
             self._peers.close()
         self._asking.shutdown(wait=False, cancel_futures=True)
@@ -163,6 +143,7 @@ class BlockMover:
                 self.tiers.put(key, functools.partial(blocks.copy, index), retention)
         finally:
             self.tiers.settle(stores.keys)
+            self._settled(stores.keys)
 
     def _fetch(self, fetch: Fetch) -> None:
         """Brings the blocks in pieces until one is missing; the last piece may be empty."""
@@ -172,14 +153,12 @@ class BlockMover:
             for piece, first in enumerate(range(0, len(fetch.keys), size)):
                 keys = fetch.keys[first : first + size]
                 count = self._read(reader, keys, buffer)
-                self._room.acquire()
-                if self._closing.is_set() or fetch.ticket in self._dropped:
-                    self._dropped.discard(fetch.ticket)
-                    self._room.release()
+                if not self._pieces.wait(fetch.ticket):
                     return
                 count, gathered = self._gather(fetch, first, buffer[:count])
                 last = first + count == len(fetch.keys) or count < len(keys)
-                self._pieces[fetch.ticket, piece] = gathered
+                if not self._pieces.put(fetch.ticket, piece, gathered):
+                    return
                 self._arrived(Arrival(fetch.ticket, piece, count, last))
                 if last:
                     return

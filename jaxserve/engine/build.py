@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 from jaxserve.cache.tiers import LowerTiers
 from jaxserve.checkpoint.model import ModelConfig
+from jaxserve.engine.block_layout import BlockLayout
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.executor import CommandExecutor
 from jaxserve.engine.loading import cache_identity, hello_of, load_worker
@@ -20,7 +22,7 @@ from jaxserve.engine.sizing import (
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.step_shapes import first_shapes
 from jaxserve.engine.worker import Worker
-from jaxserve.engine.worker_group import GroupTerms, WorkerGroup
+from jaxserve.engine.worker_group import AskForBlocks, GroupTerms, WorkerGroup
 from jaxserve.engine.worker_process import work
 from jaxserve.group.handshake import Certificate
 from jaxserve.group.layout import check_processes, described
@@ -31,6 +33,7 @@ from jaxserve.scheduling.assembly import CachedModel, ReplicaProfile, assemble
 from jaxserve.settings.options import values_of
 from jaxserve.settings.schema import EngineConfig
 from jaxserve.sharding.mesh import ensure_devices
+from jaxserve.store.parts import PartIndex
 from jaxserve.store.peers import PeerBlocks
 from jaxserve.weights import open_checkpoint
 
@@ -96,9 +99,22 @@ def open_group(
             progress=step,
             tell_state=lambda state: pulse.tell(state=state),
             tls=Certificate.given(member.tls_cert, member.tls_key) if member.tls_cert else None,
+            tiers=_part_index(config, member, plan, checkpoint.config),
         )
         group.formed()
     return group, checkpoint.config
+
+
+def _part_index(
+    config: EngineConfig, member: Member, plan: StagePlan, model: ModelConfig
+) -> Callable[[AskForBlocks], PartIndex] | None:
+    """Returns what makes the leader's index of the blocks below the devices; None without any."""
+    if not config.cache.host_cache_gib:
+        return None
+    block_bytes = BlockLayout(plan, model.kv_heads).bytes
+    slots = int(config.cache.host_cache_gib * 2**30) // block_bytes
+    outlasts = config.cache.disk_cache is not None
+    return lambda ask: PartIndex(member.workers, block_bytes, slots, outlasts, ask)
 
 
 def open_worker(

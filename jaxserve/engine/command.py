@@ -18,16 +18,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxserve.api.batch import NO_STORES, PageStores
+from jaxserve.api.request import KvSource
 from jaxserve.cache.hashes import KEY_BYTES
+from jaxserve.cache.tiers import Fetch, SourceBlocks
 from jaxserve.engine.sampling_rows import SamplingAdmission
 from jaxserve.engine.step_shapes import StepShape, layout
 
-VERSION = 5  # of the byte form
+VERSION = 6  # of the byte form
 NO_STEP = -1  # in place of a shape: nothing is computed, only what else the command says
 NO_SAMPLING = -1  # in place of a variant: no token is sampled after this step
 SAMPLE_LATER = -2  # tokens are sampled by a later command, once their masks are known
 SCORES = 64  # prompt tokens whose log-probabilities or embeddings one launch computes
-_HEAD = struct.Struct("<BBiiiiHIHH")  # fields of `_Head`
+_HEAD = struct.Struct("<BBiiiiHIHHH")  # fields of `_Head`
 _ARRAY = struct.Struct("<BBI")  # kind of number, how it is written, bytes
 _WIDTH = struct.Struct("<I")
 _RAW, _RUNS = 0, 1
@@ -56,16 +58,17 @@ class WorkersLost(Exception):
 class StepCommand:
     """One step, or what else the devices must do between two. In this order a worker: forgets all
     that it holds (`reset`), sets the sampling state of new sequences, reads pages that lower tiers
-    are to keep, writes pages that came from there, sets page-table entries, runs the layers,
-    samples, scores prompt tokens, and pools.
+    are to keep, writes pages that came from there, begins to fetch others, sets page-table entries,
+    runs the layers, samples, scores prompt tokens, and pools.
 
     shape: index of the compiled shape, or NO_STEP. rows [lanes, size]: the step's row of each lane,
     see `step_shapes.layout`. reads: the version of the sampled tokens that the step feeds (0:
     none).
     variant: index in VARIANTS, NO_SAMPLING or SAMPLE_LATER; with NO_STEP it samples for the newest
     step that was to be sampled later. masks [lanes, samples, words]: bits of the tokens that may be
-    sampled, for the guided variant. loads [m, 2]: ticket and number of pieces of fetches
-    (`block_mover`). table_updates [m, 5]: lane, slot, index in the row, page, block. scores
+    sampled, for the guided variant. loads [m, 4]: ticket and number of a piece of a fetch, how many
+    of its blocks are written, and whether that is the last of its fetch (`fetched_pieces`).
+    table_updates [m, 5]: lane, slot, index in the row, page, block. scores
     [k, 2, lanes, SCORES]: tokens of the step, and the ids whose log-probabilities are wanted. pools
     [k, lanes, SCORES]: tokens of the step that prompts are embedded by, first those that are; the
     rest is negative.
@@ -79,6 +82,7 @@ class StepCommand:
     admissions: tuple[SamplingAdmission, ...] = ()
     stores: PageStores = NO_STORES
     loads: np.ndarray = dataclasses.field(default_factory=lambda: _NONE)
+    fetches: tuple[Fetch, ...] = ()
     table_updates: np.ndarray = dataclasses.field(default_factory=lambda: _NONE)
     rows: np.ndarray = dataclasses.field(default_factory=lambda: _NONE)
     masks: np.ndarray = dataclasses.field(default_factory=lambda: _NONE)
@@ -115,6 +119,7 @@ class _Head(NamedTuple):
     variant: int
     admissions: int
     stores: int
+    fetches: int
     samples: int
     words: int
 
@@ -138,6 +143,7 @@ class CommandCodec:
             command.variant,
             len(command.admissions),
             len(command.stores),
+            len(command.fetches),
             *_extent(command.masks),
         )
         return _HEAD.pack(*head) + b"".join(_encoded(array) for array in arrays)
@@ -146,7 +152,9 @@ class CommandCodec:
         """Everything that is an array, each with rows that resemble each other."""
         if len(command.stores):
             yield from _store_rows(command.stores)
-        yield command.loads.reshape(-1, 2)
+        yield command.loads.reshape(-1, 4)
+        for fetch in command.fetches:
+            yield from _fetch_rows(fetch)
         yield command.table_updates.reshape(-1, 5)
         yield command.masks.reshape(-1, 1)
         yield command.scores.reshape(-1, 1)
@@ -207,7 +215,8 @@ class CommandCodec:
         reader = _Reader(data, _HEAD.size)
         parts: dict[str, Any] = {  # in the order of `_parts`
             "stores": _stores(reader, head.stores) if head.stores else NO_STORES,
-            "loads": reader.array().reshape(-1, 2),
+            "loads": reader.array().reshape(-1, 4),
+            "fetches": tuple(_fetch(reader) for _ in range(head.fetches)),
             "table_updates": reader.array().reshape(-1, 5),
             "masks": self._masks(reader.array(), head),
             "scores": reader.array().reshape(-1, 2, self._lanes, SCORES),
@@ -242,6 +251,36 @@ def _stores(reader: _Reader, count: int) -> PageStores:
     lanes, pages, retention = reader.array().reshape(count, 3).T
     keys = reader.array().reshape(count, KEY_BYTES)
     return PageStores(lanes, pages, retention, [key.tobytes() for key in keys])
+
+
+def _fetch_rows(fetch: Fetch) -> Iterator[np.ndarray]:
+    """Everything of a fetch: its numbers and keys, and those of another replica, where it has
+    one."""
+    source = fetch.source or KvSource("", 0)
+    there = fetch.there or SourceBlocks([], 0, 0)
+    numbers = fetch.ticket, source.blocks, source.block_size, there.size, there.skip
+    yield np.array([numbers], np.int32)
+    yield np.array([[fetch.time_left]], np.float32)
+    yield fetch.places.reshape(-1, 2)
+    yield _bytes(b"".join(fetch.keys), KEY_BYTES)
+    yield _bytes(b"".join(there.keys), KEY_BYTES)
+    yield _bytes(source.address.encode())
+    yield _bytes(source.request_id.encode())
+
+
+def _bytes(data: bytes, width: int = 1) -> np.ndarray:
+    return np.frombuffer(data, np.uint8).reshape(-1, width)
+
+
+def _fetch(reader: _Reader) -> Fetch:
+    ticket, blocks, block_size, size, skip = reader.array().reshape(5).tolist()
+    time_left = float(reader.array().reshape(()))
+    places = reader.array().reshape(-1, 2)
+    keys, far = ([key.tobytes() for key in reader.array().reshape(-1, KEY_BYTES)] for _ in range(2))
+    address, request_id = (reader.array().tobytes().decode() for _ in range(2))
+    source = KvSource(address, blocks, request_id, block_size) if address else None
+    there = SourceBlocks(far, size, skip) if size else None
+    return Fetch(ticket, keys, places, source, there, time_left)
 
 
 def _extent(masks: np.ndarray) -> tuple[int, int]:

@@ -7,13 +7,16 @@ exchange between lanes, and fills its rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Sequence, Set
+from typing import Any
 
 import numpy as np
 
 from jaxserve.api.batch import Batch, PageStores
+from jaxserve.cache.tiers import Fetch
 from jaxserve.engine import sampling_rows, token_masks
 from jaxserve.engine.command import NO_SAMPLING, NO_STEP, SAMPLE_LATER, StepCommand
+from jaxserve.engine.fetched_pieces import Arrival
 from jaxserve.engine.results import InFlightBatch, pool_rows, score_rows
 from jaxserve.engine.sampling_rows import VARIANTS, SamplingAdmission
 from jaxserve.engine.stage_plan import StagePlan
@@ -55,9 +58,11 @@ class CommandBuilder:
         self._sampled_at[:] = 0
         return StepCommand(number=-1, reset=True)
 
-    def step(self, batch: Batch) -> tuple[StepCommand, InFlightBatch]:
-        """Makes the command of a batch, and what reads its result. Guided sampling is left for a
-        later command: masks are made while the devices compute."""
+    def step(
+        self, batch: Batch, fetches: Sequence[Fetch] = ()
+    ) -> tuple[StepCommand, InFlightBatch]:
+        """Makes the command of a batch, and what reads its result. fetches: to begin. Guided
+        sampling is left for a later command: masks are made while the devices compute."""
         lanes = self._plan.mesh.kvp
         admissions = [launch for row in batch.admitted for launch in self._admissions(batch, row)]
         variant = self._sampling_of(batch)
@@ -75,6 +80,7 @@ class CommandBuilder:
             reset=self._begins,
             admissions=tuple(admissions),
             stores=batch.stores,
+            fetches=tuple(fetches),
             table_updates=arrays.early_updates,
             rows=arrays.rows,
             scores=scores,
@@ -85,21 +91,24 @@ class CommandBuilder:
             self._note_sampled(batch)
         return command, InFlightBatch(batch, arrays, pending, embeddings, sample_later=later)
 
-    def stores(self, stores: PageStores) -> StepCommand:
-        """Makes the command that only reads pages."""
-        command = StepCommand(number=NO_STEP, reset=self._begins, stores=stores)
-        self._begins = False
-        return command
+    def moves(self, stores: PageStores, fetches: Sequence[Fetch]) -> StepCommand:
+        """Makes the command that only reads pages, and begins fetches."""
+        return self._between(stores=stores, fetches=tuple(fetches))
 
-    def load(self, ticket: int, piece: int, stores: PageStores) -> StepCommand:
-        """The command that writes a piece of a fetch to its pages, after what is on pages that are
-        given away was read."""
-        command = StepCommand(
-            number=NO_STEP,
-            reset=self._begins,
-            stores=stores,
-            loads=np.array([[ticket, piece]], np.int32),
-        )
+    def load(self, arrival: Arrival, stores: PageStores) -> StepCommand:
+        """Makes the command that writes a piece of a fetch to its pages, after what is on pages
+        that are given away was read."""
+        return self._between(stores=stores, loads=np.array([arrival], np.int32))
+
+    def drop(self, arrival: Arrival) -> StepCommand:
+        """Makes the command that writes nothing of a piece, and lets nothing more of its fetch
+        come."""
+        row = arrival._replace(blocks=0, last=True)
+        return self._between(loads=np.array([row], np.int32))
+
+    def _between(self, **parts: Any) -> StepCommand:
+        """Makes a command of no step."""
+        command = StepCommand(number=NO_STEP, reset=self._begins, **parts)
         self._begins = False
         return command
 

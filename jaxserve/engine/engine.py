@@ -25,10 +25,10 @@ from jaxserve.api.request import Request
 from jaxserve.clock import Clock, WallClock
 from jaxserve.engine.block_export import TierExporter
 from jaxserve.engine.block_files import TierFiles
-from jaxserve.engine.block_mover import Arrival
 from jaxserve.engine.command import DeviceError, WorkersLost
 from jaxserve.engine.description import replica_info, tier_readings, transfer_readings
 from jaxserve.engine.executor import CommandExecutor
+from jaxserve.engine.fetched_pieces import Arrival
 from jaxserve.engine.steps import Steps
 from jaxserve.engine.watchdog import RESTARTING, lost_error, request_error
 from jaxserve.observe.kv_view import kv_view
@@ -70,10 +70,9 @@ class Engine(ReplicaCore):
         super().__init__(scheduler, info, config.cache, clock or WallClock(), worker.members)
         self.steps = Steps(config, worker, scheduler, self.registry, self.now, self._notify)
         self.block_exporter: BlockExporter | None = None
-        if worker.lower_tiers is not None:
-            self.block_exporter = TierExporter(
-                scheduler.cache, worker.lower_tiers, self.registry, self.post
-            )
+        tiers = worker.lower_tiers
+        if isinstance(tiers, TieredBlocks):  # the blocks are in this process
+            self.block_exporter = TierExporter(scheduler.cache, tiers, self.registry, self.post)
         self._posted: deque[Callable[[], object]] = deque()
         self._wake = threading.Event()
         self._closing = False
@@ -294,7 +293,8 @@ class Engine(ReplicaCore):
         return True
 
     def _load(self, arrival: Arrival) -> None:
-        if self._closing:
-            self.worker.drop(arrival)
-        else:
-            self.steps.load(arrival)
+        with contextlib.suppress(WorkersLost):  # the next step notices
+            if self._closing:
+                self.steps.drop(arrival)
+            else:
+                self.steps.load(arrival)

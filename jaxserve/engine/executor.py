@@ -7,9 +7,9 @@ from collections.abc import Callable, Set
 from typing import Any, Protocol
 
 from jaxserve.api.batch import PageStores
-from jaxserve.cache.tiers import Fetch, LowerTiers
-from jaxserve.engine.block_mover import Arrival
+from jaxserve.cache.tiers import LowerTiers
 from jaxserve.engine.command import StepCommand, StepResult
+from jaxserve.engine.fetched_pieces import Arrival
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.step_shapes import StepShape
 from jaxserve.lanes.rates import LaneLinks
@@ -60,16 +60,9 @@ class CommandExecutor(Protocol):
         return None
 
     def on_arrival(self, hear: Callable[[Arrival], None]) -> None:
-        """Calls `hear` from now on, on another thread, for blocks that `fetch` has brought."""
+        """Calls `hear` from now on, on another thread, for blocks that a fetch has brought; a later
+        command loads them."""
         return None
-
-    def fetch(self, fetch: Fetch) -> None:
-        """Has blocks brought from lower tiers; a later command loads what arrived."""
-        raise RuntimeError("there are no tiers below the devices")
-
-    def drop(self, arrival: Arrival) -> None:
-        """Forgets what arrived, and what else was to come of its fetch."""
-        raise RuntimeError("there are no tiers below the devices")
 
     def keep(self, stores: PageStores) -> None:
         """Has blocks on the devices kept in lower tiers, and waits for that for a while."""

@@ -13,6 +13,7 @@ from jaxserve.checkpoint.fetch import local_files
 from jaxserve.checkpoint.fingerprint import fingerprint
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.clock import WallClock
+from jaxserve.engine.block_layout import BlockLayout
 from jaxserve.engine.programs import keep_compiled
 from jaxserve.engine.sizing import (
     kept_weights,
@@ -60,16 +61,18 @@ def load_worker(
     )
 
 
-def _tiers(config: EngineConfig, model: ModelConfig) -> Callable[[int], TieredBlocks]:
-    """Returns what makes the tiers below the devices for blocks of a size in bytes, which raises
+def _tiers(config: EngineConfig, model: ModelConfig) -> Callable[[BlockLayout], TieredBlocks]:
+    """Returns what makes the tiers below the devices for blocks, or parts of them, which raises
     ConfigError where they cannot be."""
 
-    def make(block_bytes: int) -> TieredBlocks:
+    def make(layout: BlockLayout) -> TieredBlocks:
+        block_bytes = layout.bytes
         slots = int(config.cache.host_cache_gib * 2**30) // block_bytes
         if slots < 2:
             fault = f"{config.cache.host_cache_gib} GiB hold {slots} blocks of {block_bytes} bytes"
             raise ConfigError("host_cache_gib", f"{fault}; at least 2 are needed")
-        identity = root_key(*cache_identity(config, model), config.cache.block_size, "")
+        root = root_key(*cache_identity(config, model), config.cache.block_size, "")
+        identity = root + layout.name.encode()
         shared = _shared(config, block_bytes, identity)  # refused before a folder is taken
         disk = _disk(config, block_bytes, identity)
         return TieredBlocks(slots, block_bytes, WallClock(), disk, shared)

@@ -1,10 +1,11 @@
-"""Copies KV pages of the devices to host memory and back, in one layout whatever the mesh.
+"""Copies KV pages of the devices to host memory and back, in one layout whatever the mesh
+(`block_layout`), so that a block that a replica with one mesh wrote can be read by one with
+another.
 
-A block outside the devices is [layers, kv heads, 2, block_size, head_dim] numbers, all layers of
-the model and each of its own kv heads once, followed by the scales [layers, kv heads, 2,
-block_size] of quantised ones. So a block that a replica with one mesh wrote can be read by one with
-another. Pages are read and written by programs that run in the order of the steps; they are few
-and of fixed size.
+Pages are read and written by programs that run in the order of the steps; they are few and of fixed
+size. Where a replica has several processes, each reads and writes the layers and heads that its
+devices have, of the pages of all lanes: lanes of other processes send theirs, so that a block can
+come back to any lane.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-from jaxserve.engine.stage_plan import StagePlan
+from jaxserve.engine.block_layout import BlockLayout, BlockPart
 from jaxserve.engine.stage_programs import POOL_AXES, Named, Stage, lowered
 from jaxserve.engine.stages import Stages
 from jaxserve.engine.step_shapes import NOWHERE
 from jaxserve.kernels.kv_pages import KVPages
 from jaxserve.kernels.page_copy import read_pages, write_pages
+from jaxserve.sharding.mesh import KVP
 from jaxserve.sharding.rules import sharding, spec
 
 MOST_BYTES = 64 * 2**20  # of the blocks that one launch moves, on each lane
@@ -30,51 +33,26 @@ MOST_PAGES = 32  # that one launch moves, on each lane
 BLOCK_AXES = ("lanes", None, None, "kv_heads")  # of blocks [lanes, pages, layers, kv heads, ...]
 
 
-class BlockLayout:
-    """The bytes of a block outside the devices. kv_heads: the model's own, of which a plan for
-    more ranks than heads has several copies each."""
-
-    def __init__(self, plan: StagePlan, kv_heads: int, block_size: int | None = None):
-        """block_size: tokens of a block; None: of a page."""
-        pool = plan.pool()
-        vectors, _, head_dim = pool.kv.shape[3:]
-        self.copies = plan.model.kv_heads // kv_heads
-        self.block_size = block_size or plan.block_size
-        self._kv = (plan.model.layers, kv_heads, vectors, self.block_size, head_dim)
-        self._dtype = pool.kv.dtype
-        self._kv_bytes = int(np.prod(self._kv)) * self._dtype.itemsize
-        self._scales = None if pool.scales is None else pool.scales.dtype
-        self.bytes = self._kv_bytes
-        if self._scales is not None:
-            self.bytes += int(np.prod(self._kv[:-1])) * self._scales.itemsize
-
-    def parts(self, block: np.ndarray) -> list[np.ndarray]:
-        """Views of what a block's bytes [bytes] uint8 are: [layers, heads, 2, block_size, ...]."""
-        return jax.tree.leaves(self.view(block))
-
-    def view(self, block: np.ndarray) -> KVPages:
-        """A block's bytes [bytes] uint8 as the numbers and scales that they are."""
-        kv = block[: self._kv_bytes].view(self._dtype).reshape(self._kv)
-        if self._scales is None:
-            return KVPages(kv)
-        scales = block[self._kv_bytes :].view(self._scales).reshape(self._kv[:-1])
-        return KVPages(kv, scales)
-
-
 class PageIo:
-    """Reads and writes pages of all stages of a worker. kv_heads: see BlockLayout."""
+    """Reads and writes pages of all stages of a worker: of each block the part that is on the
+    devices of this process. kv_heads: see BlockLayout."""
 
     def __init__(self, stages: Stages, kv_heads: int):
         self.kv_heads = kv_heads
-        self.layout = BlockLayout(stages.plan, kv_heads)
+        whole = BlockLayout(stages.plan, kv_heads)
+        self._heads = _local_heads(stages)  # of the pools
+        self.layout = BlockLayout(
+            stages.plan, kv_heads, part=_local_part(stages, self._heads, whole.copies)
+        )
         self._stages = stages
         self._lanes = stages.plan.mesh.kvp
-        self.most = max(1, min(MOST_PAGES, MOST_BYTES // self.layout.bytes))
+        # the same in all processes, whatever their parts
+        self.most = max(1, min(MOST_PAGES, MOST_BYTES // whole.bytes))
         self.sizes = sorted({1, self.most})  # pages per lane of a launch
 
     def layout_of(self, block_size: int) -> BlockLayout:
         """The layout of blocks of another size."""
-        return BlockLayout(self._stages.plan, self.kv_heads, block_size)
+        return BlockLayout(self._stages.plan, self.kv_heads, block_size, self.layout.part)
 
     def programs(self) -> Iterator[Named]:
         """Name and lowering of all programs."""
@@ -97,13 +75,16 @@ class PageIo:
                 for array in jax.tree.leaves(part):
                     array.copy_to_host_async()
                 parts.append((stage.layers, part))
-            yield BlocksRead(self.layout, parts, rows)
+            yield BlocksRead(self.layout, self._heads, parts, rows)
 
     def _read_program(self, stage: Stage, size: int) -> Named:
         def lower() -> Any:
             pages = self._stages.programs.cache_shapes(stage)
-            out = jax.tree.map(lambda _: spec(*BLOCK_AXES), pages[0])
-            return lowered(_read, stage.mesh, (pages, self._ids(stage, size)), out)
+            to_all = _lanes_apart(stage.mesh)
+            axes = (None, *BLOCK_AXES[1:]) if to_all else BLOCK_AXES
+            out = jax.tree.map(lambda _: spec(*axes), pages[0])
+            f = functools.partial(_read, to_all=to_all)
+            return lowered(f, stage.mesh, (pages, self._ids(stage, size)), out)
 
         return f"read_pages_{stage.index}_{size}", lower
 
@@ -115,20 +96,41 @@ class PageIo:
         ((ints, rows),) = launches(places, self._lanes, self.most)
         parts = []
         for stage in self._stages.stages:
-            values = jax.tree.map(
-                lambda one: np.zeros(one.shape, one.dtype), self._blocks(stage, self.most)
-            )
+            shapes = self._blocks(stage, self.most)
+            values = jax.tree.map(self._local_zeros, shapes)
             for block, (lane, row) in zip(blocks, rows):
                 jax.tree.map(functools.partial(self._place, stage, lane, row), values, block)
-            parts.append(jax.device_put(values, sharding(stage.mesh, *BLOCK_AXES)))
-        return GatheredBlocks(ints, parts)
+            parts.append(jax.tree.map(self._put, shapes, values))
+        return GatheredBlocks(ints, parts, rows)
+
+    def _local_zeros(self, shape: jax.ShapeDtypeStruct) -> np.ndarray:
+        """Zeros for the heads of an array of blocks that are here."""
+        lanes, rows, layers, _, *rest = shape.shape
+        return np.zeros((lanes, rows, layers, len(self._heads), *rest), shape.dtype)
+
+    def _put(self, shape: jax.ShapeDtypeStruct, values: np.ndarray) -> jax.Array:
+        """Puts an array of blocks, of which the heads that are here are given, on the devices."""
+        if shape.sharding.is_fully_addressable:
+            return jax.device_put(values, shape.sharding)
+        first = self._heads.start
+
+        def part(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None
+            start, stop, _ = index[3].indices(shape.shape[3])
+            return values[(*index[:3], slice(start - first, stop - first))]
+
+        return jax.make_array_from_callback(shape.shape, shape.sharding, part)
 
     def _place(
         self, stage: Stage, lane: int, row: int, values: np.ndarray, block: np.ndarray
     ) -> None:
-        part = block[stage.layers.start : stage.layers.stop]
+        first = self.layout.part.layers.start
+        part = block[stage.layers.start - first : stage.layers.stop - first]
         copies = self.layout.copies
-        values[lane, row] = part if copies == 1 else np.repeat(part, copies, axis=1)
+        if copies > 1:
+            mine = [head // copies - self.layout.part.heads.start for head in self._heads]
+            part = part[:, mine]
+        values[lane, row] = part
 
     def write(self, blocks: GatheredBlocks) -> None:
         """Issues copies of gathered blocks into the pools."""
@@ -161,10 +163,14 @@ class PageIo:
 
 
 class BlocksRead:
-    """Blocks on their way from the devices. rows [n]: lane and row of each in the launch."""
+    """Blocks on their way from the devices. heads: of the pools, that are here. rows [n]: lane and
+    row of each in the launch."""
 
-    def __init__(self, layout: BlockLayout, parts: list, rows: list[tuple[int, int]]):
+    def __init__(self, layout: BlockLayout, heads: range, parts: list, rows: list[tuple[int, int]]):
         self._layout = layout
+        copies = layout.copies
+        # the first copy here of each of the model's own heads
+        self._heads = [max(n * copies, heads.start) - heads.start for n in layout.part.heads]
         self._parts = parts
         self._rows = rows
 
@@ -173,24 +179,36 @@ class BlocksRead:
 
     def wait(self) -> None:
         """Waits until they are in host memory. Errors: JaxRuntimeError where the device failed."""
-        self._parts = [(layers, jax.tree.map(np.asarray, part)) for layers, part in self._parts]
+        self._parts = [(layers, jax.tree.map(_local, part)) for layers, part in self._parts]
 
     def copy(self, index: int, block: np.ndarray) -> None:
         """Writes block number `index` to its bytes [bytes] uint8; after `wait`."""
         lane, row = self._rows[index]
         target = self._layout.view(block)
+        first = self._layout.part.layers.start
         for layers, part in self._parts:
             for source, out in zip(jax.tree.leaves(part), jax.tree.leaves(target)):
-                out[layers.start : layers.stop] = source[lane, row][:, :: self._layout.copies]
+                read = source[lane, row]
+                if self._layout.copies > 1:
+                    read = read[:, self._heads]
+                out[layers.start - first : layers.stop - first] = read
 
 
 class GatheredBlocks:
-    """Blocks on their way to the devices: ids [lanes, most] of their pages (see `launches`), and
-    for each stage its part."""
+    """Blocks on their way to the devices: ids [lanes, most] of their pages (see `launches`), for
+    each stage its part, and lane and row of each block."""
 
-    def __init__(self, ids: np.ndarray, parts: list[KVPages]):
+    def __init__(self, ids: np.ndarray, parts: list[KVPages], rows: list[tuple[int, int]]):
         self.ids = ids
         self.parts = parts
+        self._rows = rows
+
+    def first(self, count: int) -> GatheredBlocks:
+        """The first blocks of these, without the others."""
+        ids = self.ids.copy()
+        for lane, row in self._rows[count:]:
+            ids[lane, row] = NOWHERE + row
+        return GatheredBlocks(ids, self.parts, self._rows[:count])
 
 
 def launches(
@@ -215,10 +233,42 @@ def launches(
         yield ids, rows
 
 
-def _read(pools: list[KVPages], ids: jax.Array) -> KVPages:
-    """Inside shard_map: pages ids [1, n] of every layer, as [1, n, layers, kv heads, ...]."""
+def _local_heads(stages: Stages) -> range:
+    """The kv heads of the pools that the devices of this process have; of whole stages all."""
+    mesh = stages.stages[0].mesh
+    here = [device.process_index == jax.process_index() for device in mesh.devices.flat]
+    ranks = np.nonzero(np.reshape(here, mesh.devices.shape).any(0))[0]
+    each = stages.plan.model.kv_heads // mesh.devices.shape[1]
+    return range(int(ranks[0]) * each, (int(ranks[-1]) + 1) * each)
+
+
+def _local_part(stages: Stages, heads: range, copies: int) -> BlockPart:
+    """The part of each block that the devices of this process have."""
+    layers = range(stages.stages[0].layers.start, stages.stages[-1].layers.stop)
+    return BlockPart(layers, range(heads.start // copies, -(-heads.stop // copies)))
+
+
+def _lanes_apart(mesh: Mesh) -> bool:
+    """Returns whether the lanes of a stage are on several processes."""
+    return any(len({device.process_index for device in rank}) > 1 for rank in mesh.devices.T)
+
+
+def _local(array: jax.Array) -> np.ndarray:
+    """Blocks [lanes, n, layers, kv heads, ...] as host memory has them: the heads that are here."""
+    if array.is_fully_addressable:
+        return np.asarray(array)
+    shards = {shard.index[3].start or 0: shard.data for shard in array.addressable_shards}
+    return np.concatenate([np.asarray(shards[start]) for start in sorted(shards)], axis=3)
+
+
+def _read(pools: list[KVPages], ids: jax.Array, to_all: bool) -> KVPages:
+    """Inside shard_map: pages ids [1, n] of every layer, as [1, n, layers, kv heads, ...]. to_all:
+    those of all lanes, on each."""
     read = [read_pages(pages.take(0), ids[0]) for pages in pools]
-    return jax.tree.map(lambda *parts: jnp.stack(parts, axis=1)[None], *read)
+    blocks = jax.tree.map(lambda *parts: jnp.stack(parts, axis=1)[None], *read)
+    if not to_all:
+        return blocks
+    return jax.tree.map(lambda x: jax.lax.all_gather(x, KVP, axis=0, tiled=True), blocks)
 
 
 def _write(pools: list[KVPages], ids: jax.Array, values: KVPages) -> list[KVPages]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxserve.cache.tiers import SourceBlocks
-from jaxserve.engine.page_io import BlockLayout
+from jaxserve.engine.block_layout import BlockLayout
 from jaxserve.store.peers import BlockStream
 
 

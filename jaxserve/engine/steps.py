@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from jaxserve.api.errors import RequestError
-from jaxserve.engine.block_mover import Arrival
+from jaxserve.cache.tiers import Fetch
 from jaxserve.engine.command_builder import CommandBuilder
 from jaxserve.engine.executor import CommandExecutor
+from jaxserve.engine.fetched_pieces import Arrival
 from jaxserve.engine.in_flight import InFlight
 from jaxserve.engine.results import InFlightBatch, StepOutcome, results_of
 from jaxserve.engine.watchdog import Watchdog
@@ -16,7 +17,7 @@ from jaxserve.replica.registry import Registry
 from jaxserve.scheduling import Scheduler
 from jaxserve.scheduling.batch_reader import Events
 from jaxserve.scheduling.events import StepFinished, StepIssued, StepRead, StepsLost
-from jaxserve.scheduling.sequence import Sequence
+from jaxserve.scheduling.sequence import Sequence as TokenSequence
 from jaxserve.settings.schema import EngineConfig
 
 
@@ -62,14 +63,13 @@ class Steps:
         """Has the scheduler decide the next batch, and issues it. False without a batch."""
         began = time.perf_counter()
         batch = self._scheduler.start(now)
-        for fetch in self._scheduler.cache.below.take_fetches():
-            self._worker.fetch(fetch)
+        fetches = self._scheduler.cache.below.take_fetches()
         if batch is None:
-            self._flush_stores()
+            self._move_blocks(fetches)
             return False
         self.watchdog.watch(batch, now)
         decided = time.perf_counter()
-        command, flight = self._builder.step(batch)
+        command, flight = self._builder.step(batch, fetches)
         built = time.perf_counter()
         # devices of the CPU may compute while a command is issued
         flight.issued = self._now()
@@ -92,21 +92,26 @@ class Steps:
         )
         return True
 
-    def _flush_stores(self) -> None:
-        """Has wanted pages read while no batch comes that would do it."""
-        if self._scheduler.cache.stores:
-            self._worker.execute(self._builder.stores(self._scheduler.cache.stores.take()))
+    def _move_blocks(self, fetches: Sequence[Fetch]) -> None:
+        """Has wanted pages read, and fetches begun, while no batch comes that would do it."""
+        if self._scheduler.cache.stores or fetches:
+            stores = self._scheduler.cache.stores.take()
+            self._worker.execute(self._builder.moves(stores, fetches))
 
     def load(self, arrival: Arrival) -> None:
         """Has blocks that were fetched written to their pages, if a sequence still waits for
         them."""
         if not self._scheduler.fetches.awaited(arrival.ticket):
-            self._worker.drop(arrival)
+            self.drop(arrival)
             return
         stores = self._scheduler.cache.stores.take()
-        self._worker.execute(self._builder.load(arrival.ticket, arrival.piece, stores))
+        self._worker.execute(self._builder.load(arrival, stores))
         fetches = self._scheduler.fetches
         fetches.arrived(arrival.ticket, arrival.blocks, arrival.last, self._now())
+
+    def drop(self, arrival: Arrival) -> None:
+        """Has blocks that were fetched forgotten, and what else was to come of their fetch."""
+        self._worker.execute(self._builder.drop(arrival))
 
     def _sample_with_masks(self, flight: InFlightBatch) -> None:
         """Samples the newest batch, unless a guide needs a token first that was not read."""
@@ -163,7 +168,7 @@ class Steps:
         """Has the devices hold nothing. Errors: those of the worker."""
         self._worker.execute(self._builder.reset())
 
-    def lose(self, ends: Callable[[Sequence], bool], error: RequestError) -> None:
+    def lose(self, ends: Callable[[TokenSequence], bool], error: RequestError) -> None:
         """Begins again without what was on the devices: sequences that `ends` names end with the
         error, the others are computed from their first token on."""
         self.in_flight.clear()

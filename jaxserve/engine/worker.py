@@ -13,14 +13,14 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 
 import jax
 import numpy as np
 
 from jaxserve.api.batch import PageStores
-from jaxserve.cache.tiers import Fetch
-from jaxserve.engine.block_mover import Arrival, BlockMover
+from jaxserve.engine.block_layout import BlockLayout
+from jaxserve.engine.block_mover import BlockMover
 from jaxserve.engine.command import (
     NO_SAMPLING,
     NO_STEP,
@@ -30,6 +30,7 @@ from jaxserve.engine.command import (
     StepResult,
 )
 from jaxserve.engine.executor import CommandExecutor
+from jaxserve.engine.fetched_pieces import Arrival
 from jaxserve.engine.page_io import PageIo
 from jaxserve.engine.profiling.links import measure_links
 from jaxserve.engine.programs import Lower
@@ -65,15 +66,16 @@ class Worker(CommandExecutor):
     """The devices of a replica, behind commands.
 
     plan: what the stages are made of. load: reads their weights. tiers: makes the tiers below the
-    devices for blocks of a size in bytes; None: without. kv_heads: the model's own. peers: other
-    replicas that are asked for blocks. Errors of the devices come as DeviceError from every method.
+    devices for the parts of blocks that are here; None: without. kv_heads: the model's own. peers:
+    other replicas that are asked for blocks. Errors of the devices come as DeviceError from every
+    method.
     """
 
     def __init__(
         self,
         plan: StagePlan,
         load: Loader,
-        tiers: Callable[[int], TieredBlocks] | None = None,
+        tiers: Callable[[BlockLayout], TieredBlocks] | None = None,
         kv_heads: int | None = None,
         peers: PeerBlocks | None = None,
     ):
@@ -84,11 +86,17 @@ class Worker(CommandExecutor):
         self._closed = False
         self._pending: deque[_Pending] = deque()
         self._arrived: Callable[[Arrival], None] = lambda arrival: None
+        self._settled: Callable[[Sequence[bytes]], None] = lambda keys: None
         self.mover: BlockMover | None = None
         if tiers is not None:
             io = PageIo(self.stages, kv_heads or plan.model.kv_heads)
-            blocks = tiers(io.layout.bytes)
-            self.mover = BlockMover(io, blocks, lambda arrival: self._arrived(arrival), peers)
+            self.mover = BlockMover(
+                io,
+                tiers(io.layout),
+                lambda arrival: self._arrived(arrival),
+                lambda keys: self._settled(keys),
+                peers,
+            )
 
     # --- what it is
 
@@ -175,10 +183,12 @@ class Worker(CommandExecutor):
                 self.stages.reset()
             for admission in command.admissions:
                 self.stages.admit(admission)
-            if self.mover is not None:
-                self.mover.store(command.stores)
-            for ticket, piece in command.loads.tolist():
-                self._mover.load(ticket, piece)
+            if len(command.stores):
+                self._mover.store(command.stores)
+            for row in command.loads.tolist():
+                self._mover.load(Arrival(*row))
+            for fetch in command.fetches:
+                self._mover.fetch(fetch)
             self.stages.set_table(command.table_updates)
             if command.shape != NO_STEP:
                 self._run_layers(command)
@@ -220,11 +230,10 @@ class Worker(CommandExecutor):
     def on_arrival(self, hear: Callable[[Arrival], None]) -> None:
         self._arrived = hear
 
-    def fetch(self, fetch: Fetch) -> None:
-        self._mover.fetch(fetch)
-
-    def drop(self, arrival: Arrival) -> None:
-        self._mover.drop(arrival)
+    def on_settled(self, hear: Callable[[Sequence[bytes]], None]) -> None:
+        """Calls `hear` from now on, on any thread, for blocks that commands had stored, or that
+        could not be stored after all."""
+        self._settled = hear
 
     def keep(self, stores: PageStores) -> None:
         deadline = time.monotonic() + KEEP_SECONDS

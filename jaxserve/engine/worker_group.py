@@ -12,17 +12,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from jaxserve.api.batch import PageStores
 from jaxserve.engine.command import NO_STEP, StepCommand, StepResult, WorkersLost
 from jaxserve.engine.executor import CommandExecutor
+from jaxserve.engine.fetched_pieces import Arrival
+from jaxserve.engine.group_fetches import GroupFetches
 from jaxserve.engine.profiling.measure import first_token
 from jaxserve.engine.sampling_rows import VARIANTS
 from jaxserve.engine.stage_plan import StagePlan
+from jaxserve.engine.worker import KEEP_PAGES, KEEP_SECONDS
 from jaxserve.engine.worker_peers import Listener, Peer, Peers
 from jaxserve.group.channel import Frame
 from jaxserve.group.connection import ChannelError
@@ -31,10 +36,14 @@ from jaxserve.group.member import Member
 from jaxserve.group.messages import Hello, Kind
 from jaxserve.lanes.rates import LaneLinks, links_from_json
 from jaxserve.settings.schema import ConfigError
+from jaxserve.store.parts import PartIndex
 
 HANGS = 3  # times hang_timeout that a step may take before the workers are given up
 COMPILE_SECONDS = 1800.0  # that the compilation of one program may take
 END_SECONDS = 5.0  # for workers to end by themselves
+WRITE_SECONDS = 60.0  # where they write first what is in host memory to their disks
+AskForBlocks = Callable[[str, Sequence[bytes], int], None]
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,13 +59,13 @@ class GroupTerms:
 
 
 class WorkerGroup(CommandExecutor):
-    """Executes commands on the workers of a group. They keep no blocks: `build` refuses settings
-    that ask for it.
+    """Executes commands on the workers of a group. Each keeps its parts of the blocks that leave
+    the devices; which blocks there are is known here.
 
     plan: what the stages of all workers together are made of. progress: called with the name of
     each compiled program. tell_state: called with what the group is doing. Listens for workers from
-    the start, and forms groups of them by itself. Errors: ConfigError where the address cannot be
-    had.
+    the start, and forms groups of them by itself. tiers: makes the index of the blocks below the
+    devices; None: workers keep none. Errors: ConfigError where the address cannot be had.
     """
 
     def __init__(
@@ -67,6 +76,7 @@ class WorkerGroup(CommandExecutor):
         progress: Callable[[str], None] = lambda name: None,
         tell_state: Callable[[str], None] = lambda state: None,
         tls: Certificate | None = None,
+        tiers: Callable[[AskForBlocks], PartIndex] | None = None,
     ):
         self.plan = plan
         self._member = member
@@ -75,6 +85,9 @@ class WorkerGroup(CommandExecutor):
         self._progress = progress
         self._tell_state = tell_state
         self._issued = 0
+        self._tiers = None if tiers is None else tiers(self._ask_for_blocks)
+        self._fetches = GroupFetches(member.workers)
+        self._arrived: Callable[[Arrival], None] = lambda arrival: None
         self._peers = Peers(member.workers, terms.leader)
         self._listener = Listener(member, tls, self._peers, self._hear)
         threading.Thread(target=self._keep_forming, name="group", daemon=True).start()
@@ -85,6 +98,9 @@ class WorkerGroup(CommandExecutor):
             self._peers.took_result(peer, self._codec.decode_result(frame.content))
             return
         content = json.loads(frame.content)
+        if frame.kind in (Kind.TIERS, Kind.ARRIVED):
+            self._hear_of_blocks(peer, frame.kind, content)
+            return
         if frame.kind == Kind.STATUS:
             peer.status = content
         elif frame.kind == Kind.PROGRESS:
@@ -102,6 +118,18 @@ class WorkerGroup(CommandExecutor):
             self._peers.leave(peer, f"worker {peer.hello.worker} failed: {content['error']}")
         else:
             raise ChannelError(f"it sent a frame of kind {frame.kind}")
+
+    def _hear_of_blocks(self, peer: Peer, kind: int, content: Any) -> None:
+        """Takes in what a worker says of its parts of blocks, if it is still in the group."""
+        worker = peer.hello.worker
+        if self._tiers is None or self._peers.get(worker) is not peer:
+            return
+        if kind == Kind.TIERS:
+            self._tiers.report(worker, content)
+            return
+        arrival = self._fetches.arrived(worker, Arrival(*content))
+        if arrival is not None:
+            self._arrived(arrival)
 
     # --- forming
 
@@ -133,6 +161,9 @@ class WorkerGroup(CommandExecutor):
                 return False
             peers.begin()
             self._issued = 0
+            self._fetches.clear()
+            if self._tiers is not None:
+                self._tiers.reset()
             host = self._member.host
             host = f"[{host}]" if ":" in host else host
             coordinator = f"{host}:{peers.all[0].hello.port}"
@@ -207,7 +238,45 @@ class WorkerGroup(CommandExecutor):
     def _execute(self, command: StepCommand) -> None:
         content = self._codec.encode(command)
         self._issued += command.shape != NO_STEP
+        for fetch in command.fetches:
+            self._fetches.begin(fetch.ticket)
+        for ticket, _, _, last in command.loads.tolist():
+            if last:
+                self._fetches.end(ticket)
+        if self._tiers is not None and len(command.stores):
+            self._tiers.expect(command.stores.keys)
         self._peers.tell(Kind.COMMAND, content)
+
+    # --- blocks of lower tiers
+
+    @property
+    def lower_tiers(self) -> PartIndex | None:
+        return self._tiers
+
+    def on_arrival(self, hear: Callable[[Arrival], None]) -> None:
+        self._arrived = hear
+
+    def _ask_for_blocks(self, what: str, keys: Sequence[bytes], retention: int) -> None:
+        content = {"what": what, "keys": [key.hex() for key in keys], "retention": retention}
+        with contextlib.suppress(WorkersLost):  # the next command raises it
+            self._peers.tell(Kind.BLOCKS, json.dumps(content).encode())
+
+    def keep(self, stores: PageStores) -> None:
+        if self._tiers is None or not len(stores):
+            return
+        with contextlib.suppress(WorkersLost):
+            deadline = time.monotonic() + KEEP_SECONDS
+            for first in range(0, len(stores), KEEP_PAGES):
+                some = stores[first : first + KEEP_PAGES]
+                self.execute(StepCommand(NO_STEP, stores=some))
+                while not self._tiers.settled and time.monotonic() < deadline:
+                    time.sleep(0.001)
+                if time.monotonic() >= deadline:
+                    left = len(stores) - first
+                    log.warning("%d of %d blocks were not kept in time", left, len(stores))
+                    return
+
+    # --- what comes of commands
 
     def ready(self) -> bool:
         """Returns whether `wait` returns at once: with a result, or because none will come."""
@@ -255,5 +324,7 @@ class WorkerGroup(CommandExecutor):
             peers.closed = True
             peers.changed.notify_all()
             self._listener.close()
-            peers.changed.wait_for(lambda: not peers.all, END_SECONDS)
+            outlasts = self._tiers is not None and self._tiers.outlasts
+            seconds = WRITE_SECONDS if outlasts else END_SECONDS
+            peers.changed.wait_for(lambda: not peers.all, seconds)
             peers.disband("the engine was closed")

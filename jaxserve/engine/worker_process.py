@@ -10,6 +10,8 @@ and its supervisor restarts it.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import json
 import logging
 import os
@@ -24,7 +26,9 @@ import jax
 
 from jaxserve.engine import distributed
 from jaxserve.engine.command import NO_STEP, SAMPLE_LATER, StepCommand
+from jaxserve.engine.fetched_pieces import Arrival
 from jaxserve.engine.loading import hello_of, load_worker
+from jaxserve.engine.tier_reports import TierReports
 from jaxserve.engine.worker import Worker
 from jaxserve.group.channel import Channel, connect
 from jaxserve.group.connection import ChannelError
@@ -117,7 +121,19 @@ def _load(
         shared_stage=each < config.mesh.kvp * config.mesh.tp,
     )
     checkpoint = open_checkpoint(config.source.model, config.source.revision)
-    return load_worker(config, checkpoint, False)
+    return load_worker(_with_own_folder(config, member), checkpoint, False)
+
+
+def _with_own_folder(config: EngineConfig, member: Member) -> EngineConfig:
+    """Settings with which this worker keeps its parts of blocks in a folder of its own, beside
+    those of other workers on the same disk."""
+    if config.cache.disk_folder is None:
+        return config
+    folder, gib = config.cache.disk_folder
+    own = folder / f"worker-{member.worker}"
+    own.mkdir(parents=True, exist_ok=True, mode=0o700)
+    cache = dataclasses.replace(config.cache, disk_cache=f"{own}:{gib}")
+    return dataclasses.replace(config, cache=cache)
 
 
 @contextlib.contextmanager
@@ -181,6 +197,7 @@ class _Process:
         self._channel.send(Kind.LOADED, json.dumps(facts).encode())
         self._start_thread(self._wait_for_steps)
         self._start_thread(self._send_status)
+        self._report_blocks()
         self._pulse.tell(state="ready")
         while True:
             frame = self._channel.receive()
@@ -190,10 +207,41 @@ class _Process:
             elif frame.kind == Kind.ASK:
                 with _reporting(self._channel):
                     self._answer(**json.loads(frame.content))
+            elif frame.kind == Kind.BLOCKS:
+                self._ask_for_blocks(**json.loads(frame.content))
             elif frame.kind == Kind.END:
+                self._worker.close()  # what is in host memory goes to disk
                 return
             else:
                 raise ChannelError(f"the leader sent a frame of kind {frame.kind}")
+
+    # --- blocks of lower tiers
+
+    def _report_blocks(self) -> None:
+        """Begins to report to the leader what happens to parts of blocks."""
+        tiers = self._worker.lower_tiers
+        if tiers is None:
+            return
+        reports = TierReports(tiers, functools.partial(self._channel.send, Kind.TIERS))
+        self._worker.on_settled(reports.settled)
+        self._worker.on_arrival(self._send_arrival)
+        self._start_thread(reports.run)
+
+    def _send_arrival(self, arrival: Arrival) -> None:
+        self._channel.send(Kind.ARRIVED, json.dumps(arrival).encode())
+
+    def _ask_for_blocks(self, what: str, keys: list[str], retention: int) -> None:
+        tiers = self._worker.lower_tiers
+        assert tiers is not None, "there are no tiers below the devices"
+        named = list(map(bytes.fromhex, keys))
+        if what == "keep":
+            tiers.keep(named, retention)
+        elif what == "prefetch":
+            tiers.prefetch(named)
+        else:
+            change = {"lock": tiers.lock, "unlock": tiers.unlock}[what]
+            for key in named:
+                change(key)
 
     # --- for the leader
 

@@ -15,8 +15,8 @@ from jaxserve.settings.schema import ConfigError, EngineConfig, MeshConfig
 def check_processes(config: EngineConfig, processes: int, ranks_across: bool = False) -> None:
     """Refuses settings of a replica that cannot be on several processes, or not on that many.
     Errors: ConfigError."""
-    if config.cache.host_cache_gib:
-        raise ConfigError("host_cache_gib", "is for a replica in one process, without launch")
+    if config.cache.kv_store is not None:
+        raise ConfigError("kv_store", "is for a replica in one process, without launch")
     devices_each(config.mesh, processes, ranks_across)
 
 

@@ -29,6 +29,9 @@ class Kind(enum.IntEnum):
     STATUS = 10  # a worker, each second: how far it is
     FAULT = 11  # a worker: why it ends
     END = 12  # the leader: nothing more will come
+    TIERS = 13  # a worker: what has changed in the tiers below its devices
+    ARRIVED = 14  # a worker: a piece of a fetch can be written to its pages
+    BLOCKS = 15  # the leader: blocks below the devices to keep longer, or to bring nearer
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import secrets
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxserve.engine.build import make_engine, open_group
@@ -34,10 +34,17 @@ SETTINGS = dict(dtype="float32", block_size=16, max_seqs=8, chunk_tokens=64, pro
 
 
 class Workers:
-    """The worker processes of a group."""
+    """The worker processes of a group. faults: by number, code that a worker runs first."""
 
-    def __init__(self, settings: dict[str, Any], count: int, secret: str | None = None):
+    def __init__(
+        self,
+        settings: dict[str, Any],
+        count: int,
+        secret: str | None = None,
+        faults: Mapping[int, str] | None = None,
+    ):
         self.settings = settings
+        self.faults = faults or {}
         self.secret = secret or secrets.token_hex(16)
         self.leader = Member(LEADER, count, "127.0.0.1", free_port("127.0.0.1"))
         self.processes: dict[int, subprocess.Popen] = {}
@@ -65,7 +72,7 @@ class Workers:
         leader = self.leader
         member = Member(number, leader.workers, leader.host, leader.port, local=number)
         return subprocess.Popen(
-            [sys.executable, "-c", WORKER, json.dumps(settings)],
+            [sys.executable, "-c", self.faults.get(number, "") + WORKER, json.dumps(settings)],
             env={**os.environ, **member.environment(), SECRET_VARIABLE: secret},
             text=True,
             **streams,
@@ -89,11 +96,17 @@ class Workers:
 
 @contextlib.contextmanager
 def led(
-    monkeypatch, model: str, mesh: str, processes: int, **settings: Any
+    monkeypatch,
+    model: str,
+    mesh: str,
+    processes: int,
+    faults: Mapping[int, str] | None = None,
+    **settings: Any,
 ) -> Iterator[tuple[Engine, Workers]]:
-    """An engine whose workers are `processes` others; all have ended afterwards."""
+    """An engine whose workers are `processes` others; all have ended afterwards. faults: see
+    Workers."""
     every = {**SETTINGS, "model": str(model), "mesh": mesh, **settings}
-    workers = Workers(every, processes)
+    workers = Workers(every, processes, faults=faults)
     monkeypatch.setenv(SECRET_VARIABLE, workers.secret)
     config = make(EngineConfig, every)
     for number in range(processes):

@@ -4,6 +4,7 @@ tell, and as many as the batch asks for, however long the context is."""
 from __future__ import annotations
 
 import dataclasses
+import operator
 
 import numpy as np
 import pytest
@@ -11,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.api.batch import Batch, PageStores
-from jaxserve.api.request import Request
+from jaxserve.api.request import KvSource, Request
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.cache import CacheManager, LaneRules
+from jaxserve.cache.tiers import Fetch, SourceBlocks
 from jaxserve.engine.command import (
     NO_SAMPLING,
     NO_STEP,
@@ -115,6 +117,11 @@ def same(a: StepCommand, b: StepCommand) -> bool:
                 for x, y in zip(one, two, strict=True)
                 for name in dataclasses.fields(x)
             ]
+        elif field.name == "fetches":
+            pairs = [(x.places, y.places) for x, y in zip(one, two, strict=True)]
+            rests = ([each._replace(places=0) for each in fetches] for fetches in (one, two))
+            if operator.ne(*rests):
+                return False
         elif field.name == "stores":
             if one.keys != two.keys:
                 return False
@@ -162,6 +169,17 @@ def test_bytes_give_the_result_back(data):
             codec.decode_result(damaged)
 
 
+def fetches(ints, rng) -> list[Fetch]:
+    """Fetches from lower tiers, from another replica, and from one with larger blocks."""
+    keys = [rng.bytes(16) for _ in range(3)]
+    source = KvSource("10.0.0.1:8480", 5, "job-ü", 64)
+    return [
+        Fetch(0, keys, ints(3, 2)),
+        Fetch(2**31 - 1, keys[:1], ints(1, 2), KvSource("h:1", 1), None, 0.25),
+        Fetch(7, keys, ints(3, 2), source, SourceBlocks(keys[:2], 64, 3), 2.0),
+    ]
+
+
 @settings(max_examples=examples(200), deadline=None)
 @given(data=st.data())
 def test_bytes_give_the_command_back(data):
@@ -187,6 +205,8 @@ def test_bytes_give_the_command_back(data):
         reset=data.draw(st.booleans()),
         admissions=tuple(launches[: data.draw(st.integers(0, 2))]),
         stores=PageStores(ints(stores), ints(stores), ints(stores), [rng.bytes(16)] * stores),
+        loads=ints(data.draw(st.integers(0, 2)), 4),
+        fetches=tuple(fetches(ints, rng)[: data.draw(st.integers(0, 3))]),
         table_updates=ints(data.draw(st.integers(0, 5)), 5),
         rows=rows,
         masks=ints(2, 2, 3) if data.draw(st.booleans()) else np.zeros((0, 1), np.int32),
