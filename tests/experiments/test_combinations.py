@@ -45,7 +45,8 @@ def test_every_choice_has_a_row(setting):
     [
         ("--planner=cdsp", "--exchange=gather", ""),
         ("--noprefix_caching", "--disk_cache", "--host_cache_gib: has no effect without prefix"),
-        ("launch --processes=2", "--host_cache_gib", "--host_cache_gib: is for a replica in one"),
+        ("launch --processes=2", "--host_cache_gib", ""),
+        ("launch --processes=2", "--kv_store", "--kv_store: is for a replica in one"),
         ("--mesh=tp=2", "--kv_cache_dtype=fp8", ""),
         ("--exchange=auto", "--exchange=alg1", None),
     ],
