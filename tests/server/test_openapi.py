@@ -96,6 +96,7 @@ BODIES = [  # path, body, whether it is valid
     ("/v1/responses", {"input": [], "instructions": "hi"}, True),
     ("/v1/responses", {"input": "hi", "tools": [{"type": "custom"}]}, False),
     ("/v1/responses", {"input": "hi", "tools": [{"name": "f"}]}, True),
+    ("/v1/responses", {"input": "hi", "tools": [{"name": "f g"}]}, False),
     ("/v1/responses", {"input": "hi", "tools": [{}]}, False),
     ("/v1/responses", {"input": "hi", "tools": [{"type": "web_search"}]}, True),
     ("/v1/responses", {"input": "hi", "top_logprobs": 1, "include": [LOGPROBS]}, True),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -13,6 +14,7 @@ from jaxserve.server.generation.fields import OpenModel, field_of_type
 from jaxserve.server.generation.tools import (
     ALLOWED,
     FUNCTION,
+    NAME,
     AnyChoice,
     AnyTool,
     OtherTool,
@@ -42,7 +44,7 @@ class FunctionTool(AnyTool):
     """A function; a custom tool, which takes a text and is shown to the model as a function of it;
     a namespace of such tools; or a tool of another type, which has no effect."""
 
-    model_config = field_of_type(*_TYPES, name={"type": "string"})
+    model_config = field_of_type(*_TYPES, name={"type": "string", "pattern": NAME})
 
     name: str | None = None
     description: str | None = None
@@ -62,8 +64,12 @@ class FunctionTool(AnyTool):
 
     @model_validator(mode="after")
     def _named(self) -> FunctionTool:
-        if self.name is None and not self.ignored_as:
+        if self.ignored_as:
+            return self
+        if self.name is None:
             raise ValueError("has no name")
+        if re.fullmatch(NAME, self.name) is None:
+            raise ValueError(f"has a name that does not match {NAME}")
         return self
 
     def callable(self, namespace: str = "") -> Iterator[CallableTool]:
