@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import multiprocessing
 import os
 import sys
 from collections.abc import Mapping
@@ -121,7 +122,7 @@ def run(values: dict[str, Any]) -> int:
     runs = [(case, seed, values["requests"]) for seed in seeds for case in cases]
     found: dict[Case, list[RequestRecord]] = {case: [] for case in cases}
     with (
-        ProcessPoolExecutor(values["jobs"]) as pool,
+        ProcessPoolExecutor(values["jobs"], multiprocessing.get_context("spawn")) as pool,
         progress_bar("simulating", len(runs), sys.stderr.isatty()) as step,
     ):
         for (case, _, _), records in zip(runs, pool.map(records_of, *zip(*runs))):

@@ -9,9 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -28,10 +26,12 @@ QUICK = {
 SILENT = 3.0  # a limit of silence, in seconds
 
 SUPERVISOR = """
-import json, os, sys
+import json, os, signal, sys
 from jaxserve.group import supervisor
 from jaxserve.group.member import LEADER, Member
 spec = json.loads(sys.argv[1])
+if spec["ignores_children"]:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 for name, value in spec["constants"].items():
     getattr(supervisor, name)  # there is one
     setattr(supervisor, name, value)
@@ -107,7 +107,7 @@ class Group:
         leads: bool = True,
         orders: dict[str, str] | None = None,
         command: list[str] | None = None,
-        preexec_fn: Callable[[], Any] | None = None,
+        ignores_children: bool = False,
         **constants: float,
     ):
         self.folder = folder
@@ -120,6 +120,7 @@ class Group:
             "workers": workers,
             "leads": leads,
             "command": [*command, str(folder)],
+            "ignores_children": ignores_children,
         }
         with open(folder / "stderr", "wb") as stderr:
             self.process = subprocess.Popen(
@@ -128,7 +129,6 @@ class Group:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
-                preexec_fn=preexec_fn,
             )
 
     def order(self, name: str, what: str, text: str = "") -> None:

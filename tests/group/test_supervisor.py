@@ -111,7 +111,7 @@ def test_the_number_of_a_dead_process_is_no_others_until_its_children_are_killed
 
 
 def test_exit_codes_are_known_also_where_the_caller_ignores_the_end_of_children(group):
-    running = group(preexec_fn=lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN))
+    running = group(ignores_children=True)
     running.ready()
     running.kill("worker0")
     running.started(2, *WORKERS)
