@@ -15,7 +15,6 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, mo
 
 from jaxserve.api.errors import RequestError
 from jaxserve.server.generation.fields import GIVEN, OpenModel, field_of_type
-from jaxserve.server.http_app import StrictModel
 from jaxserve.server.json_body import JsonObject
 
 FUNCTION: Literal["function"] = "function"
@@ -150,15 +149,16 @@ class AllowedChoice(OpenModel):
 AnyChoice = Literal["none", "auto", "required", "any"]
 
 
-class TypedChoice(StrictModel):
+class TypedChoice(OpenModel):
     """A choice of no tool in particular, as Mistral and Anthropic have it."""
 
     type: AnyChoice
 
 
 def plain_choice(choice: Any) -> Any:
-    """Returns a choice as OpenAI has it, also if it was written as Mistral or Anthropic do."""
-    if isinstance(choice, dict) and choice.keys() == {"type"} and choice["type"] in CHOICES:
+    """Returns a choice as OpenAI has it, also if it was written as Mistral or Anthropic do. Other
+    fields of such a choice have no effect."""
+    if isinstance(choice, dict) and choice.get("type") in CHOICES:
         choice = choice["type"]
     return "required" if choice == "any" else choice
 
