@@ -16,7 +16,14 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 
 from jaxserve.api.errors import RequestError
-from jaxserve.api.request import EPHEMERAL, MAX_RETENTION, NORMAL_RETENTION, Slo, seconds_of
+from jaxserve.api.request import (
+    EPHEMERAL,
+    MAX_ID_CHARS,
+    MAX_RETENTION,
+    NORMAL_RETENTION,
+    Slo,
+    seconds_of,
+)
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.replica.info import ReplicaInfo
 from jaxserve.server.generate_call import GenerateCall
@@ -127,8 +134,12 @@ class PromptRequest(OpenModel):
         return {**self._given(_CALL_FIELDS), "request_id": self.id_given(headers)}
 
     def id_given(self, headers: Mapping[str, str]) -> str:
-        """Returns the id that the caller gives the request, in the body or a header, or ''."""
-        return self.request_id or headers.get("x-request-id", "")
+        """Returns the id that the caller gives the request, in the body or a header, or ''. Errors:
+        RequestError."""
+        id = self.request_id or headers.get("x-request-id", "")
+        if len(id) > MAX_ID_CHARS:  # also of several prompts, whose ids are cut and numbered
+            raise RequestError("request_id", f"must be a string of 1 to {MAX_ID_CHARS} characters")
+        return id
 
     def _given(self, names: set[str]) -> JsonObject:
         """Returns the body's fields of these names that are not null."""

@@ -75,6 +75,7 @@ BODIES = [  # path, body, whether it is valid
     (TEXTS, {**TEXT, "prompt": [1, 2.5]}, False),
     (TEXTS, {**TEXT, "prompt": [[1], [-1]]}, False),
     (TEXTS, {**TEXT, "best_of": 129}, False),
+    (TEXTS, {**TEXT, "prompt": ["a", "b"], "request_id": "x" * 257}, False),
     (TEXTS, {**TEXT, "stream_options": {}}, False),
     (TEXTS, {**TEXT, "prompt_logprobs": 1, "stream": True}, False),
     (TEXTS, {**TEXT, "prompt_logprobs": 1, "stream": False}, True),
