@@ -18,7 +18,6 @@ from typing import Any, Protocol
 from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Finished
 from jaxserve.api.request import Request
-from jaxserve.cache.hashes import BlockHashes, root_key
 from jaxserve.replica.info import ReplicaInfo
 from jaxserve.server.frontend_metrics import FrontendMetrics
 from jaxserve.server.json_body import JsonObject
@@ -76,11 +75,7 @@ class KvHandoff:
 
     def _want(self, request: Request, blocks: int) -> list[bytes]:
         """Runs on a thread of its own; returns the keys of the blocks."""
-        info = self.info
-        size = info.block_size
-        root = root_key(info.cache_fingerprint, info.cache_dtype, size, request.cache_salt)
-        prompt = request.prompt
-        hashes = BlockHashes(root, size, lambda first, last: prompt[first:last])
+        hashes = self.info.block_hashes(request.prompt, request.cache_salt)
         keys = list(hashes.keys(0, blocks))
         self.exporter.want(keys)
         return keys

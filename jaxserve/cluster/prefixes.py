@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterable
 
 from jaxserve.api.request import Request
-from jaxserve.cache.hashes import BlockHashes, root_key
 from jaxserve.cluster.directory import Directory, DirectoryFeed
 from jaxserve.cluster.member import Member
 from jaxserve.replica.info import ReplicaInfo
@@ -71,8 +70,7 @@ class CachedPrefixes:
         blocks = (len(prompt) - 1) // size
         if not blocks:
             return [0] * numbers
-        root = root_key(info.cache_fingerprint, info.cache_dtype, size, request.cache_salt)
-        chain = BlockHashes(root, size, lambda first, last: prompt[first:last])
+        chain = info.block_hashes(prompt, request.cache_salt)
         chain[blocks - 1]  # hashes all of them before anybody waits for the lock
         with self._lock:
             return self._directory.prefix_blocks(chain, blocks, numbers)

@@ -7,7 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from jaxserve.api.sampling import SamplingParams
+from jaxserve.cache.hashes import BlockHashes, root_key
 from jaxserve.settings.schema import MeshConfig
 
 
@@ -69,6 +72,12 @@ class ReplicaInfo:
         are not None), and the model's defaults. Errors: RequestError."""
         given = {name: value for name, value in stated.items() if value is not None}
         return SamplingParams.make(**{**self.sampling_defaults, **given})
+
+    def block_hashes(self, prompt: np.ndarray, salt: str) -> BlockHashes:
+        """The hashes by which the replica's cache knows the blocks of a prompt [tokens] int32; see
+        `CacheManager.block_hashes`."""
+        root = root_key(self.cache_fingerprint, self.cache_dtype, self.block_size, salt)
+        return BlockHashes(root, self.block_size, lambda first, last: prompt[first:last])
 
     @property
     def capacity_tokens(self) -> int:
