@@ -183,8 +183,7 @@ class Request(RequestOptions):
 
         `max_tokens` is cut to what fits. Errors: RequestError that names the field and the limit.
         """
-        if not isinstance(id, str) or not 0 < len(id) <= MAX_ID_CHARS:
-            raise RequestError("request_id", f"must be a string of 1 to {MAX_ID_CHARS} characters")
+        check_id(id)
         PRIORITY.check("priority", rest.get("priority", 0))
         RETENTION.check("cache_retention", rest.get("cache_retention", NORMAL_RETENTION))
         _check_class("slo.class_name", rest.get("slo", Slo()).class_name, classes)
@@ -260,6 +259,12 @@ def prompt_ids(prompt: Sequence[int] | np.ndarray, vocab: int, max_len: int) -> 
 def another_id(id: str) -> str:
     """Returns an id for a request whose own is in use: that, and a random end."""
     return _ended_id(id, f"~{secrets.token_hex(4)}")
+
+
+def check_id(id: Any) -> None:
+    """Checks the id of a request. Errors: RequestError."""
+    if not isinstance(id, str) or not 0 < len(id) <= MAX_ID_CHARS:
+        raise RequestError("request_id", f"must be a string of 1 to {MAX_ID_CHARS} characters")
 
 
 def numbered_id(id: str, number: int) -> str:

@@ -18,10 +18,10 @@ from pydantic import ConfigDict, Field
 from jaxserve.api.errors import RequestError
 from jaxserve.api.request import (
     EPHEMERAL,
-    MAX_ID_CHARS,
     MAX_RETENTION,
     NORMAL_RETENTION,
     Slo,
+    check_id,
     seconds_of,
 )
 from jaxserve.api.sampling import SamplingParams
@@ -137,8 +137,8 @@ class PromptRequest(OpenModel):
         """Returns the id that the caller gives the request, in the body or a header, or ''. Errors:
         RequestError."""
         id = self.request_id or headers.get("x-request-id", "")
-        if len(id) > MAX_ID_CHARS:  # also of several prompts, whose ids are cut and numbered
-            raise RequestError("request_id", f"must be a string of 1 to {MAX_ID_CHARS} characters")
+        if id:  # also of several prompts, whose ids are cut and numbered
+            check_id(id)
         return id
 
     def _given(self, names: set[str]) -> JsonObject:
