@@ -99,12 +99,19 @@ class BlockLocks:
 
     def _count(self, counts: Counter[bytes], key: bytes) -> None:
         counts[key] += 1
-        if counts[key] > 1:
-            return
-        if counts is self._on_pages:
-            self._pages.lock(key)
-        else:
-            self._lower.lock(key)
+        if counts[key] == 1:
+            self._place_of(counts).lock(key)
+
+    def _uncount(self, counts: Counter[bytes], keys: Sequence[bytes]) -> None:
+        for key in reversed(keys):
+            counts[key] -= 1
+            if not counts[key]:
+                del counts[key]
+                self._place_of(counts).unlock(key)
+
+    def _place_of(self, counts: Counter[bytes]) -> PageAllocator | LowerBlocks:
+        """Returns where the blocks are that these count."""
+        return self._pages if counts is self._on_pages else self._lower
 
     def release(self, holder: Hashable) -> None:
         """Releases what a holder has locked; the deepest blocks are evicted first. Holders of
@@ -113,16 +120,8 @@ class BlockLocks:
         if lock is None:
             return
         self._by_due.remove(lock[:3])
-        for key in reversed(lock.on_pages):
-            self._on_pages[key] -= 1
-            if not self._on_pages[key]:
-                del self._on_pages[key]
-                self._pages.unlock(key)
-        for key in reversed(lock.below):
-            self._below[key] -= 1
-            if not self._below[key]:
-                del self._below[key]
-                self._lower.unlock(key)
+        self._uncount(self._on_pages, lock.on_pages)
+        self._uncount(self._below, lock.below)
 
     def release_due(self, now: float) -> None:
         """Releases the locks that were due at clock second `now` or before."""
