@@ -40,6 +40,7 @@ NAMES = (
     "ttft",
     "tpot",
     "max_seqs",
+    "overload",
     "factor",
     "seconds",
     "seed",
@@ -49,13 +50,6 @@ OPTIONS = {
     "overload": [
         *(option for option in OVERLOAD["overload"] if option.name in NAMES),
         Option("replicas", int, 2, "that prefill and decode", 1),
-        Option(
-            "overload",
-            str,
-            "none",
-            "see jaxserve conductor",
-            choices=("none", "early", "predicted"),
-        ),
         Option("base", float, 30.0, "seconds at 0.9 times the capacity, and at half of it", 1.0),
         Option("limit", float, 600.0, "seconds for the cluster to start", 1.0),
     ]
