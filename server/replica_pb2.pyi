@@ -7,14 +7,16 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class BlocksAsked(_message.Message):
-    __slots__ = ("want", "batch", "alive")
+    __slots__ = ("want", "batch", "alive", "taken")
     WANT_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
     ALIVE_FIELD_NUMBER: _ClassVar[int]
+    TAKEN_FIELD_NUMBER: _ClassVar[int]
     want: Want
     batch: Batch
     alive: Alive
-    def __init__(self, want: _Optional[_Union[Want, _Mapping]] = ..., batch: _Optional[_Union[Batch, _Mapping]] = ..., alive: _Optional[_Union[Alive, _Mapping]] = ...) -> None: ...
+    taken: Taken
+    def __init__(self, want: _Optional[_Union[Want, _Mapping]] = ..., batch: _Optional[_Union[Batch, _Mapping]] = ..., alive: _Optional[_Union[Alive, _Mapping]] = ..., taken: _Optional[_Union[Taken, _Mapping]] = ...) -> None: ...
 
 class BlocksTold(_message.Message):
     __slots__ = ("ready", "sent")
@@ -25,14 +27,16 @@ class BlocksTold(_message.Message):
     def __init__(self, ready: _Optional[_Union[Ready, _Mapping]] = ..., sent: _Optional[_Union[Sent, _Mapping]] = ...) -> None: ...
 
 class Want(_message.Message):
-    __slots__ = ("keys", "request_id", "time_left")
+    __slots__ = ("keys", "request_id", "time_left", "plane")
     KEYS_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TIME_LEFT_FIELD_NUMBER: _ClassVar[int]
+    PLANE_FIELD_NUMBER: _ClassVar[int]
     keys: bytes
     request_id: str
     time_left: float
-    def __init__(self, keys: _Optional[bytes] = ..., request_id: _Optional[str] = ..., time_left: _Optional[float] = ...) -> None: ...
+    plane: str
+    def __init__(self, keys: _Optional[bytes] = ..., request_id: _Optional[str] = ..., time_left: _Optional[float] = ..., plane: _Optional[str] = ...) -> None: ...
 
 class Batch(_message.Message):
     __slots__ = ("blocks", "peer", "token", "size", "epoch")
@@ -49,18 +53,36 @@ class Batch(_message.Message):
     def __init__(self, blocks: _Optional[int] = ..., peer: _Optional[str] = ..., token: _Optional[str] = ..., size: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Ready(_message.Message):
-    __slots__ = ("block_bytes",)
+    __slots__ = ("block_bytes", "planes")
     BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PLANES_FIELD_NUMBER: _ClassVar[int]
     block_bytes: int
-    def __init__(self, block_bytes: _Optional[int] = ...) -> None: ...
+    planes: _containers.RepeatedCompositeFieldContainer[PlaneOffer]
+    def __init__(self, block_bytes: _Optional[int] = ..., planes: _Optional[_Iterable[_Union[PlaneOffer, _Mapping]]] = ...) -> None: ...
+
+class PlaneOffer(_message.Message):
+    __slots__ = ("name", "address")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    address: str
+    def __init__(self, name: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
 
 class Sent(_message.Message):
-    __slots__ = ("checksums", "last")
+    __slots__ = ("checksums", "last", "place", "seconds")
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
+    PLACE_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
     checksums: _containers.RepeatedScalarFieldContainer[int]
     last: bool
-    def __init__(self, checksums: _Optional[_Iterable[int]] = ..., last: bool = ...) -> None: ...
+    place: str
+    seconds: float
+    def __init__(self, checksums: _Optional[_Iterable[int]] = ..., last: bool = ..., place: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class Taken(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Command(_message.Message):
     __slots__ = ("alive", "submit", "cancel", "stop", "question", "rejected")
@@ -91,12 +113,14 @@ class Report(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., answer: _Optional[_Union[Answer, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("info", "max_message_bytes")
+    __slots__ = ("info", "max_message_bytes", "kv_addresses")
     INFO_FIELD_NUMBER: _ClassVar[int]
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KV_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     info: str
     max_message_bytes: int
-    def __init__(self, info: _Optional[str] = ..., max_message_bytes: _Optional[int] = ...) -> None: ...
+    kv_addresses: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, info: _Optional[str] = ..., max_message_bytes: _Optional[int] = ..., kv_addresses: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Alive(_message.Message):
     __slots__ = ()
@@ -279,18 +303,30 @@ class Load(_message.Message):
     def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ..., queued_prefill_seconds: _Optional[float] = ..., pages_free: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_cached: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("alive", "available", "overdue", "load", "other_requests")
+    __slots__ = ("alive", "available", "overdue", "load", "other_requests", "kv_rates")
     ALIVE_FIELD_NUMBER: _ClassVar[int]
     AVAILABLE_FIELD_NUMBER: _ClassVar[int]
     OVERDUE_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     OTHER_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    KV_RATES_FIELD_NUMBER: _ClassVar[int]
     alive: bool
     available: bool
     overdue: float
     load: Load
     other_requests: int
-    def __init__(self, alive: bool = ..., available: bool = ..., overdue: _Optional[float] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., other_requests: _Optional[int] = ...) -> None: ...
+    kv_rates: _containers.RepeatedCompositeFieldContainer[KvRate]
+    def __init__(self, alive: bool = ..., available: bool = ..., overdue: _Optional[float] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., other_requests: _Optional[int] = ..., kv_rates: _Optional[_Iterable[_Union[KvRate, _Mapping]]] = ...) -> None: ...
+
+class KvRate(_message.Message):
+    __slots__ = ("source", "plane", "bytes_per_s")
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    PLANE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    source: str
+    plane: str
+    bytes_per_s: float
+    def __init__(self, source: _Optional[str] = ..., plane: _Optional[str] = ..., bytes_per_s: _Optional[float] = ...) -> None: ...
 
 class Step(_message.Message):
     __slots__ = ("requests", "blocks")

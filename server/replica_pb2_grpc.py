@@ -177,8 +177,8 @@ class Replica(object):
 
 
 class BlocksStub(object):
-    """Blocks of KV from one replica's host memory to another's. Asker: Want, then a Batch for each part of what it wants; source: Ready,
-    then Sent for what it wrote to the windows of batches, in order.
+    """Blocks of KV from one replica's host memory to another's. Source: Ready; asker: Want, then a Batch for each part of what it wants;
+    source: Sent for what it wrote to the windows of batches, or laid open for them, in order.
     """
 
     def __init__(self, channel):
@@ -195,8 +195,8 @@ class BlocksStub(object):
 
 
 class BlocksServicer(object):
-    """Blocks of KV from one replica's host memory to another's. Asker: Want, then a Batch for each part of what it wants; source: Ready,
-    then Sent for what it wrote to the windows of batches, in order.
+    """Blocks of KV from one replica's host memory to another's. Source: Ready; asker: Want, then a Batch for each part of what it wants;
+    source: Sent for what it wrote to the windows of batches, or laid open for them, in order.
     """
 
     def Fetch(self, request_iterator, context):
@@ -222,8 +222,8 @@ def add_BlocksServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Blocks(object):
-    """Blocks of KV from one replica's host memory to another's. Asker: Want, then a Batch for each part of what it wants; source: Ready,
-    then Sent for what it wrote to the windows of batches, in order.
+    """Blocks of KV from one replica's host memory to another's. Source: Ready; asker: Want, then a Batch for each part of what it wants;
+    source: Sent for what it wrote to the windows of batches, or laid open for them, in order.
     """
 
     @staticmethod
