@@ -5,6 +5,9 @@ A stream wants blocks in their order. Those that are in host memory are sent at 
 source waits. It ends where a block will not come, or where the asker says nothing any more. A
 thread of the stream's own sends, and one reads from the asker, so that the RPC can say every second
 that the source lives, whatever the sending waits for.
+
+The leader of a replica with several processes names the places of the parts instead, and sends
+nothing: it has the wanted blocks made, and tells when no more will be.
 """
 
 from __future__ import annotations
@@ -21,8 +24,10 @@ import numpy as np
 from jaxserve.cache.hashes import KEY_BYTES
 from jaxserve.server import replica_pb2 as pb
 from jaxserve.server import replica_pb2_grpc as rpc
+from jaxserve.server.part_messages import part_message, part_of, place_message
+from jaxserve.store.block_part import PartBytes
 from jaxserve.store.checksum import block_checksum
-from jaxserve.store.peers import BlockExporter
+from jaxserve.store.peers import BlockExporter, OfferedBlocks, PartedExporter
 from jaxserve.transfer import Places, Transfer, TransferError, Window
 
 MAX_STREAMS = 1024  # that send or wait; each takes three threads, and no buffer while it waits
@@ -32,22 +37,23 @@ ALIVE_SECONDS = 1.0  # between words of a source that has nothing to tell
 SILENT_SECONDS = 5.0  # that either side may say nothing; the asker answers each word
 WRITE_SECONDS = 10.0
 GROUP_BYTES = 8 << 20  # that are written at once, a block at least
+NO_ROWS = np.empty((0, 0), np.uint8)
 log = logging.getLogger(__name__)
 
 
 class BlockService(rpc.BlocksServicer):
-    """Serves the blocks of one replica from `open` on, to at most MAX_SENDING streams at once;
-    others wait, those whose requests are due first before others. transfer: by which bytes are
-    sent."""
+    """Serves the blocks of one replica, or the parts of one of its processes, from `open` on, to at
+    most MAX_SENDING streams at once; others wait, those whose requests are due first before others.
+    transfer: by which bytes are sent; None: by nothing, for blocks whose parts are elsewhere."""
 
-    def __init__(self, transfer: Transfer):
+    def __init__(self, transfer: Transfer | None):
         self._transfer = transfer
-        self._exporter: BlockExporter | None = None
+        self._exporter: BlockExporter | PartedExporter | None = None
         self._lock = threading.Lock()  # of the next
         self.streams = 0
         self.places = Places(MAX_SENDING)
 
-    def open(self, exporter: BlockExporter | None) -> None:
+    def open(self, exporter: BlockExporter | PartedExporter | None) -> None:
         """Begins to serve; None: there are no blocks to be had."""
         self._exporter = exporter
 
@@ -56,7 +62,8 @@ class BlockService(rpc.BlocksServicer):
     ) -> Iterator[pb.BlocksTold]:
         """The RPC; gRPC calls it on a thread of the stream's own."""
         exporter = self._exporter
-        if exporter is None:
+        parts = exporter.places if isinstance(exporter, PartedExporter) else ()
+        if exporter is None or (isinstance(exporter, PartedExporter) and not parts):
             context.abort(grpc.StatusCode.UNAVAILABLE, "the replica has no blocks for others")
             return
         if not self._enter():
@@ -64,15 +71,28 @@ class BlockService(rpc.BlocksServicer):
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, said)
             return
         try:
-            yield pb.BlocksTold(ready=pb.Ready(block_bytes=exporter.block_bytes))
-            sending = _Sending(exporter, self._transfer, self.places, asked)
+            ready = pb.Ready(
+                block_bytes=exporter.layout.bytes,
+                part=part_message(exporter.layout.part),
+                places=map(place_message, parts),
+            )
+            yield pb.BlocksTold(ready=ready)
+            source = self._source(exporter, asked)
             try:
-                yield from sending.told()
+                yield from source.told()
             finally:
-                sending.end(context)
+                source.end(context)
         finally:
             with self._lock:
                 self.streams -= 1
+
+    def _source(
+        self, exporter: BlockExporter | PartedExporter, asked: Iterator[pb.BlocksAsked]
+    ) -> _Source:
+        if isinstance(exporter, PartedExporter):
+            return _Making(exporter, asked)
+        assert self._transfer is not None, "blocks of this process need a transfer"
+        return _Sending(exporter, asked, self._transfer, self.places)
 
     def _enter(self) -> bool:
         """Counts a stream in; False where there are as many as there may be."""
@@ -82,26 +102,17 @@ class BlockService(rpc.BlocksServicer):
         return free
 
 
-class _Sending:
-    """Sends the blocks of one stream, on a thread of its own. asked: what follows the proof."""
+class _Source:
+    """One stream, with threads of its own. asked: what follows the proof."""
 
-    def __init__(
-        self,
-        exporter: BlockExporter,
-        transfer: Transfer,
-        places: Places,
-        asked: Iterator[pb.BlocksAsked],
-    ):
-        self._exporter = exporter
-        self._transfer = transfer
-        self._places = places
+    def __init__(self, blocks: OfferedBlocks, asked: Iterator[pb.BlocksAsked]):
+        self._blocks = blocks
         self._asked = asked
-        self._request_id = ""
-        self._rows = np.empty((0, exporter.block_bytes), np.uint8)
         self._told: queue.SimpleQueue[pb.Sent] = queue.SimpleQueue()
         self._heard: queue.SimpleQueue[pb.BlocksAsked | None] = queue.SimpleQueue()
         self._heard_at = time.monotonic()
         self._ending = threading.Event()
+        self._final = False  # the asker has said that no more blocks are made
         self._threads = [
             threading.Thread(target=run, name="kv-source", daemon=True)
             for run in (self._run, self._listen)
@@ -133,7 +144,9 @@ class _Sending:
         try:
             for message in self._asked:
                 self._heard_at = time.monotonic()
-                if not message.HasField("alive"):
+                if message.HasField("final"):
+                    self._final = True
+                elif not message.HasField("alive"):
                     self._heard.put(message)
         except Exception:  # as gRPC ends it
             log.debug("the asker of blocks has gone")
@@ -142,7 +155,9 @@ class _Sending:
 
     def _run(self) -> None:
         try:
-            self._send_all()
+            first = self._heard.get()
+            if first is not None:
+                self._serve(first.want)
         except TransferError as error:
             log.warning("blocks could not be sent: %s", error)
         except Exception:  # the asker is not to wait for it
@@ -150,40 +165,97 @@ class _Sending:
         finally:
             self._told.put(pb.Sent(last=True))
 
-    def _send_all(self) -> None:
-        """Waits for a place, then sends batch after batch, until the asker ends or a block does not
-        come. Errors: TransferError."""
-        first = self._heard.get()
-        if first is None:
-            return
-        want = first.want
-        place = self._places.ask(time.monotonic() + want.time_left)
+    def _serve(self, want: pb.Want) -> None:
         keys = [
             want.keys[position : position + KEY_BYTES]
             for position in range(0, len(want.keys), KEY_BYTES)
         ]
-        self._request_id = want.request_id
-        self._exporter.want(keys)
+        self._blocks.want(keys)
         try:
-            while not place.given.wait(ALIVE_SECONDS):
-                if self._ending.is_set():
-                    return
-            self._send_batches(keys)
+            self._serve_keys(keys, want)
         finally:
-            place.leave()
-            self._exporter.unwant(keys)
+            self._blocks.unwant(keys)
 
-    def _send_batches(self, keys: list[bytes]) -> None:
-        rows = max(1, GROUP_BYTES // self._exporter.block_bytes)
-        self._rows = np.empty((rows, self._exporter.block_bytes), np.uint8)
+    def _serve_keys(self, keys: list[bytes], want: pb.Want) -> None:
+        """Does what is to be done for the blocks, until the asker ends or no more come. Errors:
+        TransferError."""
+        raise NotImplementedError
+
+
+class _Making(_Source):
+    """Has blocks made of which other processes send the parts."""
+
+    def __init__(self, exporter: PartedExporter, asked: Iterator[pb.BlocksAsked]):
+        self._exporter = exporter
+        super().__init__(exporter, asked)
+
+    def _serve_keys(self, keys: list[bytes], want: pb.Want) -> None:
+        while self._exporter.coming(want.request_id):
+            if self._ending.wait(ALIVE_SECONDS):
+                return
+        self._exporter.settle(keys)
+
+
+class _Sending(_Source):
+    """Sends the blocks of one stream, each batch when it has one of `places`."""
+
+    def __init__(
+        self,
+        exporter: BlockExporter,
+        asked: Iterator[pb.BlocksAsked],
+        transfer: Transfer,
+        places: Places,
+    ):
+        self._exporter = exporter
+        self._transfer = transfer
+        self._places = places
+        self._request_id = ""
+        self._layout = exporter.layout
+        # buffers while the stream has a place: the next blocks, and one where a part of it is sent
+        self._rows = NO_ROWS
+        self._whole: np.ndarray | None = None
+        super().__init__(exporter, asked)
+
+    def _serve_keys(self, keys: list[bytes], want: pb.Want) -> None:
+        self._request_id = want.request_id
+        self._layout = self._wanted(want)
+        due = time.monotonic() + want.time_left
         position = 0
         for message in iter(self._heard.get, None):
             batch = message.batch
             mine = keys[position : position + batch.blocks]
             position += len(mine)
             window = Window(batch.peer, batch.token, batch.size, batch.epoch)
-            if not self._send(window, mine):
+            if not self._send_in_turn(window, mine, due):
                 return
+
+    def _wanted(self, want: pb.Want) -> PartBytes:
+        """Returns what to send of each block. Errors: TransferError where it is not here."""
+        here = self._exporter.layout
+        if not want.HasField("part"):
+            return here
+        part = part_of(want.part)
+        if not len(part) or not part.within(here.part):
+            raise TransferError("part", f"{part} is not here, but {here.part}")
+        return here.of(part)
+
+    def _send_in_turn(self, window: Window, keys: list[bytes], due: float) -> bool:
+        """Sends a batch when it has a place. No stream keeps one while it waits for its asker, who
+        may wait for another stream. Errors: TransferError."""
+        place = self._places.ask(due)
+        try:
+            while not place.given.wait(ALIVE_SECONDS):
+                if self._ending.is_set():
+                    return False
+            rows = max(1, GROUP_BYTES // self._layout.bytes)
+            self._rows = np.empty((rows, self._layout.bytes), np.uint8)
+            if self._layout != self._exporter.layout:
+                self._whole = np.empty(self._exporter.layout.bytes, np.uint8)
+            return self._send(window, keys)
+        finally:
+            self._rows = NO_ROWS
+            self._whole = None
+            place.leave()
 
     def _send(self, window: Window, keys: list[bytes]) -> bool:
         """Sends these blocks to a window, from its beginning; False where one does not come.
@@ -194,9 +266,9 @@ class _Sending:
                 return False
             group = keys[position : position + len(self._rows)]
             count = 1
-            while count < len(group) and self._exporter.read(group[count], self._rows[count], 0.0):
+            while count < len(group) and self._read(group[count], count, 0.0):
                 count += 1
-            self._write(window, position * self._exporter.block_bytes, self._rows[:count])
+            self._write(window, position * self._layout.bytes, self._rows[:count])
             self._told.put(pb.Sent(checksums=map(block_checksum, group[:count], self._rows)))
             position += count
         return True
@@ -204,12 +276,21 @@ class _Sending:
     def _wait(self, key: bytes) -> bool:
         """Reads a block to the first row, as long as it may come; False where it does not."""
         while not self._ending.is_set():
-            coming = self._exporter.coming(self._request_id)
-            if self._exporter.read(key, self._rows[0], ALIVE_SECONDS):
+            coming = not self._final and self._exporter.coming(self._request_id)
+            if self._read(key, 0, ALIVE_SECONDS):
                 return True
             if not coming:
                 return False
         return False
+
+    def _read(self, key: bytes, row: int, seconds: float) -> bool:
+        """Reads what is wanted of a block to a row; see `BlockExporter.read`."""
+        if self._whole is None:
+            return self._exporter.read(key, self._rows[row], seconds)
+        if not self._exporter.read(key, self._whole, seconds):
+            return False
+        self._exporter.layout.take(self._whole, self._layout.part, self._rows[row])
+        return True
 
     def _write(self, window: Window, offset: int, rows: np.ndarray) -> None:
         ticket = self._transfer.write(window, offset, rows.reshape(-1), WRITE_SECONDS)

@@ -22,7 +22,7 @@ from jaxserve.replica.info import ReplicaInfo
 from jaxserve.server.frontend_metrics import FrontendMetrics
 from jaxserve.server.json_body import JsonObject
 from jaxserve.server.kv_tickets import KvTransfer, write_ticket
-from jaxserve.store.peers import BlockExporter
+from jaxserve.store.peers import OfferedBlocks
 
 
 class Ask(Protocol):
@@ -41,7 +41,7 @@ class KvHandoff:
     address: str
     lease: int
     info: ReplicaInfo
-    exporter: BlockExporter
+    exporter: OfferedBlocks
     ask: Ask
     metrics: FrontendMetrics
 

@@ -1,53 +1,46 @@
 """Asks other replicas for blocks of KV: the asker of `Blocks` in replica.proto.
 
-A stream has one or two buffers of this process's staging memory, granted in the order of first
-asking. It lends them to the source as windows, one batch of blocks at a time; the source writes
-there and tells the blocks' checksums. Each block is copied out and checked by who reads it. A fault
-of any kind ends the stream: what has not come by then is computed here.
+A stream has one or two buffers of this process's staging memory, granted in the order of opening.
+It lends them to the source as windows, one batch of blocks at a time, or to several processes of
+the source, each with a part of the buffers for its part of the blocks. A fault of any kind ends the
+stream: what has not come by then is computed here.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
-import math
-import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import grpc
 import numpy as np
 
-from jaxserve.api.errors import RequestError
 from jaxserve.api.request import KvSource
 from jaxserve.group.handshake import Certificate
 from jaxserve.server import replica_pb2 as pb
-from jaxserve.server import replica_pb2_grpc as rpc
 from jaxserve.server.auth.tls import Authorities
-from jaxserve.server.block_service import SILENT_SECONDS, STREAM_SECONDS
+from jaxserve.server.block_service import STREAM_SECONDS
 from jaxserve.server.own_address import OwnAddress
-from jaxserve.server.replica_auth import CallerProof
+from jaxserve.server.part_messages import part_message, part_of, place_of
+from jaxserve.server.part_stream import BlocksSession, PartStream, StreamFault
 from jaxserve.server.replica_session import open_channel
-from jaxserve.store.checksum import block_checksum
-from jaxserve.transfer import ReceiveBuffers, TcpTransfer, TransferError, Window
+from jaxserve.store.block_part import BlockPart, PartBytes, PartPlace, cover
+from jaxserve.transfer import ReceiveBuffers, TcpTransfer, TransferError
 
 STAGING_BYTES = 256 << 20  # of memory that is touched only where blocks arrive
 WINDOW_BYTES = 16 << 20
 WINDOWS = 2  # of a stream: one is filled while the other is read
 ASK_SECONDS = 0.05  # between looks whether there is staging memory
+LOOK_SECONDS = 0.2  # between looks at the processes of a source
 log = logging.getLogger(__name__)
 
 
-class StreamFault(Exception):
-    """The reason why no more blocks come."""
-
-
 class StagingBuffers:
-    """Buffers of `memory`, as large as blocks need, granted in the order of first asking."""
+    """Buffers of `memory`, as large as blocks need, granted in the order of first asking: processes
+    of one replica give theirs to the same streams first, so that none waits for another's."""
 
     def __init__(self, memory: np.ndarray):
         self._size = memory.size
@@ -64,7 +57,7 @@ class StagingBuffers:
                 fit = self._size // self._bytes
                 if not fit:
                     raise StreamFault(f"a block of {block_bytes} bytes; {self._size} fit")
-                self._buffers = ReceiveBuffers(fit, STREAM_SECONDS, 10 * ASK_SECONDS)
+                self._buffers = ReceiveBuffers(fit, STREAM_SECONDS, STREAM_SECONDS)
             if block_bytes > self._bytes:
                 raise StreamFault(f"a block of {block_bytes} bytes; a buffer has {self._bytes}")
             try:
@@ -119,15 +112,17 @@ class PeerReplicas:
         return len(self._open)
 
     def open(
-        self, source: KvSource, keys: Sequence[bytes], time_left: float = math.inf
+        self, source: KvSource, keys: Sequence[bytes], time_left: float, layout: PartBytes
     ) -> PeerStream:
-        wanted = Wanted(source, list(keys), time.monotonic() + time_left)
+        wanted = Wanted(source, list(keys), time.monotonic() + time_left, layout)
         stream = PeerStream(self, f"{next(self._numbers)}", wanted, self._forget)
         with self._lock:
             self._open[stream.name] = stream
             closed = self._closed
         if closed:
             stream.end()
+        with contextlib.suppress(StreamFault):  # it comes again when the stream is read
+            stream.ask_memory()
         return stream
 
     def _forget(self, stream: PeerStream) -> None:
@@ -143,29 +138,29 @@ class PeerReplicas:
         self.transfer.close()
 
 
-@dataclass
-class _Batch:
-    """Blocks that go to one window. base: of the window in the staging memory. checksums: of those
-    that were written; read: how many of these were read."""
-
-    window: Window
-    base: int
-    blocks: int
-    checksums: list[int]
-    read: int = 0
-
-
 class Wanted(NamedTuple):
     """Blocks with these keys, that a source has or computes, for a request whose first token is due
-    at this monotonic second."""
+    at this monotonic second. layout: what is wanted of each."""
 
     source: KvSource
     keys: list[bytes]
     due: float
+    layout: PartBytes
+
+    def message(self, part: BlockPart | None = None) -> pb.Want:
+        """Makes the first message for the source, or for its process with this part."""
+        return pb.Want(
+            keys=b"".join(self.keys),
+            request_id=self.source.request_id,
+            time_left=self.due - time.monotonic(),
+            part=None if part is None else part_message(part),
+        )
 
 
 class PeerStream:
-    """`BlockStream` of one request. closed: called when it has given back all that it had."""
+    """`BlockStream` of one request. Its source is asked first; where that is several processes, all
+    that have some of what is wanted send it, and blocks are joined here. closed: called when it has
+    given back all that it had."""
 
     def __init__(
         self,
@@ -176,165 +171,119 @@ class PeerStream:
     ):
         self.name = name
         self._peers = peers
-        self._source = wanted.source
-        self._keys = wanted.keys
-        self._due = wanted.due
+        self._wanted = wanted
         self._closed = closed
         self._reading = threading.Lock()
         self._ending = threading.Event()
-        self._session: _Session | None = None
-        self._block_bytes = 0
-        self._asked = 0  # blocks of all batches
-        self._batches: deque[_Batch] = deque()
+        self._sessions: list[BlocksSession] = []
+        self._parts: list[tuple[PartStream, PartBytes, np.ndarray]] = []  # with a row for each
+        per_window = max(1, WINDOW_BYTES // wanted.layout.bytes)
+        self._windows = min(WINDOWS, -(-len(wanted.keys) // per_window))
+        self._per_window = per_window
+
+    def ask_memory(self) -> list[int] | None:
+        """Asks for staging memory; returns where its windows begin, None: ask again. Errors:
+        StreamFault where there never is enough."""
+        buffers, size = self._peers.buffers, self._wanted.layout.bytes
+        return buffers.ask(self.name, self._windows, size)
 
     def read(self, key: bytes, into: np.ndarray) -> bool:
         with self._reading:
             if self._ending.is_set():
                 return False
             try:
-                if self._session is None:
-                    self._begin(into.size)
+                if not self._parts:
+                    self._begin()
                 self._read(key, into)
                 return True
             except (StreamFault, TransferError) as fault:
                 if not self._ending.is_set():
-                    log.warning("no more KV comes from %s: %s", self._source.address, fault)
+                    log.warning("no more KV comes from %s: %s", self._wanted.source.address, fault)
                 self.end()
                 return False
 
-    def _begin(self, block_bytes: int) -> None:
+    def _begin(self) -> None:
         """Waits for staging memory first: with a stream at its source it could block others."""
-        peers = self._peers
-        self._block_bytes = block_bytes
-        self._per_batch = max(1, WINDOW_BYTES // block_bytes)
-        windows = min(WINDOWS, -(-len(self._keys) // self._per_batch))
         deadline = time.monotonic() + STREAM_SECONDS
-        while (bases := peers.buffers.ask(self.name, windows, block_bytes)) is None:
+        while (bases := self.ask_memory()) is None:
             if self._ending.wait(ASK_SECONDS) or time.monotonic() > deadline:
                 raise StreamFault("there is no staging memory")
-        self._session = _Session(self._source.address, peers.authorities)
+        wanted = self._wanted
+        session, ready = self._connect(wanted.source.address, wanted.layout)
+        if not ready.places:
+            self._add(session, wanted.layout.part, bases)
+            return
+        session.say(pb.BlocksAsked(want=wanted.message()))
+        for place in self._places(ready):
+            there, ready = self._connect(place.address, wanted.layout.of(place.part))
+            bases = self._add(there, place.part, bases)
+        threading.Thread(target=self._watch, name="kv-parts", daemon=True).start()
+
+    def _watch(self) -> None:
+        """Has the processes of the source wait for no more blocks once its leader says that none
+        are made any more, or one of them is gone, whose parts would not come."""
+        while not self._ending.wait(LOOK_SECONDS):
+            if any(session.over for session in self._sessions):
+                for stream, *_ in self._parts:
+                    stream.final()
+                return
+
+    def _places(self, ready: pb.Ready) -> list[PartPlace]:
+        """Divides what is wanted among the processes of the source; of several that have the same
+        each stream asks another first. Errors: StreamFault."""
+        places = list(map(place_of, ready.places))
+        first = int(self.name) % len(places)
+        try:
+            return cover(self._wanted.layout.part, [*places[first:], *places[:first]])
+        except ValueError as error:
+            raise StreamFault(str(error)) from None
+
+    def _connect(self, address: str, wanted: PartBytes) -> tuple[BlocksSession, pb.Ready]:
+        """Begins a session with a process that has, or whose group has, what is wanted. Errors:
+        StreamFault."""
+        peers = self._peers
+        server = self._wanted.source.address
+        session = BlocksSession(open_channel(address, peers.authorities, server))
+        self._sessions.append(session)
         if self._ending.is_set():
             raise StreamFault("closed")
-        want = pb.Want(
-            keys=b"".join(self._keys),
-            request_id=self._source.request_id,
-            time_left=self._due - time.monotonic(),
-        )
-        agreement = self._session.open(peers.secret, want)
-        if agreement != block_bytes:
-            raise StreamFault(f"its blocks have {agreement} bytes, not {block_bytes}")
-        for base in bases:
-            self._ask(base)
+        ready = session.open(peers.secret)
+        there = wanted.of(part_of(ready.part))
+        if there.bytes != ready.block_bytes:
+            raise StreamFault(f"its blocks have {ready.block_bytes} bytes, not {there.bytes}")
+        if not wanted.part.within(there.part):
+            raise StreamFault(f"it has {there.part} of blocks, not {wanted.part}")
+        return session, ready
 
-    def _ask(self, base: int) -> None:
-        """Asks for the next blocks, to be written from `base` on."""
-        blocks = min(self._per_batch, len(self._keys) - self._asked)
-        if not blocks:
-            return
-        assert self._session is not None
-        window = self._peers.transfer.lend(base, blocks * self._block_bytes, STREAM_SECONDS)
-        self._batches.append(_Batch(window, base, blocks, []))
-        self._asked += blocks
-        self._session.say(pb.BlocksAsked(batch=pb.Batch(blocks=blocks, **window.to_json())))
+    def _add(self, session: BlocksSession, part: BlockPart, bases: Sequence[int]) -> list[int]:
+        """Has a process send its part to the windows, from these places on. Returns where the next
+        part begins in each."""
+        layout = self._wanted.layout.of(part)
+        stream = PartStream(session, self._peers.transfer, self._wanted.keys, layout.bytes)
+        self._parts.append((stream, layout, np.empty(layout.bytes, np.uint8)))
+        stream.begin(self._wanted.message(part), bases, self._per_window)
+        return [base + self._per_window * layout.bytes for base in bases]
 
     def _read(self, key: bytes, into: np.ndarray) -> None:
-        """Reads the next block. Errors: StreamFault if it does not come, or differs from what was
-        sent."""
-        if not self._batches:
-            raise StreamFault("more blocks are read than were asked for")
-        batch = self._batches[0]
-        while batch.read == len(batch.checksums):
-            self._hear()
-        begin = batch.base + batch.read * self._block_bytes
-        np.copyto(into, self._peers.memory[begin : begin + self._block_bytes])
-        if block_checksum(key, into) != batch.checksums[batch.read]:
-            raise StreamFault("a block's bytes are not those of its checksum")
-        batch.read += 1
-        if batch.read == batch.blocks:
-            self._batches.popleft()
-            self._peers.transfer.end(batch.window)
-            self._ask(batch.base)
-
-    def _hear(self) -> None:
-        """Takes what the source says next."""
-        assert self._session is not None
-        sent = self._session.next().sent
-        for checksum in sent.checksums:
-            batch = next((one for one in self._batches if len(one.checksums) < one.blocks), None)
-            if batch is None:
-                raise StreamFault("it tells of blocks that were not asked for")
-            batch.checksums.append(checksum)
-        if sent.last and not sent.checksums:
-            raise StreamFault("it has no more")
+        """Reads the next block. Errors: StreamFault, TransferError."""
+        whole = self._wanted.layout
+        for stream, layout, row in self._parts:
+            if layout == whole:
+                stream.read(key, into)
+            else:
+                stream.read(key, row)
+                whole.put(into, layout.part, row)
 
     def end(self) -> None:
         """Ends the wait of who reads, and lets nothing more come."""
         self._ending.set()
-        if self._session is not None:
-            self._session.end()
+        for session in list(self._sessions):
+            session.end()
 
     def close(self) -> None:
         self.end()
         with self._reading:
-            for batch in self._batches:
-                self._peers.transfer.end(batch.window)
-            self._batches.clear()
+            for stream, *_ in self._parts:
+                stream.close()
             self._peers.buffers.release(self.name)
         self._closed(self)
-
-
-class _Session:
-    """The RPC of one stream; a thread of its own reads the reports."""
-
-    def __init__(self, address: str, authorities: Authorities | None):
-        self._channel = open_channel(address, authorities)
-        self._said: queue.SimpleQueue[pb.BlocksAsked | None] = queue.SimpleQueue()
-        self._heard: queue.SimpleQueue[pb.BlocksTold | str] = queue.SimpleQueue()
-
-    def _listen(self, proof: CallerProof, told: Any) -> None:
-        try:
-            proof.check(told)
-            for report in told:
-                self._heard.put(report)
-                if report.HasField("sent"):
-                    self.say(pb.BlocksAsked(alive=pb.Alive()))
-            self._heard.put("it has no more")
-        except grpc.RpcError as error:
-            self._heard.put(error.details() or error.code().name)
-        except RequestError as error:
-            self._heard.put(str(error))
-
-    def open(self, secret: bytes, want: pb.Want) -> int:
-        """Proves both sides' secrets and tells what is wanted; returns a block's bytes there.
-        Errors: StreamFault."""
-        try:
-            proof = CallerProof.begin(self._channel, secret)
-            fetch = rpc.BlocksStub(self._channel).Fetch
-            told = proof.call(fetch, iter(self._said.get, None), STREAM_SECONDS)
-        except RequestError as error:
-            raise StreamFault(str(error)) from None
-        listener = threading.Thread(
-            target=self._listen, args=(proof, told), name="kv-peer", daemon=True
-        )
-        listener.start()
-        ready = self.next().ready
-        self.say(pb.BlocksAsked(want=want))
-        return ready.block_bytes
-
-    def say(self, asked: pb.BlocksAsked) -> None:
-        self._said.put(asked)
-
-    def next(self) -> pb.BlocksTold:
-        """Returns the next report. Errors: StreamFault if the source is silent, or has ended."""
-        try:
-            report = self._heard.get(timeout=SILENT_SECONDS)
-        except queue.Empty:
-            raise StreamFault(f"it has said nothing for {SILENT_SECONDS:g} s") from None
-        if isinstance(report, str):
-            raise StreamFault(report)
-        return report
-
-    def end(self) -> None:
-        self._heard.put("closed")
-        self._said.put(None)
-        self._channel.close()  # cancels its calls

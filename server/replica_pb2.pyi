@@ -7,16 +7,18 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class BlocksAsked(_message.Message):
-    __slots__ = ("want", "batch", "alive", "taken")
+    __slots__ = ("want", "batch", "alive", "taken", "final")
     WANT_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
     ALIVE_FIELD_NUMBER: _ClassVar[int]
     TAKEN_FIELD_NUMBER: _ClassVar[int]
+    FINAL_FIELD_NUMBER: _ClassVar[int]
     want: Want
     batch: Batch
     alive: Alive
     taken: Taken
-    def __init__(self, want: _Optional[_Union[Want, _Mapping]] = ..., batch: _Optional[_Union[Batch, _Mapping]] = ..., alive: _Optional[_Union[Alive, _Mapping]] = ..., taken: _Optional[_Union[Taken, _Mapping]] = ...) -> None: ...
+    final: Alive
+    def __init__(self, want: _Optional[_Union[Want, _Mapping]] = ..., batch: _Optional[_Union[Batch, _Mapping]] = ..., alive: _Optional[_Union[Alive, _Mapping]] = ..., taken: _Optional[_Union[Taken, _Mapping]] = ..., final: _Optional[_Union[Alive, _Mapping]] = ...) -> None: ...
 
 class BlocksTold(_message.Message):
     __slots__ = ("ready", "sent")
@@ -27,16 +29,38 @@ class BlocksTold(_message.Message):
     def __init__(self, ready: _Optional[_Union[Ready, _Mapping]] = ..., sent: _Optional[_Union[Sent, _Mapping]] = ...) -> None: ...
 
 class Want(_message.Message):
-    __slots__ = ("keys", "request_id", "time_left", "plane")
+    __slots__ = ("keys", "request_id", "time_left", "plane", "part")
     KEYS_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TIME_LEFT_FIELD_NUMBER: _ClassVar[int]
     PLANE_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
     keys: bytes
     request_id: str
     time_left: float
     plane: str
-    def __init__(self, keys: _Optional[bytes] = ..., request_id: _Optional[str] = ..., time_left: _Optional[float] = ..., plane: _Optional[str] = ...) -> None: ...
+    part: BlockPart
+    def __init__(self, keys: _Optional[bytes] = ..., request_id: _Optional[str] = ..., time_left: _Optional[float] = ..., plane: _Optional[str] = ..., part: _Optional[_Union[BlockPart, _Mapping]] = ...) -> None: ...
+
+class BlockPart(_message.Message):
+    __slots__ = ("first_layer", "end_layer", "first_head", "end_head")
+    FIRST_LAYER_FIELD_NUMBER: _ClassVar[int]
+    END_LAYER_FIELD_NUMBER: _ClassVar[int]
+    FIRST_HEAD_FIELD_NUMBER: _ClassVar[int]
+    END_HEAD_FIELD_NUMBER: _ClassVar[int]
+    first_layer: int
+    end_layer: int
+    first_head: int
+    end_head: int
+    def __init__(self, first_layer: _Optional[int] = ..., end_layer: _Optional[int] = ..., first_head: _Optional[int] = ..., end_head: _Optional[int] = ...) -> None: ...
+
+class PartPlace(_message.Message):
+    __slots__ = ("part", "address")
+    PART_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    part: BlockPart
+    address: str
+    def __init__(self, part: _Optional[_Union[BlockPart, _Mapping]] = ..., address: _Optional[str] = ...) -> None: ...
 
 class Batch(_message.Message):
     __slots__ = ("blocks", "peer", "token", "size", "epoch")
@@ -53,12 +77,16 @@ class Batch(_message.Message):
     def __init__(self, blocks: _Optional[int] = ..., peer: _Optional[str] = ..., token: _Optional[str] = ..., size: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Ready(_message.Message):
-    __slots__ = ("block_bytes", "planes")
+    __slots__ = ("block_bytes", "planes", "part", "places")
     BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
     PLANES_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    PLACES_FIELD_NUMBER: _ClassVar[int]
     block_bytes: int
     planes: _containers.RepeatedCompositeFieldContainer[PlaneOffer]
-    def __init__(self, block_bytes: _Optional[int] = ..., planes: _Optional[_Iterable[_Union[PlaneOffer, _Mapping]]] = ...) -> None: ...
+    part: BlockPart
+    places: _containers.RepeatedCompositeFieldContainer[PartPlace]
+    def __init__(self, block_bytes: _Optional[int] = ..., planes: _Optional[_Iterable[_Union[PlaneOffer, _Mapping]]] = ..., part: _Optional[_Union[BlockPart, _Mapping]] = ..., places: _Optional[_Iterable[_Union[PartPlace, _Mapping]]] = ...) -> None: ...
 
 class PlaneOffer(_message.Message):
     __slots__ = ("name", "address")

@@ -177,8 +177,12 @@ class Replica(object):
 
 
 class BlocksStub(object):
-    """Blocks of KV from one replica's host memory to another's. Source: Ready; asker: Want, then a Batch for each part of what it wants;
+    """Blocks of KV from one replica's host memory to another's. Source: Ready; asker: Want, then a Batch for each share of what it wants;
     source: Sent for what it wrote to the windows of batches, or laid open for them, in order.
+
+    A replica of several processes has parts of each block at several places, which the Ready of its leader names. To the leader the
+    asker says Want alone, for the blocks to be made, and hears Sent without checksums while they are, the last once no more will be. It
+    has them sent by the same calls at the places; there it says Final then, so that these send what they have and wait for no more.
     """
 
     def __init__(self, channel):
@@ -195,8 +199,12 @@ class BlocksStub(object):
 
 
 class BlocksServicer(object):
-    """Blocks of KV from one replica's host memory to another's. Source: Ready; asker: Want, then a Batch for each part of what it wants;
+    """Blocks of KV from one replica's host memory to another's. Source: Ready; asker: Want, then a Batch for each share of what it wants;
     source: Sent for what it wrote to the windows of batches, or laid open for them, in order.
+
+    A replica of several processes has parts of each block at several places, which the Ready of its leader names. To the leader the
+    asker says Want alone, for the blocks to be made, and hears Sent without checksums while they are, the last once no more will be. It
+    has them sent by the same calls at the places; there it says Final then, so that these send what they have and wait for no more.
     """
 
     def Fetch(self, request_iterator, context):
@@ -222,8 +230,12 @@ def add_BlocksServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Blocks(object):
-    """Blocks of KV from one replica's host memory to another's. Source: Ready; asker: Want, then a Batch for each part of what it wants;
+    """Blocks of KV from one replica's host memory to another's. Source: Ready; asker: Want, then a Batch for each share of what it wants;
     source: Sent for what it wrote to the windows of batches, or laid open for them, in order.
+
+    A replica of several processes has parts of each block at several places, which the Ready of its leader names. To the leader the
+    asker says Want alone, for the blocks to be made, and hears Sent without checksums while they are, the last once no more will be. It
+    has them sent by the same calls at the places; there it says Final then, so that these send what they have and wait for no more.
     """
 
     @staticmethod

@@ -23,24 +23,16 @@ from jaxserve.server import replica_pb2 as pb
 from jaxserve.server import replica_pb2_grpc as rpc
 from jaxserve.server.block_service import MAX_STREAMS, BlockService
 from jaxserve.server.caller_session import CallerSession, Served
-from jaxserve.server.replica_auth import HANDSHAKE_SECONDS, CallerCheck
+from jaxserve.server.cluster_port import ClusterPort
 from jaxserve.server.replica_messages import info_text, load_message
-from jaxserve.settings.schema import ConfigError
 from jaxserve.store.peers import OffersBlocks
 from jaxserve.text.structured_output import Guides
 
 log = logging.getLogger(__name__)
 MAX_SESSIONS = 16  # each takes two threads
-HANDSHAKE_THREADS = 4  # for calls that are answered at once: of strangers and of handshakes
-MAX_HANDSHAKES = 256  # such calls that are answered or wait for it
-MAX_CALLS_PER_CONNECTION = 64
-MAX_METADATA_BYTES = 8 << 10
-IDLE_MS = 10_000  # after which a connection without a call is closed
 BEAT_SECONDS = 0.25  # between heartbeats, and between looks at who is silent
 SILENT_SECONDS = 4.0  # that the other side of a session may say nothing
 WAITING_THREADS = 4  # for questions and requests with guides, which may wait for a step
-STOP_SECONDS = 1.0
-KEEPALIVE_MS = 5_000  # between pings of an asker that says nothing, and for its answer
 
 
 class ReplicaService(rpc.ReplicaServicer):
@@ -68,46 +60,17 @@ class ReplicaService(rpc.ReplicaServicer):
         self._load_asked = False
         self._ended = threading.Event()
         self._threads = concurrent.futures.ThreadPoolExecutor(WAITING_THREADS, "question")
-        options = [
-            ("grpc.max_receive_message_length", max_message_bytes),
-            ("grpc.max_send_message_length", -1),
-            ("grpc.so_reuseport", 0),
-            ("grpc.keepalive_time_ms", KEEPALIVE_MS),
-            ("grpc.keepalive_timeout_ms", KEEPALIVE_MS),
-            ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_SECONDS * 1000)),
-            ("grpc.max_connection_idle_ms", IDLE_MS),
-            ("grpc.max_concurrent_streams", MAX_CALLS_PER_CONNECTION),
-            ("grpc.max_metadata_size", MAX_METADATA_BYTES),
-            ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
-        ]
-        callers = CallerCheck(secret)
         calls = MAX_SESSIONS + (MAX_STREAMS if blocks is not None else 0)
-        self._server = grpc.server(
-            concurrent.futures.ThreadPoolExecutor(calls + HANDSHAKE_THREADS, "session"),
-            interceptors=[callers],
-            options=options,
-            maximum_concurrent_rpcs=calls + MAX_HANDSHAKES,
-        )
-        rpc.add_HandshakeServicer_to_server(callers, self._server)
-        rpc.add_ReplicaServicer_to_server(self, self._server)
+        self._port = ClusterPort(secret, calls, max_message_bytes)
+        rpc.add_ReplicaServicer_to_server(self, self._port.server)
         self._blocks = blocks
         if blocks is not None:
-            rpc.add_BlocksServicer_to_server(blocks, self._server)
+            rpc.add_BlocksServicer_to_server(blocks, self._port.server)
         self._beating = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
     def start(self, address: str, credentials: grpc.ServerCredentials | None = None) -> int:
         """Listens on HOST:PORT; returns the port's number. Errors: ConfigError."""
-        try:
-            if credentials is None:
-                port = self._server.add_insecure_port(address)
-            else:
-                port = self._server.add_secure_port(address, credentials)
-        except RuntimeError:
-            port = 0
-        if not port:
-            raise ConfigError("replica_port", f"cannot listen on {address}: is it taken?")
-        self._server.start()
-        return port
+        return self._port.start(address, credentials)
 
     def open(self, replica: Replica, guides: Guides | None = None) -> None:
         """Begins to serve a replica that runs. guides: compiles what requests ask for; None where
@@ -130,7 +93,7 @@ class ReplicaService(rpc.ReplicaServicer):
     def stop(self) -> None:
         """Ends all sessions and closes the port."""
         self._ended.set()
-        self._server.stop(STOP_SECONDS).wait()
+        self._port.stop()
         if self._beating.is_alive():
             self._beating.join()
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -13,6 +13,7 @@ from jaxserve.server import replica_pb2 as pb
 from jaxserve.server import replica_pb2_grpc as rpc
 from jaxserve.server.auth.tls import Authorities
 from jaxserve.server.replica_auth import CallerProof
+from jaxserve.transfer.protocol import split_address
 
 CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", -1),  # the replica is trusted: it knows the secret
@@ -21,12 +22,18 @@ CHANNEL_OPTIONS = [
 ]
 
 
-def open_channel(target: str, authorities: Authorities | None) -> grpc.Channel:
+def open_channel(
+    target: str, authorities: Authorities | None, replica: str | None = None
+) -> grpc.Channel:
     """Returns a connection to the port of a replica. authorities: of its certificate; None: it has
-    no TLS."""
+    no TLS. replica: HOST:PORT for whose host the certificate is, if not for the target's: a process
+    of a replica has that of its leader."""
     if authorities is None:
         return grpc.insecure_channel(target, CHANNEL_OPTIONS)
-    return grpc.secure_channel(target, authorities.credentials(), CHANNEL_OPTIONS)
+    options: list[tuple[str, Any]] = list(CHANNEL_OPTIONS)
+    if replica is not None and replica != target:
+        options.append(("grpc.ssl_target_name_override", split_address(replica)[0]))
+    return grpc.secure_channel(target, authorities.credentials(), options)
 
 
 class ReplicaSession:

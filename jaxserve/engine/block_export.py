@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -10,14 +11,15 @@ import numpy as np
 from jaxserve.cache import CacheManager
 from jaxserve.cache.tiers import LowerTiers
 from jaxserve.replica.registry import Registry
+from jaxserve.store.block_part import PartBytes, PartPlace
 
 WANT_SECONDS = 10.0  # for the engine's thread to take in what is wanted
 WAY_SECONDS = 10.0  # from a page to host memory
 
 
-class TierExporter:
-    """Blocks of an engine, by way of its host memory; implements `BlockExporter`. post: runs a
-    command on the engine's thread."""
+class BlockWishes:
+    """Passes to an engine which of its blocks others want. tiers: below its devices. post: runs a
+    command on the engine's thread. The rest: see `OfferedBlocks`."""
 
     def __init__(
         self,
@@ -30,10 +32,6 @@ class TierExporter:
         self._tiers = tiers
         self._registry = registry
         self._post = post
-
-    @property
-    def block_bytes(self) -> int:
-        return self._tiers.block_bytes
 
     def want(self, keys: Sequence[bytes]) -> None:
         noted = threading.Event()
@@ -51,11 +49,84 @@ class TierExporter:
     def coming(self, request_id: str) -> bool:
         return request_id in self._registry
 
+    def on_its_way(self, key: bytes) -> bool:
+        """Returns whether a wanted block was on the devices, and is or will be in host memory."""
+        return key in self._stores.promised
+
+
+class TierExporter:
+    """Blocks of an engine in this process, by way of its host memory; implements `BlockExporter`.
+    layout: of blocks in the tiers."""
+
+    def __init__(self, wishes: BlockWishes, tiers: LowerTiers, layout: PartBytes):
+        self.layout = layout
+        self.want = wishes.want
+        self.unwant = wishes.unwant
+        self.coming = wishes.coming
+        self._wishes = wishes
+        self._tiers = tiers
+
     def read(self, key: bytes, into: np.ndarray, seconds: float) -> bool:
         arrived = self._tiers.wait(key, seconds)
-        if not arrived and seconds and key in self._stores.promised:
+        if not arrived and seconds and self._wishes.on_its_way(key):
             arrived = self._tiers.wait(key, WAY_SECONDS)
-        if not (arrived or self._tiers.holds(key)):  # one on its way is worth the wait of `read`
-            return False
-        # what was sent is used there: kept longest here, it would drive out what is to be sent
-        return self._tiers.read(key, into, use=False)
+        return _read(self._tiers, key, into, arrived)
+
+
+class WorkerExporter:
+    """The parts of blocks that a worker of a group has; implements `BlockExporter`. Its leader has
+    blocks stored, and lets askers know when no more will come."""
+
+    def __init__(self, tiers: LowerTiers, layout: PartBytes):
+        self.layout = layout
+        self._tiers = tiers
+
+    def want(self, keys: Sequence[bytes]) -> None:
+        """Does nothing: the leader has the blocks stored."""
+
+    def unwant(self, keys: Sequence[bytes]) -> None:
+        """Does nothing."""
+
+    def coming(self, request_id: str) -> bool:
+        return True
+
+    def read(self, key: bytes, into: np.ndarray, seconds: float) -> bool:
+        return _read(self._tiers, key, into, self._tiers.wait(key, seconds))
+
+
+def _read(tiers: LowerTiers, key: bytes, into: np.ndarray, arrived: bool) -> bool:
+    if not (arrived or tiers.holds(key)):  # one on its way is worth the wait of `read`
+        return False
+    # what was sent is used there: kept longest here, it would drive out what is to be sent
+    return tiers.read(key, into, use=False)
+
+
+class GroupExporter:
+    """Blocks of an engine whose workers have the parts; implements `PartedExporter`. layout: of
+    whole blocks. places: returns the workers that offer parts; none unless all do."""
+
+    def __init__(
+        self,
+        wishes: BlockWishes,
+        tiers: LowerTiers,
+        layout: PartBytes,
+        places: Callable[[], Sequence[PartPlace]],
+    ):
+        self.layout = layout
+        self.want = wishes.want
+        self.unwant = wishes.unwant
+        self.coming = wishes.coming
+        self._wishes = wishes
+        self._tiers = tiers
+        self._places = places
+
+    @property
+    def places(self) -> Sequence[PartPlace]:
+        return self._places()
+
+    def settle(self, keys: Sequence[bytes]) -> None:
+        deadline = time.monotonic() + WAY_SECONDS
+        for key in keys:
+            left = deadline - time.monotonic()
+            if left > 0 and self._wishes.on_its_way(key):
+                self._tiers.wait(key, left)

@@ -7,25 +7,12 @@ process of several has a part of it: some of the layers, some of the heads.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import jax
 import numpy as np
 
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.kernels.kv_pages import KVPages
-
-
-@dataclass(frozen=True)
-class BlockPart:
-    """A part of each block: these of the model's layers, and of its own kv heads."""
-
-    layers: range
-    heads: range
-
-    def __str__(self) -> str:
-        layers, heads = (f"{each.start}-{each.stop - 1}" for each in (self.layers, self.heads))
-        return f"layers {layers}, heads {heads}"
+from jaxserve.store.block_part import BlockPart, PartBytes
 
 
 class BlockLayout:
@@ -51,9 +38,11 @@ class BlockLayout:
         self._dtype = pool.kv.dtype
         self._kv_bytes = int(np.prod(self._kv)) * self._dtype.itemsize
         self._scales = None if pool.scales is None else pool.scales.dtype
-        self.bytes = self._kv_bytes
+        scale_bytes = 0
         if self._scales is not None:
-            self.bytes += int(np.prod(self._kv[:-1])) * self._scales.itemsize
+            scale_bytes = int(np.prod(self._kv[2:-1])) * self._scales.itemsize
+        self.by_part = PartBytes(self.part, self._kv_bytes // len(self.part), scale_bytes)
+        self.bytes = self.by_part.bytes
 
     @property
     def name(self) -> str:

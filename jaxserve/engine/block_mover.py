@@ -16,7 +16,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
@@ -53,7 +53,7 @@ class BlockMover:
         self._settled = settled
         self._peers = peers
         self._stores: queue.Queue[tuple[BlocksRead, PageStores] | None] = queue.Queue()
-        self._fetches: queue.Queue[Fetch | None] = queue.Queue()
+        self._fetches: queue.Queue[tuple[Fetch, FetchReader] | None] = queue.Queue()
         self._pieces = FetchedPieces(PIECES_AHEAD)
         self.skipped = 0  # blocks that were not stored because too many waited to be
         self._threads = [
@@ -99,9 +99,13 @@ class BlockMover:
         """Has the blocks of a fetch brought to the devices; `arrived` is called for each piece."""
         self._pieces.begin(fetch.ticket)
         if fetch.source is None or self._peers is None:
-            self._fetches.put(fetch)
-        else:
-            self._asking.submit(self._safely, self._fetch, fetch)
+            self._fetches.put((fetch, FetchReader(self.tiers)))
+            return
+        # here, so that all processes of a replica open their streams in the same order
+        far = [key for key in fetch.keys if not self.tiers.holds(key)]
+        stream = self._stream(fetch, far)
+        reader = FetchReader(self.tiers, stream, far, fetch.source.address)
+        self._asking.submit(self._safely, self._fetch, (fetch, reader))
 
     def load(self, arrival: Arrival) -> None:
         """Writes the first blocks of a piece to their pages, as many as every process has; where it
@@ -145,11 +149,12 @@ class BlockMover:
             self.tiers.settle(stores.keys)
             self._settled(stores.keys)
 
-    def _fetch(self, fetch: Fetch) -> None:
+    def _fetch(self, job: tuple[Fetch, FetchReader]) -> None:
         """Brings the blocks in pieces until one is missing; the last piece may be empty."""
+        fetch, reader = job
         size = self.io.most
         buffer = np.empty((min(size, len(fetch.keys)), self.io.layout.bytes), np.uint8)
-        with contextlib.closing(FetchReader(fetch, self.tiers, self._stream(fetch))) as reader:
+        with contextlib.closing(reader):
             for piece, first in enumerate(range(0, len(fetch.keys), size)):
                 keys = fetch.keys[first : first + size]
                 count = self._read(reader, keys, buffer)
@@ -163,16 +168,17 @@ class BlockMover:
                 if last:
                     return
 
-    def _stream(self, fetch: Fetch) -> BlockStream | None:
-        """Opens a stream of those blocks of a fetch that lower tiers do not hold."""
-        if fetch.source is None or self._peers is None:
-            return None
+    def _stream(self, fetch: Fetch, far: Sequence[bytes]) -> BlockStream:
+        """Opens a stream of the blocks `far` of a fetch from its source, of the parts that are to
+        be here."""
+        assert fetch.source is not None and self._peers is not None
+        here = self.io.layout
         if fetch.there is None:
-            far = [key for key in fetch.keys if not self.tiers.holds(key)]
-            return self._peers.open(fetch.source, far, fetch.time_left)
-        stream = self._peers.open(fetch.source, fetch.there.keys, fetch.time_left)
+            return self._peers.open(fetch.source, far, fetch.time_left, here.by_part)
         theirs = self.io.layout_of(fetch.there.size)
-        return ResizedStream(stream, fetch.keys, fetch.there, self.io.layout, theirs)
+        keys = fetch.there.keys
+        stream = self._peers.open(fetch.source, keys, fetch.time_left, theirs.by_part)
+        return ResizedStream(stream, fetch.keys, fetch.there, here, theirs)
 
     def _read(self, reader: FetchReader, keys: list[bytes], buffer: np.ndarray) -> int:
         """Reads the next blocks of a fetch to the buffer until one is missing; how many came."""
@@ -200,17 +206,20 @@ class BlockMover:
 
 
 class FetchReader:
-    """Reads the blocks of a fetch, in their order: from the tiers here, and those that they do not
-    hold at first from a stream, if there is one."""
+    """Reads the blocks of a fetch, in their order: from the tiers here, and those `far` from a
+    stream from `source`, if there is one."""
 
-    def __init__(self, fetch: Fetch, tiers: TieredBlocks, stream: BlockStream | None):
+    def __init__(
+        self,
+        tiers: TieredBlocks,
+        stream: BlockStream | None = None,
+        far: Collection[bytes] = (),
+        source: str = "",
+    ):
         self._tiers = tiers
         self._stream = stream
-        self._far: set[bytes] = set()
-        self._source = ""
-        if stream is not None and fetch.source is not None:
-            self._far = {key for key in fetch.keys if not tiers.holds(key)}
-            self._source = fetch.source.address
+        self._far = frozenset(far)
+        self._source = source
 
     def read(self, key: bytes, into: np.ndarray) -> bool:
         """Copies the next block to `into` [bytes] uint8; False where it does not come."""

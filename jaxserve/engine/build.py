@@ -111,10 +111,10 @@ def _part_index(
     """Returns what makes the leader's index of the blocks below the devices; None without any."""
     if not config.cache.host_cache_gib:
         return None
-    block_bytes = BlockLayout(plan, model.kv_heads).bytes
-    slots = int(config.cache.host_cache_gib * 2**30) // block_bytes
+    layout = BlockLayout(plan, model.kv_heads).by_part
+    slots = int(config.cache.host_cache_gib * 2**30) // layout.bytes
     outlasts = config.cache.disk_cache is not None
-    return lambda ask: PartIndex(member.workers, block_bytes, slots, outlasts, ask)
+    return lambda ask: PartIndex(member.workers, layout, slots, outlasts, ask)
 
 
 def open_worker(

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from jaxserve.api.errors import RequestError
 from jaxserve.api.request import Request
 from jaxserve.clock import Clock, WallClock
-from jaxserve.engine.block_export import TierExporter
+from jaxserve.engine.block_export import BlockWishes
 from jaxserve.engine.block_files import TierFiles
 from jaxserve.engine.command import DeviceError, WorkersLost
 from jaxserve.engine.description import replica_info, tier_readings, transfer_readings
@@ -39,7 +39,7 @@ from jaxserve.replica.protocol import Sink
 from jaxserve.scheduling import Load, Scheduler
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.settings.schema import EngineConfig
-from jaxserve.store.peers import BlockExporter
+from jaxserve.store.peers import BlockExporter, PartedExporter
 from jaxserve.store.tiered import TieredBlocks
 
 T = TypeVar("T")
@@ -69,10 +69,11 @@ class Engine(ReplicaCore):
         info = replica_info(config, worker, scheduler)
         super().__init__(scheduler, info, config.cache, clock or WallClock(), worker.members)
         self.steps = Steps(config, worker, scheduler, self.registry, self.now, self._notify)
-        self.block_exporter: BlockExporter | None = None
-        tiers = worker.lower_tiers
-        if isinstance(tiers, TieredBlocks):  # the blocks are in this process
-            self.block_exporter = TierExporter(scheduler.cache, tiers, self.registry, self.post)
+        self.block_exporter: BlockExporter | PartedExporter | None = None
+        if worker.lower_tiers is not None:
+            self.block_exporter = worker.exporter(
+                BlockWishes(scheduler.cache, worker.lower_tiers, self.registry, self.post)
+            )
         self._posted: deque[Callable[[], object]] = deque()
         self._wake = threading.Event()
         self._closing = False
@@ -144,8 +145,9 @@ class Engine(ReplicaCore):
     def kv_pool(self) -> KvPool:
         """The cached blocks, as operators ask for them; as files too with host memory."""
         exporter, tiers = self.block_exporter, self.worker.lower_tiers
-        if exporter is None or not isinstance(tiers, TieredBlocks):
+        if not isinstance(tiers, TieredBlocks):  # other processes have the bytes
             return super().kv_pool
+        assert exporter is not None and not isinstance(exporter, PartedExporter)
         return TierFiles(self.scheduler.cache, self._exclusively, self.now, exporter, tiers)
 
     def _exclusively(self, work: Callable[[], T]) -> T:

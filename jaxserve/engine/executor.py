@@ -8,11 +8,13 @@ from typing import Any, Protocol
 
 from jaxserve.api.batch import PageStores
 from jaxserve.cache.tiers import LowerTiers
+from jaxserve.engine.block_export import BlockWishes
 from jaxserve.engine.command import StepCommand, StepResult
 from jaxserve.engine.fetched_pieces import Arrival
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.step_shapes import StepShape
 from jaxserve.lanes.rates import LaneLinks
+from jaxserve.store.peers import BlockExporter, PartedExporter
 
 
 class CommandExecutor(Protocol):
@@ -57,6 +59,11 @@ class CommandExecutor(Protocol):
     @property
     def lower_tiers(self) -> LowerTiers | None:
         """Tiers that keep blocks which leave the devices."""
+        return None
+
+    def exporter(self, wishes: BlockWishes) -> BlockExporter | PartedExporter | None:
+        """Offers the blocks of lower tiers to other replicas; None without any. wishes: takes what
+        these want."""
         return None
 
     def on_arrival(self, hear: Callable[[Arrival], None]) -> None:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxserve.engine.block_layout import BlockLayout, BlockPart
+from jaxserve.engine.block_layout import BlockLayout
 from jaxserve.engine.stage_programs import POOL_AXES, Named, Stage, lowered
 from jaxserve.engine.stages import Stages
 from jaxserve.engine.step_shapes import NOWHERE
@@ -27,6 +27,7 @@ from jaxserve.kernels.kv_pages import KVPages
 from jaxserve.kernels.page_copy import read_pages, write_pages
 from jaxserve.sharding.mesh import KVP
 from jaxserve.sharding.rules import sharding, spec
+from jaxserve.store.block_part import BlockPart
 
 MOST_BYTES = 64 * 2**20  # of the blocks that one launch moves, on each lane
 MOST_PAGES = 32  # that one launch moves, on each lane

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from jaxserve.api.batch import PageStores
+from jaxserve.engine.block_export import BlockWishes, TierExporter, WorkerExporter
 from jaxserve.engine.block_layout import BlockLayout
 from jaxserve.engine.block_mover import BlockMover
 from jaxserve.engine.command import (
@@ -226,6 +227,13 @@ class Worker(CommandExecutor):
     def _mover(self) -> BlockMover:
         assert self.mover is not None, "there are no tiers below the devices"
         return self.mover
+
+    def exporter(self, wishes: BlockWishes) -> TierExporter:
+        return TierExporter(wishes, self._mover.tiers, self._mover.io.layout.by_part)
+
+    def own_exporter(self) -> WorkerExporter:
+        """Offers the parts of blocks that are here, where this is one of several workers."""
+        return WorkerExporter(self._mover.tiers, self._mover.io.layout.by_part)
 
     def on_arrival(self, hear: Callable[[Arrival], None]) -> None:
         self._arrived = hear

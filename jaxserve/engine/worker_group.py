@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxserve.api.batch import PageStores
+from jaxserve.engine.block_export import BlockWishes, GroupExporter
 from jaxserve.engine.command import NO_STEP, StepCommand, StepResult, WorkersLost
 from jaxserve.engine.executor import CommandExecutor
 from jaxserve.engine.fetched_pieces import Arrival
@@ -36,6 +37,7 @@ from jaxserve.group.member import Member
 from jaxserve.group.messages import Hello, Kind
 from jaxserve.lanes.rates import LaneLinks, links_from_json
 from jaxserve.settings.schema import ConfigError
+from jaxserve.store.block_part import BlockPart, PartPlace
 from jaxserve.store.parts import PartIndex
 
 HANGS = 3  # times hang_timeout that a step may take before the workers are given up
@@ -253,6 +255,20 @@ class WorkerGroup(CommandExecutor):
     def lower_tiers(self) -> PartIndex | None:
         return self._tiers
 
+    def exporter(self, wishes: BlockWishes) -> GroupExporter | None:
+        if self._tiers is None:
+            return None
+        return GroupExporter(wishes, self._tiers, self._tiers.layout, self._places)
+
+    def _places(self) -> list[PartPlace]:
+        """Returns where the workers offer their parts of blocks; none unless all do."""
+        facts = [peer.facts or {} for peer in self._peers.all]
+        if len(facts) < self._member.workers or not all("place" in each for each in facts):
+            return []
+        return [
+            PartPlace(_part(**each["place"]["part"]), each["place"]["address"]) for each in facts
+        ]
+
     def on_arrival(self, hear: Callable[[Arrival], None]) -> None:
         self._arrived = hear
 
@@ -328,3 +344,7 @@ class WorkerGroup(CommandExecutor):
             seconds = WRITE_SECONDS if outlasts else END_SECONDS
             peers.changed.wait_for(lambda: not peers.all, seconds)
             peers.disband("the engine was closed")
+
+
+def _part(layers: tuple[int, int], heads: tuple[int, int]) -> BlockPart:
+    return BlockPart(range(*layers), range(*heads))

@@ -38,6 +38,7 @@ from jaxserve.group.member import LOST, REFUSED, SECRET_VARIABLE, Member, Pulse
 from jaxserve.group.messages import Kind, led_by
 from jaxserve.lanes.rates import links_to_json
 from jaxserve.settings.schema import ConfigError, EngineConfig
+from jaxserve.store.peers import PeerBlocks, WorkerPort
 from jaxserve.weights import open_checkpoint
 
 JOIN_SECONDS = 600.0  # that the leader may take to listen
@@ -46,8 +47,12 @@ STATUS_SECONDS = 1.0
 log = logging.getLogger(__name__)
 
 
-def work(config: EngineConfig, member: Member) -> NoReturn:
-    """Runs this worker of the group until it ends, and the process with it."""
+OpenPort = Callable[[str], WorkerPort]
+
+
+def work(config: EngineConfig, member: Member, open_port: OpenPort | None = None) -> NoReturn:
+    """Runs this worker of the group until it ends, and the process with it. open_port: opens the
+    port for other replicas' blocks, given this machine's address in the group; None: without."""
     pulse = Pulse(member)
     try:
         channel = _join(config, member)
@@ -55,8 +60,13 @@ def work(config: EngineConfig, member: Member) -> NoReturn:
             begin = _begin(channel, pulse)
             with _reporting(channel):
                 config = led_by(begin["settings"], config)
-                worker = _load(config, member, begin["coordinator"], channel.own_host, pulse)
-        _Process(member, worker, channel, pulse).run()
+                port = None
+                if open_port is not None and config.cache.host_cache_gib:
+                    port = open_port(channel.own_host)
+                peers = None if port is None else port.peers
+                join = begin["coordinator"], channel.own_host
+                worker = _load(config, member, join, pulse, peers)
+        _Process(member, worker, channel, pulse, port).run()
         code = 0
     except ConfigError as error:
         print(f"{member.name}: {error}", file=sys.stderr, flush=True)
@@ -106,9 +116,15 @@ def _begin(channel: Channel, pulse: Pulse) -> dict[str, Any]:
 
 
 def _load(
-    config: EngineConfig, member: Member, coordinator: str, own_host: str, pulse: Pulse
+    config: EngineConfig,
+    member: Member,
+    join: tuple[str, str],
+    pulse: Pulse,
+    peers: PeerBlocks | None,
 ) -> Worker:
-    """Joins JAX's processes, and loads this one's part of the weights."""
+    """Joins JAX's processes, and loads this one's part of the weights. join: address of their
+    coordinator, and this machine's own."""
+    coordinator, own_host = join
     pulse.tell(state="loading")
     each = devices_each(config.mesh, member.workers, member.ranks_across_hosts)
     distributed.join(
@@ -121,7 +137,7 @@ def _load(
         shared_stage=each < config.mesh.kvp * config.mesh.tp,
     )
     checkpoint = open_checkpoint(config.source.model, config.source.revision)
-    return load_worker(_with_own_folder(config, member), checkpoint, False)
+    return load_worker(_with_own_folder(config, member), checkpoint, False, peers)
 
 
 def _with_own_folder(config: EngineConfig, member: Member) -> EngineConfig:
@@ -173,10 +189,19 @@ def _reporting(channel: Channel) -> Iterator[None]:
 
 
 class _Process:
-    """A worker that is loaded: executes the leader's commands, and answers its questions."""
+    """A worker that is loaded: executes the leader's commands, and answers its questions. port: at
+    which it offers its parts of blocks."""
 
-    def __init__(self, member: Member, worker: Worker, channel: Channel, pulse: Pulse):
+    def __init__(
+        self,
+        member: Member,
+        worker: Worker,
+        channel: Channel,
+        pulse: Pulse,
+        port: WorkerPort | None = None,
+    ):
         self._member = member
+        self._port = port
         self._worker = worker
         self._channel = channel
         self._pulse = pulse
@@ -188,12 +213,14 @@ class _Process:
 
     def run(self) -> None:
         """Executes until the leader ends the group. Errors: those that `work` handles."""
-        facts = {
+        facts: dict[str, Any] = {
             "platform": self._worker.platform,
             "device_kind": self._worker.device_kind,
             "programs": self._worker.program_count(),
             "process": os.getpid(),
         }
+        if self._port is not None:
+            facts["place"] = self._offer_blocks(self._port)
         self._channel.send(Kind.LOADED, json.dumps(facts).encode())
         self._start_thread(self._wait_for_steps)
         self._start_thread(self._send_status)
@@ -210,12 +237,23 @@ class _Process:
             elif frame.kind == Kind.BLOCKS:
                 self._ask_for_blocks(**json.loads(frame.content))
             elif frame.kind == Kind.END:
+                if self._port is not None:
+                    self._port.close()
                 self._worker.close()  # what is in host memory goes to disk
                 return
             else:
                 raise ChannelError(f"the leader sent a frame of kind {frame.kind}")
 
     # --- blocks of lower tiers
+
+    def _offer_blocks(self, port: WorkerPort) -> dict[str, Any]:
+        """Begins to offer parts of blocks to other replicas; returns which, and where."""
+        exporter = self._worker.own_exporter()
+        port.open(exporter)
+        part = exporter.layout.part
+        ranges = {"layers": part.layers, "heads": part.heads}
+        named = {name: (each.start, each.stop) for name, each in ranges.items()}
+        return {"part": named, "address": port.address}
 
     def _report_blocks(self) -> None:
         """Begins to report to the leader what happens to parts of blocks."""

@@ -17,6 +17,7 @@ import numpy as np
 from jaxserve.cache.block_events import Medium
 from jaxserve.cache.tier_events import TierEvents
 from jaxserve.cache.tiers import Fetched, Lookup, LowerTiers, TierCounts
+from jaxserve.store.block_part import PartBytes
 from jaxserve.store.tiered import LOCKED_SHARE
 
 ASSUMED_BANDWIDTHS = (2e9, 3e8)  # bytes per second of host memory and disk, until one reports
@@ -48,9 +49,9 @@ class Part:
 
 
 class PartIndex(LowerTiers):
-    """`LowerTiers` of a replica with `parts` processes. block_bytes: of a block, all its parts.
-    slots: in the host memory of each process, at least. outlasts: whether there are disks. ask: has
-    all processes do what is named, with blocks of these keys. All methods may be called from any
+    """`LowerTiers` of a replica with `parts` processes. layout: of a block, all its parts. slots:
+    in the host memory of each process, at least. outlasts: whether there are disks. ask: has all
+    processes do what is named, with blocks of these keys. All methods may be called from any
     thread."""
 
     shared = False
@@ -59,17 +60,18 @@ class PartIndex(LowerTiers):
     def __init__(
         self,
         parts: int,
-        block_bytes: int,
+        layout: PartBytes,
         slots: int,
         outlasts: bool,
         ask: Callable[[str, Sequence[bytes], int], None],
     ):
-        self.block_bytes = block_bytes
+        self.layout = layout
+        self.block_bytes = layout.bytes
         self.most_locked = slots // LOCKED_SHARE
         self.events = TierEvents(self._keys)
         self._outlasts = outlasts
         self._ask = ask
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._parts = [Part() for _ in range(parts)]
         self._held: set[bytes] = set()  # of which every process has its part, or will have
         self._medium: dict[bytes, Medium] = {}  # the slowest of a block's parts, if all are there
@@ -103,6 +105,7 @@ class PartIndex(LowerTiers):
             self._look(changed)
             for key in settled:  # listeners expect it in host memory
                 self.events.changed(Medium.HOST, key, self._medium.get(key) is Medium.HOST)
+            self._lock.notify_all()
 
     def reset(self) -> None:
         """Forgets all blocks: other processes will report what they have."""
@@ -197,7 +200,8 @@ class PartIndex(LowerTiers):
         return Lookup(answered=True)
 
     def wait(self, key: bytes, seconds: float) -> bool:
-        return False
+        with self._lock:
+            return self._lock.wait_for(lambda: key in self._medium, seconds)
 
     def read(self, key: bytes, into: np.ndarray, use: bool = True) -> bool:
         return False

@@ -13,14 +13,15 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from jaxserve.api.request import KvSource
+from jaxserve.store.block_part import PartBytes, PartPlace
 
 
-class BlockExporter(Protocol):
+class OfferedBlocks(Protocol):
     """Blocks that a source offers. All methods may be called from any thread."""
 
     @property
-    def block_bytes(self) -> int:
-        """Bytes of a block."""
+    def layout(self) -> PartBytes:
+        """The part of each block that is offered, and its bytes."""
 
     def want(self, keys: Sequence[bytes]) -> None:
         """Has these blocks read to host memory: at once where they are on the devices, else when
@@ -34,17 +35,35 @@ class BlockExporter(Protocol):
         """Returns whether the request that computes blocks is still here: then what is not there
         yet may come. False for "" and for a request that has ended. Never waits."""
 
+
+class BlockExporter(OfferedBlocks, Protocol):
+    """Blocks that are in this process."""
+
     def read(self, key: bytes, into: np.ndarray, seconds: float) -> bool:
-        """Copies a block to `into` [block_bytes] uint8, waiting for it at most so long, longer only
-        where it is on its way from the devices (not with 0); False where it did not come."""
+        """Copies a block to `into` [layout.bytes] uint8, waiting for it at most so long, longer
+        only where it is on its way from the devices (not with 0); False where it did not come."""
+
+
+@runtime_checkable
+class PartedExporter(OfferedBlocks, Protocol):
+    """Blocks of which other processes of this replica have the parts."""
+
+    @property
+    def places(self) -> Sequence[PartPlace]:
+        """Processes that have the parts; none while they restart, or where they offer nothing."""
+
+    def settle(self, keys: Sequence[bytes]) -> None:
+        """Waits until those of these blocks that are on their way from the devices are there, for
+        some seconds at most."""
 
 
 class BlockStream(Protocol):
     """Blocks on their way here, in the order in which they were asked for."""
 
     def read(self, key: bytes, into: np.ndarray) -> bool:
-        """Copies the next block, which has this key, to `into` [block_bytes] uint8. Waits for it,
-        as long as its source makes progress; False: it and those behind it do not come."""
+        """Copies the next block, which has this key, to `into` uint8, as the layout says in which
+        it was asked for. Waits for it, as long as its source makes progress; False: it and those
+        behind it do not come."""
 
     def close(self) -> None:
         """Wants no more. It may be called while another thread reads, whose wait then ends."""
@@ -53,9 +72,12 @@ class BlockStream(Protocol):
 class PeerBlocks(Protocol):
     """Asks other replicas for blocks. All methods may be called from any thread."""
 
-    def open(self, source: KvSource, keys: Sequence[bytes], time_left: float) -> BlockStream:
+    def open(
+        self, source: KvSource, keys: Sequence[bytes], time_left: float, layout: PartBytes
+    ) -> BlockStream:
         """Asks a replica for the blocks with these keys. time_left: seconds until the first token
-        of the request is due, infinite if it is not. Never raises, never waits."""
+        of the request is due, infinite if it is not. layout: what is wanted of each block. Streams
+        get memory in the order of opening. Never raises, never waits."""
 
     def close(self) -> None:
         """Ends all streams."""
@@ -66,5 +88,19 @@ class OffersBlocks(Protocol):
     """A replica whose blocks others may have."""
 
     @property
-    def block_exporter(self) -> BlockExporter | None:
+    def block_exporter(self) -> BlockExporter | PartedExporter | None:
         """Exporter of the blocks; None where the replica has no host memory for them."""
+
+
+class WorkerPort(Protocol):
+    """The port at which a process of a replica offers its parts of blocks to other replicas, and
+    asks them for theirs."""
+
+    peers: PeerBlocks
+    address: str  # HOST:PORT for others
+
+    def open(self, exporter: BlockExporter) -> None:
+        """Begins to offer."""
+
+    def close(self) -> None:
+        """Closes the port."""

@@ -21,6 +21,7 @@ from jaxserve.settings.schema import (
     ModelSource,
     SchedulerConfig,
 )
+from jaxserve.store.block_part import PartBytes
 from tests.engine.harness import Runner, assert_empty, generate, shared
 from tests.engine.test_golden import short, submit
 from tests.waiting import eventually
@@ -43,7 +44,9 @@ class Direct:
         self.given = 0
         self.gone = False
 
-    def open(self, source: KvSource, keys: Sequence[bytes], time_left: float) -> Stream:
+    def open(
+        self, source: KvSource, keys: Sequence[bytes], time_left: float, layout: PartBytes
+    ) -> Stream:
         return Stream(self, self.engines[source.address], source, list(keys))
 
     def close(self) -> None:

@@ -7,11 +7,12 @@ import numpy as np
 from jaxserve.cache import CacheIdentity, CacheManager
 from jaxserve.cache.tiers import LowerTiers
 from jaxserve.clock import WallClock
-from jaxserve.engine.block_export import TierExporter
+from jaxserve.engine.block_export import BlockWishes, TierExporter
 from jaxserve.engine.block_files import TierFiles
 from jaxserve.replica.kv_pool import LocalKvPool
 from jaxserve.replica.registry import Registry
 from jaxserve.settings.schema import CacheConfig
+from jaxserve.store.block_part import BlockPart, PartBytes
 from jaxserve.store.tiered import TieredBlocks
 
 BLOCK = 4
@@ -49,7 +50,9 @@ class FilesOf:
         identity = CacheIdentity(model, "float32")
         self.cache = CacheManager(config, 1, 1, identity, lower=self.tiers)
         run = lambda work: work()
-        exporter = TierExporter(self.cache, self.tiers, Registry(), run)
+        wishes = BlockWishes(self.cache, self.tiers, Registry(), run)
+        layout = PartBytes(BlockPart(range(1), range(1)), size)
+        exporter = TierExporter(wishes, self.tiers, layout)
         self.pool = TierFiles(self.cache, run, lambda: 0.0, exporter, self.tiers)
 
     def fill(self, prompt: np.ndarray, blocks: int, salt: str = "") -> np.ndarray:

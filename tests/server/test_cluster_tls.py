@@ -4,6 +4,7 @@ and addresses that others could not reach are not told to them."""
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import ssl
 from collections.abc import Sequence
@@ -24,17 +25,19 @@ from jaxserve.server.peer_blocks import PeerReplicas
 from jaxserve.server.remote_replica import RemoteReplica
 from jaxserve.server.replica_service import ReplicaService
 from jaxserve.settings.schema import ConfigError, ServerConfig
+from jaxserve.store.block_part import BlockPart, PartBytes
 from tests.server.fakes import FakeReplica
 
 SECRET = b"of the tests of a cluster's TLS"
 KEYS = [bytes([number]) * KEY_BYTES for number in range(5)]
-BLOCK = 1000
+LAYOUT = PartBytes(BlockPart(range(1), range(1)), 1000)
+BLOCK = LAYOUT.bytes
 
 
 class Blocks:
     """A replica's blocks, all of which there are."""
 
-    block_bytes = BLOCK
+    layout = LAYOUT
 
     def want(self, keys: Sequence[bytes]) -> None:
         pass
@@ -107,7 +110,8 @@ def replica(tmp_path, stack):
 def fetched(peers: PeerReplicas, replica: Replica) -> int:
     """Number of blocks that come."""
     into = np.empty(BLOCK, np.uint8)
-    with contextlib.closing(peers.open(KvSource(replica.address, len(KEYS)), KEYS)) as stream:
+    source = KvSource(replica.address, len(KEYS))
+    with contextlib.closing(peers.open(source, KEYS, math.inf, LAYOUT)) as stream:
         return sum(stream.read(key, into) for key in KEYS)
 
 

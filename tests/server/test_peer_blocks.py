@@ -19,15 +19,17 @@ import pytest
 
 from jaxserve.api.request import KvSource
 from jaxserve.group.channel import free_port
-from jaxserve.server import block_service, peer_blocks
+from jaxserve.server import block_service, part_stream, peer_blocks
 from jaxserve.server.block_service import MAX_SENDING, BlockService
-from jaxserve.server.peer_blocks import PeerReplicas
+from jaxserve.server.peer_blocks import PeerReplicas, PeerStream
 from jaxserve.server.replica_service import ReplicaService
+from jaxserve.store.block_part import BlockPart, PartBytes
 from jaxserve.transfer import TcpTransfer
 from tests.waiting import SOON, eventually
 
 SECRET = b"of the tests of peers' blocks"
-BLOCK = 5000  # bytes
+LAYOUT = PartBytes(BlockPart(range(5), range(2)), 400, 100)
+BLOCK = LAYOUT.bytes
 
 
 def key(number: int) -> bytes:
@@ -42,7 +44,7 @@ def content(key: bytes) -> np.ndarray:
 class Blocks:
     """A `BlockExporter` that the tests fill by hand. live: ids of requests that compute blocks."""
 
-    block_bytes = BLOCK
+    layout = LAYOUT
 
     def __init__(self, have: Sequence[int] = ()):
         self.have = {key(number) for number in have}
@@ -105,10 +107,20 @@ def peers(stack) -> PeerReplicas:
     return peers
 
 
+def asked(
+    peers: PeerReplicas,
+    source: KvSource,
+    numbers: Sequence[int],
+    time_left: float = math.inf,
+    layout: PartBytes = LAYOUT,
+) -> PeerStream:
+    return peers.open(source, list(map(key, numbers)), time_left, layout)
+
+
 def fetch(peers: PeerReplicas, source: KvSource, numbers: Sequence[int]) -> int:
     """Returns how many of the blocks came; all of them are right."""
     into = np.empty(BLOCK, np.uint8)
-    with contextlib.closing(peers.open(source, list(map(key, numbers)))) as stream:
+    with contextlib.closing(asked(peers, source, numbers)) as stream:
         for place, number in enumerate(numbers):
             if not stream.read(key(number), into):
                 assert not stream.read(key(number), into), "nothing comes behind what is missing"
@@ -168,7 +180,7 @@ def test_a_source_that_lives_is_waited_for_however_long_its_work_takes(
     stack, peers, monkeypatch, what
 ):
     """A step of its engine may take longer than it may be silent."""
-    monkeypatch.setattr(peer_blocks, "SILENT_SECONDS", 5.0)
+    monkeypatch.setattr(part_stream, "SILENT_SECONDS", 5.0)
     monkeypatch.setattr(block_service, "ALIVE_SECONDS", 0.2)
     source = Source(stack, range(5))
     owner = source.transfer if what == "write" else source.blocks
@@ -261,7 +273,7 @@ def test_more_streams_than_send_at_once_wait_and_those_that_are_due_first_go_fir
 
     def read(number: int, time_left: float) -> None:
         into = np.empty(BLOCK, np.uint8)
-        with contextlib.closing(peers.open(source.of("job"), [key(number)], time_left)) as stream:
+        with contextlib.closing(asked(peers, source.of("job"), [number], time_left)) as stream:
             if stream.read(key(number), into):
                 came.append(number)
 
@@ -292,7 +304,7 @@ def test_a_stream_that_is_closed_while_it_waits_takes_no_place(stack, peers, mon
     monkeypatch.setattr(block_service, "ALIVE_SECONDS", 0.1)
     source = Source(stack, range(5))
     places = [source.service.places.ask(0.0) for _ in range(MAX_SENDING)]
-    stream = peers.open(source.of(), [key(0)])
+    stream = asked(peers, source.of(), [0])
     threading.Timer(0.3, stream.close).start()
     assert not stream.read(key(0), np.empty(BLOCK, np.uint8))
     eventually(lambda: not source.service.streams)
@@ -305,7 +317,7 @@ def test_a_stream_that_is_closed_while_it_waits_takes_no_place(stack, peers, mon
 def test_closing_ends_a_read_that_waits(stack, peers):
     source = Source(stack)
     source.blocks.live.add("job")
-    stream = peers.open(source.of("job"), [key(0)])
+    stream = asked(peers, source.of("job"), [0])
     closing = threading.Timer(0.5, stream.close)
     closing.start()
     began = time.monotonic()
@@ -335,7 +347,7 @@ def test_a_source_that_is_killed_or_stopped_ends_the_stream(stack, peers, number
     stack.callback(process.kill)
     source = KvSource(process.stdout.readline().strip(), 50, "job")
     into = np.empty(BLOCK, np.uint8)
-    with contextlib.closing(peers.open(source, list(map(key, range(41))))) as stream:
+    with contextlib.closing(asked(peers, source, range(41))) as stream:
         assert all(stream.read(key(block), into) for block in range(40))
         began = time.monotonic()
         process.send_signal(number)
@@ -389,7 +401,7 @@ def test_random_faults_one_after_the_other(stack, peers, faults, monkeypatch):
         if fault[0] == "missing":
             numbers[5] = 77
         if fault[0] == "close":
-            with contextlib.closing(peers.open(source.of(), list(map(key, numbers)))) as stream:
+            with contextlib.closing(asked(peers, source.of(), numbers)) as stream:
                 assert stream.read(key(numbers[0]), into)
         else:
             came = fetch(peers, source.of(), numbers)

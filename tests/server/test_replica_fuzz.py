@@ -26,6 +26,7 @@ from jaxserve.server.remote_replica import RemoteReplica
 from jaxserve.server.replica_auth import CallerCheck, CallerProof
 from jaxserve.server.replica_messages import info_text
 from jaxserve.server.replica_service import ReplicaService
+from jaxserve.store.block_part import BlockPart, PartBytes
 from jaxserve.text.structured_output import Guides
 from tests.replica.holders import Heard
 from tests.server.fakes import EOS, VOCAB, FakeReplica, FakeTokenizer, expected
@@ -89,7 +90,7 @@ def sizes(many: int) -> pytest.MarkDecorator:
 class Blocks:
     """A replica's blocks, of which there are none."""
 
-    block_bytes = 64
+    layout = PartBytes(BlockPart(range(1), range(1)), 64)
 
     def __init__(self) -> None:
         self.wanted = 0

@@ -8,12 +8,14 @@ import pytest
 
 from jaxserve.cache.block_events import BlockEvents, Medium
 from jaxserve.cache.tiers import Fetched, TierCounts
+from jaxserve.store.block_part import BlockPart, PartBytes
 from jaxserve.store.parts import PartIndex
 from jaxserve.store.tiered import LOCKED_SHARE
 from tests.cache.test_tier_events import Picture
 from tests.store.fakes import key_of
 
 ONE, TWO = key_of(1), key_of(2)
+LAYOUT = PartBytes(BlockPart(range(2), range(1)), 100)
 
 
 class Group:
@@ -21,7 +23,7 @@ class Group:
 
     def __init__(self) -> None:
         self.asked: list[tuple] = []
-        self.index = PartIndex(2, 200, 8, True, lambda *asked: self.asked.append(asked))
+        self.index = PartIndex(2, LAYOUT, 8, True, lambda *asked: self.asked.append(asked))
         self.events = BlockEvents(self.index.events.present)
         self.picture = Picture()
         self.events.subscribe(self.picture)
