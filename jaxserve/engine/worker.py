@@ -138,9 +138,9 @@ class Worker(CommandExecutor):
     ) -> None:
         """Compiles all programs that steps of these shapes can need (None: of all); `done` is
         called with the name of each."""
+        self._uncompiled = {*self.plan.shapes}.difference(shapes or self.plan.shapes)
         programs = self._programs(self.plan.shapes, variants)
         first = self._programs(shapes or self.plan.shapes, variants)
-        self._uncompiled = {*self.plan.shapes}.difference(shapes or self.plan.shapes)
         self.stages.programs.expect(programs)
         self.stages.programs.warm_up(first, done)
 
@@ -157,7 +157,7 @@ class Worker(CommandExecutor):
 
     def compile_others(self) -> None:
         """Compiles in a thread, beside traffic, what `warm_up` left, the cheapest steps first."""
-        if self._uncompiled:
+        if self._uncompiled and self._compiler is None:
             self._compiler = threading.Thread(
                 target=self._compile_others, name="compiler", daemon=True
             )
@@ -274,11 +274,13 @@ class Worker(CommandExecutor):
             pooled = tuple(np.asarray(part)[:, :wanted] for part, wanted in step.pooled)
         return StepResult(step.number, tokens, logprobs, scores, pooled)
 
-    def close(self) -> None:
-        """Ends what moves blocks, and compiles no more; the devices are this process's."""
+    def close(self, compile_seconds: float = COMPILE_SECONDS) -> None:
+        """Ends what moves blocks, and compiles no more; the devices are this process's.
+        compile_seconds: that a program which is being compiled is waited for; 0 for a process that
+        ends at once."""
         self._closed = True
         if self._compiler is not None:
-            self._compiler.join(COMPILE_SECONDS)
+            self._compiler.join(compile_seconds)
         if self.mover is not None:
             self.mover.close()
 

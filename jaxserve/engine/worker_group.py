@@ -16,7 +16,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from jaxserve.api.batch import PageStores
@@ -28,6 +28,7 @@ from jaxserve.engine.group_fetches import GroupFetches
 from jaxserve.engine.profiling.measure import first_token
 from jaxserve.engine.sampling_rows import VARIANTS
 from jaxserve.engine.stage_plan import StagePlan
+from jaxserve.engine.step_shapes import StepShape, first_shapes
 from jaxserve.engine.worker import KEEP_PAGES, KEEP_SECONDS
 from jaxserve.engine.worker_peers import Listener, Peer, Peers
 from jaxserve.group.channel import Frame
@@ -51,8 +52,8 @@ log = logging.getLogger(__name__)
 @dataclasses.dataclass(frozen=True)
 class GroupTerms:
     """Conditions that workers must accept. leader: what workers must equal. settings: by name, for
-    workers to follow. warm_up: whether all programs are compiled first. hang_timeout: seconds, see
-    the setting."""
+    workers to follow. warm_up: whether programs that hold every batch are compiled first.
+    hang_timeout: seconds, see the setting."""
 
     leader: Hello
     settings: dict[str, Any]
@@ -87,6 +88,8 @@ class WorkerGroup(CommandExecutor):
         self._progress = progress
         self._tell_state = tell_state
         self._issued = 0
+        self._compiles_others = False
+        self._hang_seconds = HANGS * terms.hang_timeout  # after which a step is given up
         self._tiers = None if tiers is None else tiers(self._ask_for_blocks)
         self._fetches = GroupFetches(member.workers)
         self._arrived: Callable[[Arrival], None] = lambda arrival: None
@@ -177,15 +180,18 @@ class WorkerGroup(CommandExecutor):
             return peers.formed
 
     def _prepare(self) -> None:
-        """Has all workers compile, if the terms ask for it, and make a token. Errors:
-        WorkersLost."""
+        """Has all workers compile what holds every batch, if the terms ask for it, and make a
+        token. Errors: WorkersLost."""
         peers = self._peers
         if self._terms.warm_up:
             self._tell_state("compiling")
-            statuses = peers.ask("warm_up", COMPILE_SECONDS, variants=VARIANTS)
+            shapes = [self.plan.shapes.index(shape) for shape in first_shapes(self.plan.shapes)]
+            statuses = peers.ask("warm_up", COMPILE_SECONDS, variants=VARIANTS, shapes=shapes)
             for peer, status in zip(peers.all, statuses):
                 peer.status = status
-        first_token(self.plan, self._execute, self._wait)
+        first_token(self.plan, self._execute, self._wait, self.uncompiled)
+        if self._compiles_others:
+            peers.tell(Kind.COMPILE, b"{}")
         self._tell_state("ready")
         with peers.changed:
             peers.ready = peers.formed
@@ -226,6 +232,18 @@ class WorkerGroup(CommandExecutor):
     @property
     def recompiles(self) -> int:
         return sum(peer.status.get("recompiles", 0) for peer in self._peers.all)
+
+    @property
+    def uncompiled(self) -> Set[StepShape]:
+        statuses = [peer.status for peer in self._peers.all]
+        return uncompiled_anywhere(self.plan.shapes, statuses)
+
+    def compile_others(self) -> None:
+        """Has all workers compile, beside steps, what the warm-up left; also those of later
+        groups."""
+        self._compiles_others = True
+        with contextlib.suppress(WorkersLost):  # the next group begins when it forms
+            self._peers.tell(Kind.COMPILE, b"{}")
 
     def check(self) -> None:
         """Checks that nothing was lost. Errors: WorkersLost where what was computed is lost, also
@@ -323,11 +341,6 @@ class WorkerGroup(CommandExecutor):
         last_stage = filter(None, measured)  # {} where a worker has no last stage
         return links_from_json(next(last_stage, {}), self.plan.mesh.kvp)
 
-    @property
-    def _hang_seconds(self) -> float:
-        """Seconds after which what takes a step's time is given up."""
-        return HANGS * self._terms.hang_timeout
-
     def members(self) -> list[dict[str, Any]]:
         return self._peers.members(self._issued)
 
@@ -348,3 +361,12 @@ class WorkerGroup(CommandExecutor):
 
 def _part(layers: tuple[int, int], heads: tuple[int, int]) -> BlockPart:
     return BlockPart(range(*layers), range(*heads))
+
+
+def uncompiled_anywhere(
+    shapes: Sequence[StepShape], statuses: Iterable[Mapping[str, Any]]
+) -> Set[StepShape]:
+    """Returns the shapes of which any worker lacks a program, by what all said last: were a step
+    to have one, all would wait for that worker."""
+    numbers = {number for status in statuses for number in status.get("uncompiled", ())}
+    return frozenset(shapes[number] for number in numbers)

@@ -39,7 +39,7 @@ class Peer:
         self.hello = hello
         self.host = host
         self.facts: dict[str, Any] | None = None
-        self.status: dict[str, int] = {}
+        self.status: dict[str, Any] = {}
         self.answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.silent_looks = 0
         self.progressed_at = 0.0

@@ -236,10 +236,12 @@ class _Process:
                     self._answer(**json.loads(frame.content))
             elif frame.kind == Kind.BLOCKS:
                 self._ask_for_blocks(**json.loads(frame.content))
+            elif frame.kind == Kind.COMPILE:
+                self._worker.compile_others()
             elif frame.kind == Kind.END:
                 if self._port is not None:
                     self._port.close()
-                self._worker.close()  # what is in host memory goes to disk
+                self._worker.close(compile_seconds=0)  # what is in host memory goes to disk
                 return
             else:
                 raise ChannelError(f"the leader sent a frame of kind {frame.kind}")
@@ -300,9 +302,10 @@ class _Process:
         answer = answers[what](**arguments)
         self._channel.send(Kind.ANSWER, json.dumps(answer).encode())
 
-    def _warm_up(self, variants: list[str]) -> dict[str, int]:
+    def _warm_up(self, variants: list[str], shapes: list[int]) -> dict[str, Any]:
         self._pulse.tell(state="compiling")
-        self._worker.warm_up(self._progress, tuple(variants))
+        first = [self._worker.plan.shapes[number] for number in shapes]
+        self._worker.warm_up(self._progress, tuple(variants), first)
         self._pulse.tell(state="ready")
         return self._counts()
 
@@ -349,13 +352,17 @@ class _Process:
             self._channel.send(Kind.STATUS, json.dumps(self._counts()).encode())
             time.sleep(STATUS_SECONDS)
 
-    def _counts(self) -> dict[str, int]:
-        """Counts how far this worker is; see `WorkerGroup.members`."""
+    def _counts(self) -> dict[str, Any]:
+        """Counts how far this worker is; see `WorkerGroup.members`. uncompiled: numbers of the
+        shapes that no step may have yet."""
+        uncompiled = self._worker.uncompiled
+        shapes = enumerate(self._worker.plan.shapes)
         memory = [device.memory_stats() or {} for device in jax.local_devices()]
         return {
             "issued": self._issued,
             "finished": self._finished,
             "compiles": self._worker.compiles,
             "recompiles": self._worker.recompiles,
+            "uncompiled": [number for number, shape in shapes if shape in uncompiled],
             "device_bytes": sum(stats.get("bytes_in_use", 0) for stats in memory),
         }

@@ -32,6 +32,7 @@ class Kind(enum.IntEnum):
     TIERS = 13  # a worker: what has changed in the tiers below its devices
     ARRIVED = 14  # a worker: a piece of a fetch can be written to its pages
     BLOCKS = 15  # the leader: blocks below the devices to keep longer, or to bring nearer
+    COMPILE = 16  # the leader: what the warm-up left is to be compiled beside steps
 
 
 @dataclass(frozen=True)

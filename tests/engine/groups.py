@@ -101,10 +101,11 @@ def led(
     mesh: str,
     processes: int,
     faults: Mapping[int, str] | None = None,
+    warm_up: bool = False,
     **settings: Any,
 ) -> Iterator[tuple[Engine, Workers]]:
     """An engine whose workers are `processes` others; all have ended afterwards. faults: see
-    Workers."""
+    Workers. warm_up: whether programs are compiled before it is there."""
     every = {**SETTINGS, "model": str(model), "mesh": mesh, **settings}
     workers = Workers(every, processes, faults=faults)
     monkeypatch.setenv(SECRET_VARIABLE, workers.secret)
@@ -113,7 +114,7 @@ def led(
         workers.start(number)
     engine = None
     try:
-        group, found = open_group(config, workers.leader, progress=False, warm_up=False)
+        group, found = open_group(config, workers.leader, progress=False, warm_up=warm_up)
         group.formed()
         engine = make_engine(config, group, found)
         yield engine, workers

@@ -11,6 +11,7 @@ import pytest
 
 from jaxserve.api.errors import RequestError
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.step_shapes import first_shapes
 from jaxserve.group.member import LOST, REFUSED
 from jaxserve.settings.options import make
 from jaxserve.settings.schema import EngineConfig
@@ -204,3 +205,30 @@ def test_a_worker_of_another_group_is_refused_before_it_computes_anything(monkey
         id = runner.submit([1, 2, 3], max_tokens=3)
         runner.run()
         assert len(runner.ids(id)) == 3
+
+
+@pytest.mark.matrix
+def test_steps_have_only_programs_that_all_workers_have_until_the_others_are_compiled(monkeypatch):
+    size = dict(chunk_tokens=32, pages=64, max_model_len=256, max_seqs=2)
+    prompts = [list(range(3, 3 + length)) for length in (1, 5, 40)]
+    with led(monkeypatch, TINY, "spp=2", 2, warm_up=True, **size) as (real, _):
+        group = real.worker
+        few = first_shapes(group.plan.shapes)
+        assert group.uncompiled == set(group.plan.shapes) - set(few) != set()
+        compiled = group.compiles
+        shapes = shapes_of(real)
+        early = said(real, prompts)
+        assert shapes and set(shapes) <= set(few)
+        group.compile_others()
+        while group.uncompiled:
+            assert said(real, prompts) == early
+        assert said(real, prompts) == early
+        assert group.compiles > compiled
+        assert group.recompiles == 0
+
+
+def said(real: Engine, prompts: list[list[int]]) -> list[list[int]]:
+    runner = Runner(real)
+    ids = [runner.submit(prompt, max_tokens=4) for prompt in prompts]
+    runner.run()
+    return [runner.ids(id) for id in ids]

@@ -15,6 +15,7 @@ import pytest
 
 from jaxserve.engine import worker_peers
 from jaxserve.engine.command import WorkersLost
+from jaxserve.engine.worker_group import uncompiled_anywhere
 from jaxserve.engine.worker_peers import Listener, Peers
 from jaxserve.group.channel import connect, free_port
 from jaxserve.group.member import LEADER, SECRET_VARIABLE, Member
@@ -128,3 +129,10 @@ def test_a_warm_up_that_makes_no_progress_ends_the_group(leader):
         leader.peers.ask("warm_up", 0.5)
     thread.join(60)
     assert not thread.is_alive(), "the worker is sent away"
+
+
+def test_no_step_may_have_a_shape_that_one_of_the_workers_has_not_compiled():
+    shapes = ["small", "middle", "large"]
+    statuses = [{"uncompiled": [0]}, {"uncompiled": [0, 1]}, {"uncompiled": []}, {}]
+    assert uncompiled_anywhere(shapes, statuses) == {"small", "middle"}
+    assert uncompiled_anywhere(shapes, statuses[2:]) == set()

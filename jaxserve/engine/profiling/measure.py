@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -125,13 +125,17 @@ def _striped(blocks: int, lanes: int, stripe: int) -> np.ndarray:
 
 
 def first_token(
-    plan: StagePlan, execute: Callable[[StepCommand], None], wait: Callable[[], StepResult]
+    plan: StagePlan,
+    execute: Callable[[StepCommand], None],
+    wait: Callable[[], StepResult],
+    uncompiled: Set[StepShape] = frozenset(),
 ) -> None:
     """Has devices make one token, through all stages, of made-up state: they need a reset
-    afterwards. Errors: as of `execute` and `wait`, where none comes."""
+    afterwards. uncompiled: shapes that the step may not have. Errors: as of `execute` and `wait`,
+    where none comes."""
     batch = batch_of(MeasurePoint(decodes=1, context=1), plan.mesh.kvp, plan.block_size)
     demand = plan.demand(batch)
-    shape = plan.shape_for(demand)
+    shape = plan.shape_for(demand, but=uncompiled)
     assert shape is not None, "no compiled shape holds a decode"
     arrays = StepRows(batch, demand, shape, plan.block_size).arrays()
     execute(
