@@ -1,7 +1,7 @@
 """Sends blocks of KV to other replicas: the source of `Blocks` in replica.proto.
 
-A stream wants blocks in their order. Those that are in host memory are sent at once, by a
-`Transfer`, into the windows that the asker lent; for those that a request here still computes the
+A stream wants blocks in their order. Those that are in host memory are sent at once, by the plane
+that the asker chose, for the windows that it lent; for those that a request here still computes the
 source waits. It ends where a block will not come, or where the asker says nothing any more. A
 thread of the stream's own sends, and one reads from the asker, so that the RPC can say every second
 that the source lives, whatever the sending waits for.
@@ -12,11 +12,12 @@ nothing: it has the wanted blocks made, and tells when no more will be.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import grpc
 import numpy as np
@@ -28,7 +29,8 @@ from jaxserve.server.part_messages import part_message, part_of, place_message
 from jaxserve.store.block_part import PartBytes
 from jaxserve.store.checksum import block_checksum
 from jaxserve.store.peers import BlockExporter, OfferedBlocks, PartedExporter
-from jaxserve.transfer import Places, Transfer, TransferError, Window
+from jaxserve.transfer import Places, Plane, TransferError, Window
+from jaxserve.transfer.plane import TCP, Staging
 
 MAX_STREAMS = 1024  # that send or wait; each takes three threads, and no buffer while it waits
 MAX_SENDING = 16  # at once
@@ -36,18 +38,19 @@ STREAM_SECONDS = 600.0  # a stream in all
 ALIVE_SECONDS = 1.0  # between words of a source that has nothing to tell
 SILENT_SECONDS = 5.0  # that either side may say nothing; the asker answers each word
 WRITE_SECONDS = 10.0
+TAKEN_SECONDS = 0.001  # between looks whether the asker has brought what lies open
 GROUP_BYTES = 8 << 20  # that are written at once, a block at least
-NO_ROWS = np.empty((0, 0), np.uint8)
 log = logging.getLogger(__name__)
 
 
 class BlockService(rpc.BlocksServicer):
     """Serves the blocks of one replica, or the parts of one of its processes, from `open` on, to at
     most MAX_SENDING streams at once; others wait, those whose requests are due first before others.
-    transfer: by which bytes are sent; None: by nothing, for blocks whose parts are elsewhere."""
+    planes: by which bytes are sent, the quickest first, tcp among them; none for blocks whose parts
+    are elsewhere."""
 
-    def __init__(self, transfer: Transfer | None):
-        self._transfer = transfer
+    def __init__(self, planes: Sequence[Plane]):
+        self._planes = {plane.name: plane for plane in planes}
         self._exporter: BlockExporter | PartedExporter | None = None
         self._lock = threading.Lock()  # of the next
         self.streams = 0
@@ -73,6 +76,7 @@ class BlockService(rpc.BlocksServicer):
         try:
             ready = pb.Ready(
                 block_bytes=exporter.layout.bytes,
+                planes=[pb.PlaneOffer(name=n, address=p.address) for n, p in self._planes.items()],
                 part=part_message(exporter.layout.part),
                 places=map(place_message, parts),
             )
@@ -91,8 +95,7 @@ class BlockService(rpc.BlocksServicer):
     ) -> _Source:
         if isinstance(exporter, PartedExporter):
             return _Making(exporter, asked)
-        assert self._transfer is not None, "blocks of this process need a transfer"
-        return _Sending(exporter, asked, self._transfer, self.places)
+        return _Sending(exporter, asked, self._planes, self.places)
 
     def _enter(self) -> bool:
         """Counts a stream in; False where there are as many as there may be."""
@@ -146,12 +149,17 @@ class _Source:
                 self._heard_at = time.monotonic()
                 if message.HasField("final"):
                     self._final = True
+                elif message.HasField("taken"):
+                    self._took(message.taken.place)
                 elif not message.HasField("alive"):
                     self._heard.put(message)
         except Exception:  # as gRPC ends it
             log.debug("the asker of blocks has gone")
         finally:
             self._heard.put(None)
+
+    def _took(self, place: str) -> None:
+        """The asker has brought what lay open at this place."""
 
     def _run(self) -> None:
         try:
@@ -203,22 +211,28 @@ class _Sending(_Source):
         self,
         exporter: BlockExporter,
         asked: Iterator[pb.BlocksAsked],
-        transfer: Transfer,
+        planes: Mapping[str, Plane],
         places: Places,
     ):
         self._exporter = exporter
-        self._transfer = transfer
+        self._planes = planes
         self._places = places
         self._request_id = ""
         self._layout = exporter.layout
-        # buffers while the stream has a place: the next blocks, and one where a part of it is sent
-        self._rows = NO_ROWS
+        # buffers while the stream has a place: free groups of blocks, those that lie open at a
+        # place until the asker has brought them, and one block where a part of it is sent
+        self._free: queue.SimpleQueue[np.ndarray] = queue.SimpleQueue()
+        self._exposed: dict[str, np.ndarray] = {}
         self._whole: np.ndarray | None = None
         super().__init__(exporter, asked)
 
     def _serve_keys(self, keys: list[bytes], want: pb.Want) -> None:
         self._request_id = want.request_id
         self._layout = self._wanted(want)
+        name = want.plane or TCP
+        if name not in self._planes:
+            raise TransferError("plane", f"there is none with the name {name[:100]!r} here")
+        plane = self._planes[name]
         due = time.monotonic() + want.time_left
         position = 0
         for message in iter(self._heard.get, None):
@@ -226,7 +240,7 @@ class _Sending(_Source):
             mine = keys[position : position + batch.blocks]
             position += len(mine)
             window = Window(batch.peer, batch.token, batch.size, batch.epoch)
-            if not self._send_in_turn(window, mine, due):
+            if not self._send_in_turn(plane, window, mine, due):
                 return
 
     def _wanted(self, want: pb.Want) -> PartBytes:
@@ -239,64 +253,98 @@ class _Sending(_Source):
             raise TransferError("part", f"{part} is not here, but {here.part}")
         return here.of(part)
 
-    def _send_in_turn(self, window: Window, keys: list[bytes], due: float) -> bool:
-        """Sends a batch when it has a place. No stream keeps one while it waits for its asker, who
-        may wait for another stream. Errors: TransferError."""
+    def _send_in_turn(self, plane: Plane, window: Window, keys: list[bytes], due: float) -> bool:
+        """Sends a batch when it has a place. No stream keeps one while its asker may wait for
+        another stream. Errors: TransferError."""
         place = self._places.ask(due)
         try:
             while not place.given.wait(ALIVE_SECONDS):
                 if self._ending.is_set():
                     return False
-            rows = max(1, GROUP_BYTES // self._layout.bytes)
-            self._rows = np.empty((rows, self._layout.bytes), np.uint8)
+            staging = self._stage(plane)
+            if staging is None:
+                return False
             if self._layout != self._exporter.layout:
                 self._whole = np.empty(self._exporter.layout.bytes, np.uint8)
-            return self._send(window, keys)
+            try:
+                return self._send(plane, window, keys)
+            finally:
+                self._wait_until_taken()
+                staging.close()
         finally:
-            self._rows = NO_ROWS
             self._whole = None
             place.leave()
 
-    def _send(self, window: Window, keys: list[bytes]) -> bool:
+    def _stage(self, plane: Plane) -> Staging | None:
+        """Waits for staging memory; None at the end. Errors: TransferError."""
+        rows = max(1, GROUP_BYTES // self._layout.bytes)
+        while not self._ending.is_set():
+            staging = plane.stage(rows * self._layout.bytes, ALIVE_SECONDS)
+            if staging is not None:
+                self._free = queue.SimpleQueue()
+                for buffer in staging.buffers:
+                    self._free.put(buffer.reshape(rows, self._layout.bytes))
+                return staging
+        return None
+
+    def _took(self, place: str) -> None:
+        rows = self._exposed.pop(place, None)
+        if rows is not None:
+            self._free.put(rows)
+
+    def _wait_until_taken(self) -> None:
+        """Waits until the asker has brought all that lies open, or ends."""
+        while self._exposed and not self._ending.wait(TAKEN_SECONDS):
+            continue
+        self._exposed.clear()
+
+    def _group(self) -> np.ndarray | None:
+        """Waits for memory of a group that the asker does not read; None at the end."""
+        while not self._ending.is_set():
+            with contextlib.suppress(queue.Empty):
+                return self._free.get(timeout=ALIVE_SECONDS)
+        return None
+
+    def _send(self, plane: Plane, window: Window, keys: list[bytes]) -> bool:
         """Sends these blocks to a window, from its beginning; False where one does not come.
         Errors: TransferError."""
         position = 0
         while position < len(keys):
-            if not self._wait(keys[position]):
+            rows = self._group()
+            if rows is None or not self._wait(keys[position], rows[0]):
                 return False
-            group = keys[position : position + len(self._rows)]
+            began = time.monotonic()
+            group = keys[position : position + len(rows)]
             count = 1
-            while count < len(group) and self._read(group[count], count, 0.0):
+            while count < len(group) and self._read(group[count], rows[count], 0.0):
                 count += 1
-            self._write(window, position * self._layout.bytes, self._rows[:count])
-            self._told.put(pb.Sent(checksums=map(block_checksum, group[:count], self._rows)))
+            offset = position * self._layout.bytes
+            checksums = list(map(block_checksum, group[:count], rows))
+            place = plane.expose(rows[:count].reshape(-1), window, offset, WRITE_SECONDS)
+            if place:
+                self._exposed[place] = rows
+            else:
+                self._free.put(rows)
+            seconds = time.monotonic() - began
+            self._told.put(pb.Sent(checksums=checksums, place=place, seconds=seconds))
             position += count
         return True
 
-    def _wait(self, key: bytes) -> bool:
-        """Reads a block to the first row, as long as it may come; False where it does not."""
+    def _wait(self, key: bytes, row: np.ndarray) -> bool:
+        """Reads a block, as long as it may come; False where it does not."""
         while not self._ending.is_set():
             coming = not self._final and self._exporter.coming(self._request_id)
-            if self._read(key, 0, ALIVE_SECONDS):
+            if self._read(key, row, ALIVE_SECONDS):
                 return True
             if not coming:
                 return False
         return False
 
-    def _read(self, key: bytes, row: int, seconds: float) -> bool:
+    def _read(self, key: bytes, row: np.ndarray, seconds: float) -> bool:
         """Reads what is wanted of a block to a row; see `BlockExporter.read`."""
         if self._whole is None:
-            return self._exporter.read(key, self._rows[row], seconds)
+            return self._exporter.read(key, row, seconds)
         if not self._exporter.read(key, self._whole, seconds):
             return False
-        self._exporter.layout.take(self._whole, self._layout.part, self._rows[row])
+        self._exporter.layout.take(self._whole, self._layout.part, row)
         return True
-
-    def _write(self, window: Window, offset: int, rows: np.ndarray) -> None:
-        ticket = self._transfer.write(window, offset, rows.reshape(-1), WRITE_SECONDS)
-        fault = self._transfer.wait(ticket, WRITE_SECONDS + 1)
-        if fault is None:
-            raise TransferError("write", "is not over in time")
-        self._transfer.release(ticket)
-        if fault:
-            raise TransferError("write", fault)

@@ -178,4 +178,5 @@ def _member(replica: RemoteReplica) -> Member:
         replica.target,
         lambda: replica.recent_load,
         lambda: replica.other_requests,
+        lambda: replica.facts.kv_peer,
     )

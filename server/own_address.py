@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from jaxserve.settings.schema import ConfigError
 
+MAX_ADDRESSES = 8
 ANY_HOST = ("", "0.0.0.0", "::")
 GIVEN = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(?::([0-9]{1,5}))?")
 # reserved for documentation: nothing is sent there, but the system chooses an address of its own
@@ -17,17 +18,29 @@ FAR = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
 
 @dataclass(frozen=True)
 class OwnAddress:
-    """Host and port by which others reach this process. port: None: that on which it listens."""
+    """Host and port by which others reach this process. port: None: that on which it listens.
+    others: more such addresses, by which other replicas reach it too."""
 
     host: str
     port: int | None = None
+    others: tuple[OwnAddress, ...] = ()
 
     @classmethod
     def of(cls, given: str | None, host: str) -> OwnAddress:
-        """Returns what is given, HOST or HOST:PORT, else the address of a server that listens on
-        `host`. Errors: ConfigError that names advertise_address."""
+        """Returns what is given, HOST or HOST:PORT or several, apart by commas, else the address of
+        a server that listens on `host`. Errors: ConfigError that names advertise_address."""
         if given is None:
             return cls(host.strip("[]") if host not in ANY_HOST else _found(host))
+        first, *others = map(cls._given, given.split(","))
+        if len(others) >= MAX_ADDRESSES or len({first, *others}) <= len(others):
+            raise ConfigError(
+                "advertise_address",
+                f"{given[:100]!r} has one more than once, or more than {MAX_ADDRESSES}",
+            )
+        return cls(first.host, first.port, tuple(others))
+
+    @classmethod
+    def _given(cls, given: str) -> OwnAddress:
         match = GIVEN.fullmatch(given)
         if match is None or not 0 < int(match[2] or 1) < 65536:
             raise ConfigError("advertise_address", f"{given[:100]!r} is not HOST or HOST:PORT")
@@ -35,8 +48,17 @@ class OwnAddress:
             raise ConfigError("advertise_address", f"{given} is no address that others can reach")
         return cls(match[1].strip("[]"), int(match[2]) if match[2] else None)
 
+    @property
+    def hosts(self) -> list[str]:
+        """All hosts, the first one first."""
+        return [self.host, *(other.host for other in self.others)]
+
+    def all_at(self, port: int) -> list[str]:
+        """Returns all HOST:PORT of a server of this process that listens on `port`."""
+        return [self.at(port), *(other.at(port) for other in self.others)]
+
     def at(self, port: int) -> str:
-        """Returns HOST:PORT of a server of this process that listens on `port`."""
+        """Returns the first HOST:PORT of a server of this process that listens on `port`."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port or port}"
 

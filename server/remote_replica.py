@@ -22,6 +22,7 @@ from prometheus_client.registry import Collector
 
 from jaxserve.api.errors import RequestError
 from jaxserve.api.request import Request
+from jaxserve.cluster.member import KvPeer
 from jaxserve.replica.info import ReplicaInfo
 from jaxserve.replica.kv_pool import KvPool
 from jaxserve.replica.protocol import Sink
@@ -60,7 +61,7 @@ class RemoteReplica:
     ):
         self.target = target
         self.block_events = RemoteBlocks()
-        self._facts = RemoteFacts()
+        self.facts = RemoteFacts()
         self._draining = False
         self._lock = threading.RLock()  # never held while a sink is called
         self._requests = RemoteRequests(self._lock, self._say)
@@ -91,29 +92,29 @@ class RemoteReplica:
     def info(self) -> ReplicaInfo:
         """Facts about the replica, from its newest session. Errors: RequestError before the
         first."""
-        if self._facts.info is None:
+        if self.facts.info is None:
             raise self._connection.lost_error()
-        return self._facts.info
+        return self.facts.info
 
     @property
     def alive(self) -> bool:
         """True while it answers; may become True again."""
-        return self._connection.connected.is_set() and self._facts.heartbeat.alive
+        return self._connection.connected.is_set() and self.facts.heartbeat.alive
 
     @property
     def available(self) -> bool:
-        return self.alive and self._facts.heartbeat.available
+        return self.alive and self.facts.heartbeat.available
 
     @property
     def recent_load(self) -> Load | None:
         """The load in its newest heartbeat, at most a second old while it is well; None before the
         first. Does not wait."""
-        return self._facts.load
+        return self.facts.load
 
     @property
     def other_requests(self) -> int:
         """Number of requests of other sessions in its newest heartbeat. Does not wait."""
-        return self._facts.heartbeat.other_requests
+        return self.facts.heartbeat.other_requests
 
     def start(self) -> None:
         """Does nothing: its own process has started it."""
@@ -123,7 +124,7 @@ class RemoteReplica:
         return time.monotonic()
 
     def overdue(self) -> float | None:
-        return value_in(self._facts.heartbeat, "overdue")
+        return value_in(self.facts.heartbeat, "overdue")
 
     # --- requests
 
@@ -137,11 +138,11 @@ class RemoteReplica:
             session = self._connection.require_session()
             if self._draining:
                 raise RequestError("", "the replica takes no more requests", "UNAVAILABLE")
-            if message.ByteSize() >= self._facts.max_message_bytes:
+            if message.ByteSize() >= self.facts.max_message_bytes:
                 raise RequestError(
                     "prompt",
                     f"has {len(request.prompt)} tokens; the replica takes messages of at most "
-                    f"{self._facts.max_message_bytes} bytes",
+                    f"{self.facts.max_message_bytes} bytes",
                 )
             self._requests.add(live)
             session.say(pb.Command(submit=message))
@@ -257,13 +258,13 @@ class RemoteReplica:
     # --- calls of the connection, on its thread
 
     def began(self, welcome: pb.Welcome, heartbeat: pb.Heartbeat) -> None:
-        self._facts.welcome(welcome)
-        self._facts.beat(heartbeat)
+        self.facts.welcome(welcome)
+        self.facts.beat(heartbeat)
 
     def received(self, report: pb.Report) -> None:
         match report.WhichOneof("kind"):
             case "heartbeat":
-                self._facts.beat(report.heartbeat)
+                self.facts.beat(report.heartbeat)
             case "step":
                 for change in report.step.blocks:
                     self.block_events.take(change)
@@ -282,13 +283,15 @@ class RemoteReplica:
 
 
 class RemoteFacts:
-    """Facts about a remote replica: from its welcome, and from its newest heartbeat."""
+    """Facts about a remote replica: from its welcome, and from its newest heartbeat. kv_peer: what
+    it said there of KV."""
 
     def __init__(self) -> None:
         self.info: ReplicaInfo | None = None
         self.max_message_bytes = 0
         self.heartbeat = pb.Heartbeat()
         self.load: Load | None = None  # of the heartbeat; routers read it many times
+        self.kv_peer = KvPeer()
 
     def welcome(self, welcome: pb.Welcome) -> None:
         """Takes the facts of a session. Errors: RequestError if a replica came back with another
@@ -302,10 +305,13 @@ class RemoteFacts:
                 )
         self.info = info
         self.max_message_bytes = welcome.max_message_bytes
+        self.kv_peer = KvPeer(tuple(welcome.kv_addresses))
 
     def beat(self, heartbeat: pb.Heartbeat) -> None:
         self.heartbeat = heartbeat
         self.load = load_of(heartbeat.load) if heartbeat.HasField("load") else None
+        rates = {one.source: one.bytes_per_s for one in heartbeat.kv_rates}
+        self.kv_peer = self.kv_peer._replace(rates=rates)
 
 
 class PostedCommands:

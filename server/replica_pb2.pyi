@@ -109,8 +109,10 @@ class Sent(_message.Message):
     def __init__(self, checksums: _Optional[_Iterable[int]] = ..., last: bool = ..., place: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class Taken(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("place",)
+    PLACE_FIELD_NUMBER: _ClassVar[int]
+    place: str
+    def __init__(self, place: _Optional[str] = ...) -> None: ...
 
 class Command(_message.Message):
     __slots__ = ("alive", "submit", "cancel", "stop", "question", "rejected")

@@ -24,8 +24,9 @@ from jaxserve.server import replica_pb2_grpc as rpc
 from jaxserve.server.block_service import MAX_STREAMS, BlockService
 from jaxserve.server.caller_session import CallerSession, Served
 from jaxserve.server.cluster_port import ClusterPort
+from jaxserve.server.own_address import OwnAddress
 from jaxserve.server.replica_messages import info_text, load_message
-from jaxserve.store.peers import OffersBlocks
+from jaxserve.store.peers import FetchesBlocks, OffersBlocks
 from jaxserve.text.structured_output import Guides
 
 log = logging.getLogger(__name__)
@@ -39,7 +40,8 @@ class ReplicaService(rpc.ReplicaServicer):
     """Serves one replica from `open` until `stop`; before, sessions are refused.
 
     secret: that callers have to know. max_message_bytes: of a caller's message, prompts included.
-    blocks: what other replicas may ask for by the same port.
+    blocks: what other replicas may ask for by the same port. own_address: how they reach it, if
+    conductors are to say another one than their own.
     """
 
     def __init__(
@@ -49,9 +51,12 @@ class ReplicaService(rpc.ReplicaServicer):
         max_message_bytes: int = 256 << 20,
         silent_seconds: float = SILENT_SECONDS,
         blocks: BlockService | None = None,
+        own_address: OwnAddress | None = None,
     ):
         self.max_message_bytes = max_message_bytes
         self._silent_seconds = silent_seconds
+        self._own_address = own_address
+        self._kv_addresses: list[str] = []
         self._sessions: dict[int, CallerSession] = {}
         self._places = threading.Semaphore(MAX_SESSIONS)
         self._session_numbers = itertools.count()
@@ -70,7 +75,10 @@ class ReplicaService(rpc.ReplicaServicer):
 
     def start(self, address: str, credentials: grpc.ServerCredentials | None = None) -> int:
         """Listens on HOST:PORT; returns the port's number. Errors: ConfigError."""
-        return self._port.start(address, credentials)
+        port = self._port.start(address, credentials)
+        if self._own_address is not None:
+            self._kv_addresses = self._own_address.all_at(port)
+        return port
 
     def open(self, replica: Replica, guides: Guides | None = None) -> None:
         """Begins to serve a replica that runs. guides: compiles what requests ask for; None where
@@ -130,7 +138,11 @@ class ReplicaService(rpc.ReplicaServicer):
             log.info("the session of the conductor at %s has ended", context.peer())
 
     def _welcome(self, replica: Replica) -> pb.Welcome:
-        return pb.Welcome(info=info_text(replica.info), max_message_bytes=self.max_message_bytes)
+        return pb.Welcome(
+            info=info_text(replica.info),
+            max_message_bytes=self.max_message_bytes,
+            kv_addresses=self._kv_addresses,
+        )
 
     def _beat(self) -> None:
         served = self._served
@@ -154,6 +166,7 @@ class ReplicaService(rpc.ReplicaServicer):
             available=replica.available and not served.draining,
             overdue=replica.overdue(),
             load=self._load,
+            kv_rates=_kv_rates(replica),
         )
 
     def _ask_load(self, replica: Replica) -> None:
@@ -169,3 +182,13 @@ class ReplicaService(rpc.ReplicaServicer):
             pass
         finally:
             self._load_asked = False
+
+
+def _kv_rates(replica: Replica) -> list[pb.KvRate]:
+    """Returns how quickly KV came from other replicas, what was used last at the end."""
+    fetched = replica.kv_fetched() if isinstance(replica, FetchesBlocks) else []
+    return [
+        pb.KvRate(source=one.source, plane=one.plane, bytes_per_s=one.bytes_per_s)
+        for one in fetched
+        if one.bytes_per_s
+    ]

@@ -162,7 +162,8 @@ class Server:
             self._replica_service = ReplicaService(
                 cluster_secret(),
                 max_message_bytes=config.max_message_mib << 20,
-                blocks=None if peers is None else BlockService(peers.transfer),
+                blocks=None if peers is None else BlockService(peers.planes),
+                own_address=None if peers is None else peers.own_address,
             )
         inference = Inference(self.frontend)
         control = Control(self.frontend)

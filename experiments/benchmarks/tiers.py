@@ -170,7 +170,7 @@ def from_peer(values: dict[str, Any], engine: Engine, prompt: np.ndarray) -> Ask
     with contextlib.ExitStack() as stack:
         peers = PeerReplicas(SECRET)
         stack.callback(peers.close)
-        service = ReplicaService(SECRET, blocks=BlockService(peers.transfer))
+        service = ReplicaService(SECRET, blocks=BlockService(peers.planes))
         port = service.start("127.0.0.1:0")
         service.open(engine)
         stack.callback(service.stop)

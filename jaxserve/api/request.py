@@ -63,7 +63,8 @@ class Slo:
 class KvSource:
     """Another replica that has, or is just computing, the KV of a prompt's first blocks.
 
-    address: host:port at which replicas are asked for blocks. blocks: how many it will have, of
+    address: host:port at which replicas are asked for blocks; it may have several, apart by commas,
+    the first of which names it. blocks: how many it will have, of
     `block_size` tokens; 0: of as many as the asker's own. request_id: of the request there that
     computes them; "": they are there already.
     """

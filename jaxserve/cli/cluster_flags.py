@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jaxserve.settings.options import Option
+from jaxserve.transfer.plane import TCP, TRANSFERS
 
 REGISTRY = Option(
     "registry",
@@ -16,7 +17,8 @@ ADVERTISE_ADDRESS = Option(
     str,
     None,
     "HOST or HOST:PORT by which conductors and other replicas reach --replica_port, for the "
-    "registry and for KV; default: --host, or where that is 0.0.0.0 this machine's name or address",
+    "registry and for KV; several, apart by commas, for KV side by side, of which the first is the "
+    "one for conductors; default: --host, or where that is 0.0.0.0 this machine's name or address",
 )
 KV_PORT = Option(
     "kv_port",
@@ -26,6 +28,15 @@ KV_PORT = Option(
     "is free",
     low=0,
     high=65535,
+)
+TRANSFER = Option(
+    "transfer",
+    str,
+    TCP,
+    "how KV comes from other replicas and goes to them: over TCP, with the cluster's secret and "
+    "the encryption of --tls_cert (tcp); between replicas that have it, by the Mooncake Transfer "
+    "Engine (mooncake), over RDMA if the machine has it, which needs --insecure for it has neither",
+    choices=TRANSFERS,
 )
 CLUSTER_CA = Option(
     "cluster_ca",

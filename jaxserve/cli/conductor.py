@@ -64,7 +64,8 @@ OPTIONS = [
         "kv_bandwidth",
         float,
         KV_BANDWIDTH,
-        "GB/s at which KV goes from one replica to another, as routing expects",
+        "GB/s at which KV goes from one replica to another, as routing expects until it was "
+        "measured between the two",
         low=0.001,
     ),
     Option(

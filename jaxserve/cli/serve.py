@@ -8,12 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jaxserve.cli.cluster_flags import ADVERTISE_ADDRESS, CLUSTER_CA, KV_PORT, REGISTRY
+from jaxserve.cli.cluster_flags import ADVERTISE_ADDRESS, CLUSTER_CA, KV_PORT, REGISTRY, TRANSFER
 from jaxserve.cli.doctor.forecast import launch_lines
 from jaxserve.cli.engine_flags import SERVER, engine_config, engine_groups, server_config
 from jaxserve.settings.flags import Command
 from jaxserve.settings.schema import ConfigError, ServerConfig
 from jaxserve.settings.schema.engine import SERVED
+from jaxserve.transfer.plane import TCP
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ def run(values: dict[str, Any]) -> int:
     peers = own_address = None
     if server.replica_port is not None:
         own_address = OwnAddress.of(values["advertise_address"], server.host)
-        peers = _peers(server, own_address, values["kv_port"], values["cluster_ca"])
+        peers = _peers(server, own_address, values)
     registrations = []
 
     def listening(started: Server) -> None:
@@ -85,18 +86,37 @@ def _check_replica_flags(values: dict[str, Any], config: ServerConfig) -> None:
         raise ConfigError("advertise_address", "needs --replica_port, which others reach by it")
     if config.replica_port is None and values["kv_port"]:
         raise ConfigError("kv_port", "needs --replica_port, by which others find it")
+    if config.replica_port is None and values["transfer"] != TCP:
+        raise ConfigError("transfer", "needs --replica_port, by which others find this replica")
+    if values["transfer"] != TCP and not config.insecure:
+        raise ConfigError(
+            "transfer",
+            f"{values['transfer']} needs --insecure: it listens on all interfaces, encrypts "
+            "nothing and asks for no secret, so that no stranger may reach the network",
+        )
     if config.tls_cert is None and values["cluster_ca"] is not None:
         raise ConfigError("cluster_ca", "needs --tls_cert: all replicas have TLS, or none")
 
 
-def _peers(config: ServerConfig, own_address: Any, kv_port: int, cluster_ca: str | None) -> Any:
+def _faster(transfer: str) -> Any:
+    """Returns what makes the plane of --transfer, of memory and a host; None for tcp."""
+    from jaxserve.transfer.mooncake import MooncakePlane, own_protocol
+
+    if transfer == TCP:
+        return None
+    return lambda memory, host: MooncakePlane(memory, host, own_protocol())
+
+
+def _peers(config: ServerConfig, own_address: Any, values: dict[str, Any]) -> Any:
     """Returns the client by which this replica fetches blocks of others, and sends its own. Errors:
     ConfigError."""
     from jaxserve.group.handshake import Certificate
     from jaxserve.server.auth.tls import Authorities
     from jaxserve.server.peer_blocks import PeerReplicas
     from jaxserve.server.replica_auth import cluster_secret
+    from jaxserve.transfer import TransferError
 
+    kv_port, cluster_ca = values["kv_port"], values["cluster_ca"]
     tls = authorities = None
     if config.tls_cert is not None and config.tls_key is not None:
         tls = Certificate.given(config.tls_cert, config.tls_key)
@@ -113,13 +133,16 @@ def _peers(config: ServerConfig, own_address: Any, kv_port: int, cluster_ca: str
             own_address=own_address,
             tls=tls,
             authorities=authorities,
+            faster=_faster(values["transfer"]),
         )
+    except TransferError as error:
+        raise ConfigError("transfer", str(error)) from None
     except OSError as error:
         fault = f"cannot listen on {config.host}:{kv_port}: {error.strerror}"
         raise ConfigError("kv_port", fault) from None
 
 
-CLUSTER = [REGISTRY, ADVERTISE_ADDRESS, KV_PORT, CLUSTER_CA]
+CLUSTER = [REGISTRY, ADVERTISE_ADDRESS, KV_PORT, TRANSFER, CLUSTER_CA]
 COMMAND = Command(
     {**SERVER, "cluster": CLUSTER, **engine_groups(**SERVED)}, run, ABOUT, argument="[MODEL]"
 )

@@ -123,14 +123,14 @@ class ClusterKvPool:
         if not blocks:
             raise RequestError("prompt", f"{holder.name!r} has no block of it", "NOT_FOUND")
         length = min(blocks * size + 1, len(prompt))
-        assert holder.address is not None
+        assert holder.kv_address is not None
         request = Request(
             f"kv-{secrets.token_hex(8)}",
             prompt[:length],
             ONE_TOKEN,
             arrival=self._now(),
             cache_salt=salt,
-            kv_source=KvSource(holder.address, blocks, block_size=size),
+            kv_source=KvSource(holder.kv_address, blocks, block_size=size),
             job=True,
         )
         _serve(to, request)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Finished
@@ -26,17 +26,26 @@ SMOOTHING = 0.2  # weight of a new observation
 RETRY_SECONDS = 1.0  # that callers wait where no replica can be reached
 
 
+class KvPeer(NamedTuple):
+    """Facts of a replica about KV that comes and goes. addresses: at which others ask it for KV.
+    rates: bytes per second at which KV came from others, by their first address."""
+
+    addresses: tuple[str, ...] = ()
+    rates: Mapping[str, float] = {}
+
+
 @dataclass(eq=False)
 class Member:
     """A replica of a cluster, by a name that operators see.
 
-    address: HOST:PORT at which other replicas ask it for KV; None: it cannot be asked. recent_load:
-    gives its load without waiting; None: it is asked. other_requests: gives how many requests
-    others have there, without waiting; None: it has no other users. number: among the members that
-    there are. joined: it has said what it is, and serves the same model as the others. assigned:
-    role that it has in place of its own. leaving: it is sent no new requests. suspect: it failed a
-    call, and is not asked again before it was seen alive by the next check. lost: its requests were
-    taken from it, as it was not alive.
+    address: HOST:PORT at which other replicas ask it for KV, where it does not say it itself
+    (`kv_peer`); None: it cannot be asked. kv_peer: tells, without waiting, what it said of KV;
+    None: it says nothing. recent_load: gives its load without waiting; None: it is asked.
+    other_requests: gives how many requests others have there, without waiting; None: it has no
+    other users. number: among the members that there are. joined: it has said what it is, and
+    serves the same model as the others. assigned: role that it has in place of its own. leaving: it
+    is sent no new requests. suspect: it failed a call, and is not asked again before it was seen
+    alive by the next check. lost: its requests were taken from it, as it was not alive.
     """
 
     name: str
@@ -44,6 +53,7 @@ class Member:
     address: str | None = None
     recent_load: Callable[[], Load | None] | None = None
     other_requests: Callable[[], int] | None = None
+    kv_peer: Callable[[], KvPeer] | None = None
     number: int = -1
     joined: bool = False
     assigned: Role | None = None
@@ -62,6 +72,20 @@ class Member:
     def role(self) -> Role:
         """Its own, or what it was changed to. Errors: RequestError before it has joined."""
         return self.assigned or Role(self.replica.info.role)
+
+    @property
+    def kv_address(self) -> str | None:
+        """Addresses at which other replicas ask it for KV, apart by commas."""
+        said = () if self.kv_peer is None else self.kv_peer().addresses
+        return ",".join(said) or self.address
+
+    def kv_rate(self, source: Member) -> float | None:
+        """Bytes per second at which KV came here from another member; None where nothing was
+        measured."""
+        address = source.kv_address
+        if self.kv_peer is None or address is None:
+            return None
+        return self.kv_peer().rates.get(address.partition(",")[0])
 
     @property
     def moves_kv(self) -> bool:

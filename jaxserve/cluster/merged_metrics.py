@@ -18,7 +18,8 @@ from jaxserve.observe.metric_rows import OF_TRANSFERS, PREFIX
 from jaxserve.replica.protocol import Replica
 
 ALIVE = "replica_alive"
-AVERAGED = ("_perc", "_scale")  # ends of the names of gauges that are means, not sums
+# ends of the names of gauges that are means, not sums
+AVERAGED = ("_perc", "_scale", "_per_second")
 GROWING = ("counter", "histogram", "summary")  # types of families whose samples never fall
 CREATED = "_created"  # the end of the names of samples that are moments
 OF_EACH = (  # metrics that are also shown of each replica

@@ -47,7 +47,7 @@ def job_for(request: Request, placement: Placement) -> PrefillJob:
     """The job of computing a request's prompt, on a member that has an address. Only full blocks
     can be fetched from it."""
     member = placement.prefill_on
-    assert member is not None and member.address is not None
+    assert member is not None and member.kv_address is not None
     job = dataclasses.replace(
         request,
         id=request.id + SUFFIX,
@@ -57,5 +57,5 @@ def job_for(request: Request, placement: Placement) -> PrefillJob:
         job=True,
     )
     size = member.replica.info.block_size
-    source = KvSource(member.address, len(request.prompt) // size, job.id, size)
+    source = KvSource(member.kv_address, len(request.prompt) // size, job.id, size)
     return PrefillJob(job, member, source, placement.member)

@@ -53,7 +53,8 @@ class Placement(NamedTuple):
 
 class Router:
     """Routes requests to members. policy: a row of ROUTING. bandwidth: GB/s at which KV goes from
-    one member to another. Its caller keeps the members' work from changing meanwhile.
+    one member to another, until it was measured between the two. Its caller keeps the members'
+    work from changing meanwhile.
 
     Errors: ConfigError for a policy that there is not.
     """
@@ -173,14 +174,16 @@ class Router:
         if fetch is None:
             return None
         source = next((m for m in self.table.all if m.number == fetch.source), None)
-        if source is None or source.address is None:
+        if source is None or source.kv_address is None:
             return None
         size = source.replica.info.block_size
-        return KvSource(source.address, fetch.stop // size, block_size=size)
+        return KvSource(source.kv_address, fetch.stop // size, block_size=size)
 
-    def transfer_seconds(self, tokens: int) -> float:
-        """Predicted seconds to move the KV of `tokens` tokens from one member to another."""
-        return tokens * self.table.info.kv_bytes_per_token / self._bytes_per_s
+    def transfer_seconds(self, tokens: int, source: Member, target: Member) -> float:
+        """Predicted seconds to move the KV of `tokens` tokens from one member to another: as
+        measured between these two, if anything was."""
+        rate = target.kv_rate(source) or self._bytes_per_s
+        return tokens * self.table.info.kv_bytes_per_token / rate
 
     # --- who decodes
 
@@ -232,9 +235,10 @@ class _Costs(NamedTuple):
 
     def transfer(self, source: int, target: int, tokens: int) -> float:
         """Infinite where one of both moves no KV."""
-        if not (self.members[source].moves_kv and self.members[target].moves_kv):
+        sender, receiver = self.members[source], self.members[target]
+        if not (sender.moves_kv and receiver.moves_kv):
             return math.inf
-        return self.router.transfer_seconds(tokens)
+        return self.router.transfer_seconds(tokens, sender, receiver)
 
 
 def _of(prefixes: Sequence[int], member: Member) -> int:

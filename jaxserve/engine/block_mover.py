@@ -27,6 +27,7 @@ from jaxserve.engine.page_io import BlocksRead, GatheredBlocks, PageIo
 from jaxserve.engine.resized_stream import ResizedStream
 from jaxserve.store.peers import BlockStream, PeerBlocks
 from jaxserve.store.tiered import TieredBlocks
+from jaxserve.transfer.protocol import addresses_of
 
 PIECES_AHEAD = 4  # of fetches, on the devices or on their way and not written to their pages yet
 STORES_AHEAD = 64  # launches whose pages were read and not stored yet; more are not stored
@@ -219,7 +220,7 @@ class FetchReader:
         self._tiers = tiers
         self._stream = stream
         self._far = frozenset(far)
-        self._source = source
+        self._source = addresses_of(source)[0]
 
     def read(self, key: bytes, into: np.ndarray) -> bool:
         """Copies the next block to `into` [bytes] uint8; False where it does not come."""
@@ -227,7 +228,8 @@ class FetchReader:
             return self._tiers.read(key, into)
         began = time.monotonic()
         came = self._stream.read(key, into)
-        self._tiers.count_from_peer(self._source, came, time.monotonic() - began)
+        seconds = time.monotonic() - began
+        self._tiers.count_from_peer(self._source, self._stream.route, came, seconds)
         return came
 
     def close(self) -> None:

@@ -74,16 +74,18 @@ def tier_readings(tiers: LowerTiers | None) -> dict[str, float]:
     }
 
 
-def transfer_readings(tiers: LowerTiers | None) -> dict[str, dict[str, float]]:
-    """Returns the values of `metric_rows.OF_TRANSFERS` by the replica that KV was asked of."""
+def transfer_readings(tiers: LowerTiers | None) -> dict[tuple[str, str], dict[str, float]]:
+    """Returns the values of `metric_rows.OF_TRANSFERS` by the replica that KV was asked of and by
+    plane."""
     if tiers is None:
         return {}
     return {
-        one.source: {
+        (one.source, one.plane): {
             "kv_transfer_blocks": one.blocks,
             "kv_transfer_missed": one.missed,
             "kv_transfer_bytes": one.blocks * tiers.block_bytes,
             "kv_transfer_seconds": one.seconds,
+            "kv_transfer_bytes_per_second": one.bytes_per_s,
         }
         for one in tiers.fetched()
     }

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 from jaxserve.api.errors import RequestError
 from jaxserve.api.request import Request
+from jaxserve.cache.tiers import Fetched
 from jaxserve.clock import Clock, WallClock
 from jaxserve.engine.block_export import BlockWishes
 from jaxserve.engine.block_files import TierFiles
@@ -154,6 +155,11 @@ class Engine(ReplicaCore):
         with self._bounded_lock():
             return work()
 
+    def kv_fetched(self) -> list[Fetched]:
+        """Counts of KV that came from other replicas; see `store.peers.FetchesBlocks`."""
+        tiers = self.worker.lower_tiers
+        return [] if tiers is None else tiers.fetched()
+
     def load(self) -> Load:
         with self._bounded_lock():
             return super().load()
@@ -183,7 +189,7 @@ class Engine(ReplicaCore):
             "xla_recompiles": self.worker.recompiles,
         }
 
-    def _transfers(self) -> dict[str, dict[str, float]]:
+    def _transfers(self) -> dict[tuple[str, str], dict[str, float]]:
         return transfer_readings(self.worker.lower_tiers)
 
     def view(self, since: int = 0) -> dict[str, Any]:

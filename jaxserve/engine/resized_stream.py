@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxserve.cache.tiers import SourceBlocks
 from jaxserve.engine.block_layout import BlockLayout
-from jaxserve.store.peers import BlockStream
+from jaxserve.store.peers import BlockStream, Route
 
 
 class ResizedStream:
@@ -30,6 +30,10 @@ class ResizedStream:
         self._there = theirs
         self._block = np.empty(theirs.bytes, np.uint8)
         self._number = -1  # of the source's block that `_block` is
+
+    @property
+    def route(self) -> Route:
+        return self._stream.route
 
     def read(self, key: bytes, into: np.ndarray) -> bool:
         """Copies a block; False where one of the source's that it needs does not come."""

@@ -80,8 +80,11 @@ OF_WORKERS = {
     "lag": "Steps that were issued and that the process has not finished",
     "device_bytes": "Bytes in use on the process's devices",
 }
-# read at each scrape, of each replica (the label `source`) of which KV was asked
+# read at each scrape, of each replica (the label `source`) of which KV was asked, by the plane by
+# which it came
+TRANSFER_RATE = "kv_transfer_bytes_per_second"  # a gauge; the others count
 OF_TRANSFERS: Mapping[str, str] = {
+    TRANSFER_RATE: "Bytes per second at which KV comes from another replica, as learnt",
     "kv_transfer_blocks": "KV blocks that came from another replica",
     "kv_transfer_missed": "KV blocks that were asked of another replica and did not come",
     "kv_transfer_bytes": "Bytes of KV that came from another replica",

@@ -33,6 +33,7 @@ from jaxserve.observe.metric_rows import (
     PREFIX,
     READ,
     TALLIES,
+    TRANSFER_RATE,
 )
 from jaxserve.scheduling.events import (
     Admitted,
@@ -140,7 +141,8 @@ class Metrics:
     slots: sequences that run at once. classes: names of classes of requests; what names none is
     counted as of class `default`. read: returns the values that READ describes; it is called at
     each scrape, from the scraper's thread. workers: returns those of OF_WORKERS for each process
-    that has devices, if these are other processes. transfers: those of OF_TRANSFERS by source.
+    that has devices, if these are other processes. transfers: those of OF_TRANSFERS by source
+    and plane.
     """
 
     def __init__(
@@ -149,7 +151,7 @@ class Metrics:
         classes: Iterable[str],
         read: Callable[[], Mapping[str, float]],
         workers: Callable[[], Sequence[Mapping[str, Any]]] = lambda: (),
-        transfers: Callable[[], Mapping[str, Mapping[str, float]]] = dict,
+        transfers: Callable[[], Mapping[tuple[str, str], Mapping[str, float]]] = dict,
     ):
         self.registry = CollectorRegistry(auto_describe=True)
         self._read = read
@@ -213,12 +215,13 @@ class Metrics:
             yield gauge
 
     def _of_transfers(self) -> Iterator[Metric]:
-        by_source = self._transfers()
-        for name, help in OF_TRANSFERS.items() if by_source else ():
-            counter = CounterMetricFamily(PREFIX + name, help, labels=["source"])
-            for source, values in by_source.items():
-                counter.add_metric([source], values[name])
-            yield counter
+        by_route = self._transfers()
+        for name, help in OF_TRANSFERS.items() if by_route else ():
+            make = GaugeMetricFamily if name == TRANSFER_RATE else CounterMetricFamily
+            family = make(PREFIX + name, help, labels=["source", "plane"])
+            for labels, values in by_route.items():
+                family.add_metric(labels, values[name])
+            yield family
 
     def listen(self, bus: EventBus, prefix_caching: bool) -> None:
         """Counts what happens from now on. prefix_caching: whether prompts are looked up in the

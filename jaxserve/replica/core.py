@@ -152,8 +152,8 @@ class ReplicaCore:
         """Forgets the prefixes that no request uses; returns how many pages that frees."""
         return self.scheduler.cache.flush()
 
-    def _transfers(self) -> Mapping[str, Mapping[str, float]]:
-        """Returns the values of `metric_rows.OF_TRANSFERS` by source."""
+    def _transfers(self) -> Mapping[tuple[str, str], Mapping[str, float]]:
+        """Returns the values of `metric_rows.OF_TRANSFERS` by source and plane."""
         return {}
 
     def _readings(self) -> dict[str, float]:

@@ -170,17 +170,22 @@ class PartIndex(LowerTiers):
         return TierCounts(**{name: max(getattr(one, name) for one in every) for name in names})
 
     def fetched(self) -> list[Fetched]:
-        """Blocks by source of which all parts came; seconds of the process that waited longest."""
-        merged: dict[str, Fetched] = {}
+        """Blocks by source and plane of which all parts came; seconds of the process that waited
+        longest; bytes per second of all processes together, if each were as slow as the slowest."""
+        merged: dict[tuple[str, str], Fetched] = {}
         for part in self._parts:
             for each in part.fetched:
-                known = merged.setdefault(each.source, each)
-                merged[each.source] = Fetched(
+                known = merged.pop((each.source, each.plane), each)
+                merged[each.source, each.plane] = Fetched(
                     each.source,
+                    each.plane,
                     min(known.blocks, each.blocks),
                     max(known.missed, each.missed),
                     max(known.seconds, each.seconds),
+                    min(known.bytes_per_s, each.bytes_per_s),
                 )
+        for each in merged.values():
+            each.bytes_per_s *= len(self._parts)
         return list(merged.values())
 
     # --- what is asked of them

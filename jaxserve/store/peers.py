@@ -8,11 +8,12 @@ does not come is computed by the one who asked, so nothing here fails: blocks co
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
 from jaxserve.api.request import KvSource
+from jaxserve.cache.tiers import Fetched
 from jaxserve.store.block_part import PartBytes, PartPlace
 
 
@@ -57,8 +58,20 @@ class PartedExporter(OfferedBlocks, Protocol):
         some seconds at most."""
 
 
+class Route(NamedTuple):
+    """A way by which blocks come. bytes_per_s: as learnt of the source by this plane; 0: nothing
+    was."""
+
+    plane: str
+    bytes_per_s: float = 0.0
+
+
 class BlockStream(Protocol):
     """Blocks on their way here, in the order in which they were asked for."""
+
+    @property
+    def route(self) -> Route:
+        """The way by which the last one came."""
 
     def read(self, key: bytes, into: np.ndarray) -> bool:
         """Copies the next block, which has this key, to `into` uint8, as the layout says in which
@@ -104,3 +117,11 @@ class WorkerPort(Protocol):
 
     def close(self) -> None:
         """Closes the port."""
+
+
+@runtime_checkable
+class FetchesBlocks(Protocol):
+    """A replica that has blocks from others."""
+
+    def kv_fetched(self) -> list[Fetched]:
+        """Counts of what came from each, the way used last at the end. Never waits."""

@@ -6,9 +6,10 @@ import dataclasses
 import threading
 
 from jaxserve.cache.tiers import Fetched, TierCounts
+from jaxserve.store.peers import Route
 
 FORGETTING = 0.2  # weight of the newest measurement
-MAX_SOURCES = 1024  # as many as a conductor has replicas; of further ones nothing is counted
+MAX_SOURCES = 2048  # by plane; of further ones nothing is counted
 
 
 class Bandwidth:
@@ -41,26 +42,29 @@ class Tally:
 
 
 class PeerFetches:
-    """Blocks that came from other replicas, by the address of their source. All methods may be
-    called from any thread."""
+    """Blocks that came from other replicas, by the address of their source and by plane. All
+    methods may be called from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._sources: dict[str, Fetched] = {}
+        self._known: dict[tuple[str, str], Fetched] = {}  # that which was asked last at the end
 
-    def add(self, source: str, came: bool, seconds: float) -> None:
+    def add(self, source: str, route: Route, came: bool, seconds: float) -> None:
         """Counts a block that was asked for, and waited for that long."""
+        key = (source, route.plane)
         with self._lock:
-            fetched = self._sources.get(source)
+            fetched = self._known.pop(key, None)
             if fetched is None:
-                if len(self._sources) >= MAX_SOURCES:
+                if len(self._known) >= MAX_SOURCES:
                     return
-                fetched = self._sources[source] = Fetched(source)
+                fetched = Fetched(source, route.plane)
+            self._known[key] = fetched
             fetched.blocks += came
             fetched.missed += not came
             fetched.seconds += seconds
+            fetched.bytes_per_s = route.bytes_per_s
 
     def all(self) -> list[Fetched]:
-        """A copy, in the order of first asking."""
+        """A copy, what was asked last at the end."""
         with self._lock:
-            return [dataclasses.replace(fetched) for fetched in self._sources.values()]
+            return [dataclasses.replace(fetched) for fetched in self._known.values()]

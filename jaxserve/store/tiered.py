@@ -24,6 +24,7 @@ from jaxserve.store.disk import DiskBlocks
 from jaxserve.store.host_index import NORMAL, PASSING
 from jaxserve.store.host_memory import HostBlocks
 from jaxserve.store.host_tier import HostTier
+from jaxserve.store.peers import Route
 from jaxserve.store.prefetch import Prefetcher
 from jaxserve.store.shared import SharedTier
 from jaxserve.store.tally import PeerFetches, Tally
@@ -163,9 +164,10 @@ class TieredBlocks(LowerTiers):
     def wait(self, key: bytes, seconds: float) -> bool:
         return self.host.wait(lambda: self._arrived(key), seconds)
 
-    def count_from_peer(self, source: str, came: bool, seconds: float) -> None:
-        """Counts a block that was asked of another replica, and waited for that long."""
-        self._fetches.add(source, came, seconds)
+    def count_from_peer(self, source: str, route: Route, came: bool, seconds: float) -> None:
+        """Counts a block that was asked of another replica, and waited for that long. source: its
+        first address."""
+        self._fetches.add(source, route, came, seconds)
         self._tally.add("peer_reads" if came else "missed")
 
     def fetched(self) -> list[Fetched]:

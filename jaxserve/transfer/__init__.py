@@ -1,12 +1,18 @@
 """Moves bytes between processes: no JAX, and no idea of blocks, layers or models.
 
 A receiver lends a window of its staging memory for some seconds; the window is plain data that
-travels to the sender by whatever they talk (gRPC). The sender writes pieces into it and watches a
-ticket. What the bytes mean, and whether they are right (a checksum), is the callers' matter.
+travels to the sender by whatever they talk (gRPC). What the bytes mean, and whether they are right
+(a checksum), is the callers' matter.
 
-    protocol   `Transfer`: what every implementation offers; `Window`, `Ticket`
-    tcp        `TcpTransfer`, the default: sockets, authenticated, windows fenced
-    mooncake   `MooncakeTransfer`: the Mooncake Transfer Engine (TCP, RDMA), where it is installed
+    plane      `Plane`: one way for blocks from a source to a reader, and which one both choose
+    tcp_plane  `TcpPlane`, the default: the source writes into the reader's window
+    mooncake   `MooncakePlane`: the reader brings blocks by the Mooncake Transfer Engine, where that
+               is installed
+    staging_pool  registered memory of a source, shared by its streams
+    rates      bytes per second by source and plane, as learnt
+    failures   addresses and planes that failed lately
+    protocol   `Transfer`, what is under `TcpPlane`: tickets for writes; `Window`, `Ticket`
+    tcp        `TcpTransfer`: sockets, authenticated, windows fenced
     buffers    `ReceiveBuffers`: who may send next where receive memory is short; integers and time
     places     `Places`: who may send next where many want to
     sender     TCP: cuts writes into slices, makes connections, sends again what failed
@@ -21,13 +27,17 @@ ticket. What the bytes mean, and whether they are right (a checksum), is the cal
 
 from jaxserve.transfer.buffers import Grant, ReceiveBuffers
 from jaxserve.transfer.places import Places
+from jaxserve.transfer.plane import Plane
 from jaxserve.transfer.protocol import Ticket, Transfer, TransferCounts, TransferError, Window
 from jaxserve.transfer.tcp import TcpTransfer
+from jaxserve.transfer.tcp_plane import TcpPlane
 
 __all__ = [
     "Grant",
     "Places",
+    "Plane",
     "ReceiveBuffers",
+    "TcpPlane",
     "TcpTransfer",
     "Ticket",
     "Transfer",

@@ -1,10 +1,10 @@
-"""Transfers by the Mooncake Transfer Engine, over TCP or RDMA, where it is installed
-(`pip install jaxserve[mooncake]`).
+"""The plane of the Mooncake Transfer Engine, over RDMA or TCP, where it is installed
+(`pip install 'jaxserve[mooncake]'`): the reader brings blocks from the source's staging memory.
 
-The engine has no authentication, no encryption, no tokens and no deadlines: all who reach its
-ports reads and writes all memory that is registered with it, and it listens on all interfaces. So
-only staging memory is registered, its network must be private, and a window is fenced by agreement
-alone: `end` returns False, and neither side uses the memory again before the ticket is over.
+The engine has no authentication, no encryption and no deadlines: all who reach its ports read and
+write all memory that is registered with it, and it listens on all interfaces. So only staging
+memory is registered, and its network must be private. It is the reader who brings bytes, since he
+knows when they have come; bytes that come after an error find their block's checksum.
 """
 
 from __future__ import annotations
@@ -14,253 +14,198 @@ import os
 import re
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from queue import Queue
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxserve.transfer.frames import decode_token
+from jaxserve.transfer.plane import MOONCAKE, Arrival, Staging
 from jaxserve.transfer.protocol import (
-    MAX_TICKETS,
-    Ticket,
-    TransferCounts,
+    MAX_TEXT,
     TransferError,
     Window,
     check_memory,
-    check_pieces,
     check_range,
-    check_seconds,
     join_address,
+    split_address,
 )
-from jaxserve.transfer.windows import Windows
+from jaxserve.transfer.staging_pool import StagingPool
 
 # for the engine, unless the operator has set them
 ENVIRONMENT = {
     "MC_TCP_ENABLE_CONNECTION_POOL": "1",
     "MC_TCP_SLICE_SIZE": str(1 << 20),
-    "MC_TCP_STATUS_TIMEOUT_SEC": "10",  # after which a write to a peer that is stopped has failed
+    "MC_TCP_STATUS_TIMEOUT_SEC": "5",  # after which a read from a peer that is stopped has failed
 }
-PROTOCOLS = ("tcp", "rdma")
+PACKAGE = "mooncake-transfer-engine-non-cuda"
+SEND_BYTES = 256 << 20  # of the source's staging memory
+MAX_BRINGS = 64  # at once, each on a thread
 DONE = 1  # of the engine's states; 0 is under way, below 0 failed
-FIRST_SLEEP = 5e-5  # seconds between two looks at a ticket, doubled each time
-LONGEST_SLEEP = 2e-3
-CLOSE_SECONDS = 15.0  # that `close` waits for tickets under way
-TOKEN = re.compile(r"([0-9a-f]+)@([0-9a-f]{1,16})")  # ours, and the memory's address
+FIRST_SLEEP = 5e-5  # seconds between two looks at a read, doubled each time
+LONGEST_SLEEP = 1e-3
+CLOSE_SECONDS = 10.0  # that `close` waits for reads under way
+RDMA_DEVICES = Path("/sys/class/infiniband")
+PLACE = re.compile(r"(\S+)@([0-9a-f]{1,16})")  # the engine's address, and the memory's
 log = logging.getLogger(__name__)
 
 
-@dataclass
-class _Write:
-    """deadline: the moment after which it is not begun any more. size: bytes. moving: numbers of
-    the engine's transfers that are not over. An engine's number must not be asked after its last
-    answer: it is freed memory by then. submitted: nothing more of it will be begun."""
+class MooncakePlane:
+    """A `Plane`. One for each process: the engine's threads end with it.
 
-    deadline: float
-    size: int
-    moving: list[int] = field(default_factory=list)
-    error: str = ""
-    submitted: bool = False
-
-
-_Job = tuple[_Write, list[tuple[int, int, int]]]  # source, target and size of each piece
-
-
-class MooncakeTransfer:
-    """A `Transfer`. `write` takes data inside the staging memory only, and its `seconds` bound
-    only how late a write begins: from then on the engine gives up when it likes
-    (MC_TCP_STATUS_TIMEOUT_SEC for a peer that was there once). One for each process: its threads
-    end with the process.
-
-    host: by which peers reach this process. protocol: 'tcp' or 'rdma'. devices: RDMA devices,
-    comma-separated; '' for all. Errors: TransferError where the engine is not installed or does not
-    start.
+    memory: the reader's. host: by which others reach this process. protocol: the engine's, 'rdma'
+    or 'tcp'. send_bytes: of the source's staging memory. Errors: TransferError where the engine is
+    not installed or does not start.
     """
 
     def __init__(
-        self, memory: np.ndarray, host: str = "127.0.0.1", protocol: str = "tcp", devices: str = ""
+        self,
+        memory: np.ndarray,
+        host: str = "127.0.0.1",
+        protocol: str = "tcp",
+        send_bytes: int = SEND_BYTES,
     ):
         check_memory(memory)
-        if protocol not in PROTOCOLS:
-            raise TransferError("protocol", f"must be one of {', '.join(PROTOCOLS)}")
+        self.name = f"{MOONCAKE}-{protocol}"
         self.memory = memory
-        self._start: int = memory.ctypes.data
-        self._engine = _engine(host, protocol, devices)
-        if self._engine.register_memory(self._start, memory.nbytes):
-            raise TransferError("memory", "the Mooncake Transfer Engine cannot register it")
-        self.address = join_address(host, self._engine.get_rpc_port())
-        self._windows = Windows()
-        self._lock = threading.Lock()  # of all below, and of the engine's numbers
-        self._writes: dict[int, _Write] = {}
-        self._queues: dict[str, Queue[_Job | None]] = {}
-        self._threads: list[threading.Thread] = []
-        self._last = 0
-        self._sent_bytes = 0
+        self._staged = np.empty(send_bytes, np.uint8)
+        self._engine = _engine(host, protocol)
+        for part in (memory, self._staged):
+            if self._engine.register_memory(part.ctypes.data, part.nbytes):
+                raise TransferError("memory", "the Mooncake Transfer Engine cannot register it")
+        self._address = join_address(host, self._engine.get_rpc_port())
+        self.pool = StagingPool(self._staged)
+        self._places = threading.Semaphore(MAX_BRINGS)
+        self._lock = threading.Lock()
+        self._moving: set[threading.Thread] = set()
+        self._epoch = 0
         self._closed = False
 
+    @property
+    def address(self) -> str:
+        return self._address
+
+    # --- the reader
+
     def lend(self, base: int, size: int, seconds: float) -> Window:
+        """Names a window. Sources do not write to it."""
         check_range("base", base, size, self.memory.size)
-        check_seconds(seconds)
-        if self._closed:
-            raise TransferError("transfer", "it was closed")
-        token, epoch = self._windows.lend(base, size, time.monotonic() + seconds)
-        return Window(self.address, f"{token.hex()}@{self._start + base:x}", size, epoch)
+        with self._lock:
+            self._epoch += 1
+            return Window(self._address, "", size, self._epoch)
 
-    def end(self, window: Window) -> bool:
-        token, _ = _parts_of(window)
-        self._windows.end(token, window.epoch)
-        return False
-
-    def write(self, window: Window, offset: int, data: np.ndarray, seconds: float) -> Ticket:
-        return self.write_many(window, [(offset, data)], seconds)
-
-    def write_many(
-        self, window: Window, pieces: Sequence[tuple[int, np.ndarray]], seconds: float
-    ) -> Ticket:
-        checked = check_pieces(window, pieces)
-        check_seconds(seconds)
-        _, address = _parts_of(window)
-        for _, data in pieces:
-            check_range("data", data.ctypes.data - self._start, data.nbytes, self.memory.size)
-        size = sum(len(data) for _, data in checked)
-        write = _Write(time.monotonic() + seconds, size)
-        parts = [(data.ctypes.data, address + offset, data.nbytes) for offset, data in pieces]
+    def bring(self, into: np.ndarray, place: str, done: Callable[[], None]) -> Arrival:
+        """Begins to read. The engine gives up a source that is stopped after
+        MC_TCP_STATUS_TIMEOUT_SEC, but for the first contact, which has no bound."""
+        match = PLACE.fullmatch(place[: 2 * MAX_TEXT])
+        if match is None:
+            raise TransferError("place", "is none of the Mooncake Transfer Engine")
+        split_address(match[1])
+        start = into.ctypes.data - self.memory.ctypes.data
+        check_range("into", start, into.nbytes, self.memory.size)
+        if not self._places.acquire(blocking=False):
+            raise TransferError("reads", f"{MAX_BRINGS} are under way, the limit")
+        arrival = Arrival()
+        thread = threading.Thread(
+            target=self._bring,
+            args=(arrival, match[1], into, int(match[2], 16), done),
+            name="transfer-bring",
+            daemon=True,
+        )
         with self._lock:
             if self._closed:
-                raise TransferError("transfer", "it was closed")
-            if len(self._writes) >= MAX_TICKETS:
-                raise TransferError("tickets", f"{MAX_TICKETS} are not released: the limit")
-            self._last += 1
-            self._writes[self._last] = write
-            self._queue_of(window.peer).put((write, parts))
-            return Ticket(self._last, size)
-
-    def _queue_of(self, peer: str) -> Queue[_Job | None]:
-        """The jobs of the thread that submits to a peer: the first time the engine asks the peer
-        for its memory, and waits for the answer without a bound."""
-        if peer not in self._queues:
-            jobs: Queue[_Job | None] = Queue()
-            thread = threading.Thread(
-                target=self._submit_all, args=(peer, jobs), name="transfer-submit", daemon=True
-            )
-            self._queues[peer] = jobs
-            self._threads.append(thread)
+                self._places.release()
+                raise TransferError("plane", "it was closed")
+            self._moving.add(thread)
             thread.start()
-        return self._queues[peer]
+        return arrival
 
-    def _submit_all(self, peer: str, jobs: Queue[_Job | None]) -> None:
-        """The thread of one peer."""
-        while (job := jobs.get()) is not None:
-            write, parts = job
-            for part in parts:
-                if not self._submit(peer, write, *part):
-                    break
+    def _bring(
+        self,
+        arrival: Arrival,
+        peer: str,
+        into: np.ndarray,
+        address: int,
+        done: Callable[[], None],
+    ) -> None:
+        """The thread of one read."""
+        began = time.monotonic()
+        try:
+            arrival.error = self._read(peer, into, address)
+        except Exception as error:
+            arrival.error = f"the Mooncake Transfer Engine failed: {error}"
+        finally:
+            arrival.seconds = time.monotonic() - began
+            arrival.over.set()
+            self._places.release()
+            done()
             with self._lock:
-                write.submitted = True
+                self._moving.discard(threading.current_thread())
 
-    def _submit(self, peer: str, write: _Write, source: int, target: int, size: int) -> bool:
-        """Begins one piece. False where the write has failed."""
-        if self._closed or time.monotonic() >= write.deadline:
-            with self._lock:
-                write.error = "seconds: its time was over before it could be submitted"
-            return False
-        number = self._engine.transfer_submit_write(peer, source, target, size)
-        with self._lock:
-            if number:
-                write.moving.append(number)
-            else:
-                write.error = write.error or "peer: the write could not be submitted"
-        return bool(number)
-
-    def status(self, ticket: Ticket) -> str | None:
-        with self._lock:
-            write = self._writes.get(ticket.number)
-            if write is None:
-                raise TransferError("ticket", f"number {ticket.number} was released or never given")
-            if write.moving:
-                self._look(write)
-            return write.error if write.submitted and not write.moving else None
-
-    def _look(self, write: _Write) -> None:
-        """Asks the engine what is still under way."""
-        moving = []
-        for number in write.moving:
-            state = self._engine.transfer_check_status(number)
-            if state == 0:
-                moving.append(number)
-            elif state != DONE:
-                write.error = write.error or f"the Mooncake Transfer Engine failed with {state}"
-        write.moving = moving
-        if not moving and not write.error:
-            self._sent_bytes += write.size
-
-    def wait(self, ticket: Ticket, seconds: float) -> str | None:
-        until = time.monotonic() + seconds
+    def _read(self, peer: str, into: np.ndarray, address: int) -> str:
+        """Reads bytes; returns why they did not come, '' if they did. The number of a read must not
+        be asked for after its last answer: it is freed memory by then."""
+        engine = self._engine
+        number = engine.batch_transfer_async_read(
+            peer, [into.ctypes.data], [address], [into.nbytes]
+        )
+        if not number:
+            return f"{peer} cannot be reached by the Mooncake Transfer Engine"
         sleep = FIRST_SLEEP
-        while (status := self.status(ticket)) is None:
-            seconds_left = until - time.monotonic()
-            if seconds_left <= 0:
-                break
-            time.sleep(min(sleep, seconds_left))
+        while (state := engine.transfer_check_status(number)) == 0:
+            time.sleep(sleep)
             sleep = min(2 * sleep, LONGEST_SLEEP)
-        return status
+        return "" if state == DONE else f"the Mooncake Transfer Engine failed with {state}"
 
-    def release(self, ticket: Ticket) -> None:
-        if self.status(ticket) is None:
-            raise TransferError("ticket", "is under way")
-        with self._lock:
-            self._writes.pop(ticket.number, None)
+    def end(self, window: Window) -> None:
+        """Does nothing: sources do not write."""
 
-    def counts(self) -> TransferCounts:
-        """The engine counts neither its connections nor what it receives."""
-        return TransferCounts(len(self._windows), len(self._writes), 0, self._sent_bytes, 0, 0, 0)
+    # --- the source
+
+    def stage(self, size: int, seconds: float) -> Staging | None:
+        return self.pool.take(size, seconds)
+
+    def expose(self, data: np.ndarray, window: Window, offset: int, seconds: float) -> str:
+        start = data.ctypes.data - self._staged.ctypes.data
+        check_range("data", start, data.nbytes, self._staged.size)
+        return f"{self._address}@{data.ctypes.data:x}"
 
     def close(self) -> None:
-        """Waits for tickets under way, CLOSE_SECONDS at most; where some are left, the memory stays
-        registered as long as the process lives."""
+        """Waits for reads under way, CLOSE_SECONDS at most. Memory stays registered as long as the
+        process lives."""
         with self._lock:
-            if self._closed:
-                return
             self._closed = True
-            tickets = [Ticket(number, write.size) for number, write in self._writes.items()]
-            for jobs in self._queues.values():
-                jobs.put(None)
+            moving = list(self._moving)
         until = time.monotonic() + CLOSE_SECONDS
-        seconds_left = lambda: max(0.0, until - time.monotonic())
-        for thread in self._threads:
-            thread.join(seconds_left())
-        moving = [ticket for ticket in tickets if self.wait(ticket, seconds_left()) is None]
-        self._windows.end_all()
-        if moving:
-            log.warning("transfer: %d tickets were under way at the end", len(moving))
-        else:
-            self._engine.unregister_memory(self._start)
+        for thread in moving:
+            thread.join(max(0.0, until - time.monotonic()))
         _KEPT.append(self)
 
 
-# An engine whose object is destroyed while others of the process run can hang; and one with tickets
-# under way may still read and write its memory.
-_KEPT: list[MooncakeTransfer] = []
+# An engine whose object is destroyed while others of the process run can hang; and one with reads
+# under way may still write to its memory.
+_KEPT: list[MooncakePlane] = []
 
 
-def _engine(host: str, protocol: str, devices: str) -> Any:
+def own_protocol() -> str:
+    """Returns the engine's protocol for this machine: 'rdma' where it has devices for it."""
+    has_devices = RDMA_DEVICES.is_dir() and any(RDMA_DEVICES.iterdir())
+    return "rdma" if has_devices else "tcp"
+
+
+def _engine(host: str, protocol: str) -> Any:
     """A started Transfer Engine. Errors: TransferError."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
         from mooncake.engine import TransferEngine
     except ImportError as error:
-        raise TransferError("mooncake", f"needs pip install jaxserve[mooncake]: {error}") from None
+        raise TransferError(
+            "mooncake",
+            f"needs pip install {PACKAGE} (jaxserve[mooncake]), and the system's libibverbs1 and "
+            f"libnuma1: {error}",
+        ) from None
     engine = TransferEngine()
-    if engine.initialize(host, "P2PHANDSHAKE", protocol, devices):
+    if engine.initialize(host, "P2PHANDSHAKE", protocol, ""):
         raise TransferError("mooncake", f"the Transfer Engine does not start on {host}, {protocol}")
     return engine
-
-
-def _parts_of(window: Window) -> tuple[bytes, int]:
-    """Token and address of a window of this transport. Errors: TransferError."""
-    match = TOKEN.fullmatch(window.token)
-    if match is None:
-        raise TransferError("token", "is none of a Mooncake window")
-    return decode_token(match[1]), int(match[2], 16)

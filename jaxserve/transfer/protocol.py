@@ -33,8 +33,9 @@ class TransferError(ValueError):
 class Window:
     """Leave to write into `size` bytes of a receiver's staging memory, until its lease is over.
 
-    peer: the receiver, as host:port. token: names the window to the receiver; all who have it and
-    may connect can write. epoch: counts the receiver's windows, so that no two are the same.
+    peer: the receiver's addresses, host:port, apart by commas. token: names the window to the
+    receiver; all who have it and may connect can write. epoch: counts the receiver's windows, so
+    that no two are the same.
     """
 
     peer: str
@@ -52,7 +53,8 @@ class Window:
             number = getattr(self, name)
             if type(number) is not int or not 0 <= number <= MAX_WINDOW_BYTES:
                 raise TransferError(name, f"must be an integer from 0 to {MAX_WINDOW_BYTES}")
-        split_address(self.peer)
+        for address in addresses_of(self.peer):
+            split_address(address)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -101,7 +103,7 @@ class Transfer(Protocol):
 
     @property
     def address(self) -> str:
-        """Address at which others reach this transfer, as host:port."""
+        """Addresses at which others reach this transfer, host:port, apart by commas."""
         ...
 
     def lend(self, base: int, size: int, seconds: float) -> Window:
@@ -109,13 +111,9 @@ class Transfer(Protocol):
         outside the memory or one that overlaps a window that is lent."""
         ...
 
-    def end(self, window: Window) -> bool:
-        """Ends a window, also one whose lease is over, within milliseconds.
-
-        True: no byte is written there from now on, and the memory is the caller's. False: this
-        implementation cannot stop a sender; the memory may be used again only once the sender has
-        said that all its tickets on this window are over.
-        """
+    def end(self, window: Window) -> None:
+        """Ends a window, also one whose lease is over, within milliseconds: no byte is written
+        there from now on, and the memory is the caller's."""
         ...
 
     def write(self, window: Window, offset: int, data: np.ndarray, seconds: float) -> Ticket:
@@ -159,6 +157,11 @@ def split_address(address: str) -> tuple[str, int]:
     if match is None or not 0 < int(match[3]) < 1 << 16:
         raise TransferError("peer", f"must be host:port, not {address[:MAX_TEXT]!r}")
     return match[1] or match[2], int(match[3])
+
+
+def addresses_of(peer: str) -> tuple[str, ...]:
+    """The addresses of a peer, which are apart by commas."""
+    return tuple(peer.split(","))
 
 
 def join_address(host: str, port: int) -> str:

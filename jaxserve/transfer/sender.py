@@ -4,7 +4,9 @@ Each peer has a queue of slices and up to `paths` connections, each with a threa
 takes a burst of slices, sends it, and reads the answers. Connections are made on demand; of all
 peers together there are at most `max_connections`, and the idle one that SIEVE chooses is closed
 for one that is needed. Where a connection fails, its slices go to another, a few times. Every wait
-ends with the deadline of a ticket.
+ends with the deadline of a ticket. A peer with several addresses has at least one connection to
+each, side by side; one that failed is not tried for a while, and its slices go by the others. While
+there are others, a burst must be over in STALL_SECONDS: an address may fail in silence.
 
 One lock guards the state of all peers; it is free while a thread sends, receives or waits.
 """
@@ -19,6 +21,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from jaxserve.group.handshake import StrangerError
+from jaxserve.transfer.failures import RecentFailures
 from jaxserve.transfer.frames import REFUSALS, SLICE_BYTES, Answer, Request, decode_token
 from jaxserve.transfer.link import SendingLink
 from jaxserve.transfer.peers import Peer, PeerLink
@@ -36,6 +39,8 @@ from jaxserve.transfer.writes import Slice, Write
 IDLE_SECONDS = 120.0  # after which a connection without work is closed
 JOIN_SECONDS = 10.0  # for a thread to end: it may be connecting
 MIN_WAIT_SECONDS = 0.01
+STALL_SECONDS = 2.0  # for a burst to an address, where the peer has others
+AVOID_SECONDS = 10.0  # that an address which failed is not tried, where the peer has others
 log = logging.getLogger(__name__)
 
 
@@ -57,6 +62,7 @@ class Sender:
         self._last = 0
         self._peers: dict[str, Peer] = {}
         self._links: Sieve[PeerLink] = Sieve()
+        self._failed_addresses: RecentFailures[str] = RecentFailures(AVOID_SECONDS)
         self._threads: set[threading.Thread] = set()
         self._closing = False
 
@@ -155,7 +161,8 @@ class Sender:
             if evicted is None:
                 return False
             self._retire(evicted)
-        made = PeerLink(peer, SendingLink(peer.address, self._secret, self._tls))
+        address = peer.next_address(self._failed_addresses)
+        made = PeerLink(peer, address, SendingLink(address, self._secret, self._tls))
         self._links.add(made)
         peer.links.add(made)
         thread = threading.Thread(target=self._run, args=(made,), name="transfer-send", daemon=True)
@@ -226,7 +233,9 @@ class Sender:
         """Sends a burst and settles what became of each slice. False where the connection failed:
         it is closed by then, and nothing reads the slices' memory."""
         answers: list[Answer] = []
-        until = min(part.write.deadline for part in burst)
+        until = deadline = min(part.write.deadline for part in burst)
+        if link.peer.has_others(link.address, self._failed_addresses):
+            until = min(until, time.monotonic() + STALL_SECONDS)
         final = False
         try:
             link.link.carry([(part.request, part.data) for part in burst], answers, until)
@@ -237,11 +246,12 @@ class Sender:
             reason = str(error)
         if reason:
             link.link.close()
+            self._failed_addresses.note(link.address)
         with self._lock:
             for part, answer in zip(burst, answers):
                 self.sent_bytes += len(part.data)
                 part.write.answered(REFUSALS.get(answer, ""))
-            self._failed(link.peer, burst[len(answers) :], reason, until, final)
+            self._failed(link.peer, burst[len(answers) :], reason, deadline, final)
         return not reason
 
     def _failed(
@@ -254,7 +264,7 @@ class Sender:
         for part in parts:
             if now < until:
                 part.tries += 1
-            exhausted = final or part.tries > self._paths
+            exhausted = final or part.tries > max(self._paths, len(peer.addresses))
             if part.write.given_back(now, reason if exhausted else ""):
                 again.append(part)
         peer.put_back(again)

@@ -35,9 +35,10 @@ MAX_CONNECTIONS = 256  # in each direction
 class TcpTransfer:
     """A `Transfer`. `write` takes any contiguous array of uint8, also outside the staging memory.
 
-    host, port: where it listens, port 0 for any that is free. peer_host: how others reach this
-    host, by default `host`. secret: the cluster's. tls: this process's certificate; where one peer
-    has one, all must. Errors: TransferError, OSError where it cannot listen.
+    host, port: where it listens, port 0 for any that is free. peer_hosts: how others reach this
+    host, by default by `host`; senders use them side by side. secret: the cluster's. tls: this
+    process's certificate; where one peer has one, all must. Errors: TransferError, OSError where it
+    cannot listen.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class TcpTransfer:
         host: str = "127.0.0.1",
         port: int = 0,
         *,
-        peer_host: str = "",
+        peer_hosts: Sequence[str] = (),
         tls: Certificate | None = None,
         paths: int = PATHS,
         max_connections: int = MAX_CONNECTIONS,
@@ -62,7 +63,8 @@ class TcpTransfer:
         self._windows = Windows()
         self._receiver = Receiver(memory, self._windows, host, port, secret, tls, max_connections)
         self._sender = Sender(secret, tls is not None, paths, max_connections)
-        self.address = join_address(peer_host or host, self._receiver.port)
+        hosts = peer_hosts or [host]
+        self.address = ",".join(join_address(one, self._receiver.port) for one in hosts)
 
     def lend(self, base: int, size: int, seconds: float) -> Window:
         check_range("base", base, size, self.memory.size)
@@ -75,10 +77,9 @@ class TcpTransfer:
         token, epoch = self._windows.lend(base, size, now + seconds)
         return Window(self.address, token.hex(), size, epoch)
 
-    def end(self, window: Window) -> bool:
+    def end(self, window: Window) -> None:
         self._windows.end(decode_token(window.token), window.epoch)
         self._receiver.settle()
-        return True
 
     def write(self, window: Window, offset: int, data: np.ndarray, seconds: float) -> Ticket:
         return self._sender.write_many(window, [(offset, data)], seconds)

@@ -63,7 +63,7 @@ def test_flags_are_the_settings():
     own = {"config", "print_config"}
     configs = set(options_of(EngineConfig)) | set(options_of(ServerConfig))
     degrees = {f"{axis}_parallel_size" for axis in ("tensor", "pipeline", "context")}
-    cluster = {"registry", "cluster_ca", "advertise_address", "kv_port"}
+    cluster = {"registry", "cluster_ca", "advertise_address", "kv_port", "transfer"}
     assert set(cli.load("serve").options) == configs | own | degrees | cluster
     others = {*own, "prompt", "input", "json", "class_name", *SamplingParams.__dataclass_fields__}
     assert set(cli.load("generate").options) == set(options_of(EngineConfig)) | others | degrees

@@ -23,7 +23,7 @@ class Counting(RoleReplica):
         super().__init__(role)
         self.restart()
         self.metrics = Metrics(
-            4, ("chat",), lambda: self.values, transfers=lambda: {"host:1": self.transfers}
+            4, ("chat",), lambda: self.values, transfers=lambda: {("host:1", "tcp"): self.transfers}
         )
 
     def restart(self) -> None:
@@ -111,8 +111,8 @@ def test_kv_that_goes_from_one_replica_to_another_has_a_series():
     text = generate_latest(scraped.conductor.metrics_registry).decode()
     name = scraped.conductor.members[1].name
     series = "jaxserve:replica_kv_transfer_blocks_total"
-    assert f'{series}{{replica="{name}",source="host:1"}} 5.0' in text
-    assert 'jaxserve:kv_transfer_blocks_total{source="host:1"} 5.0' in text
+    assert f'{series}{{plane="tcp",replica="{name}",source="host:1"}} 5.0' in text
+    assert 'jaxserve:kv_transfer_blocks_total{plane="tcp",source="host:1"} 5.0' in text
 
 
 def test_signals_by_role_tell_how_long_requests_wait():

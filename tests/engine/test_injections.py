@@ -94,7 +94,7 @@ class Replicas:
         if peers is None:
             peers = PeerReplicas(secret)
             self._stack.callback(peers.close)
-        service = ReplicaService(secret, blocks=BlockService(peers.transfer))
+        service = ReplicaService(secret, blocks=BlockService(peers.planes))
         port = service.start("127.0.0.1:0")
         service.open(engine)
         self._stack.callback(service.stop)

@@ -22,6 +22,7 @@ from jaxserve.settings.schema import (
     SchedulerConfig,
 )
 from jaxserve.store.block_part import PartBytes
+from jaxserve.store.peers import Route
 from tests.engine.harness import Runner, assert_empty, generate, shared
 from tests.engine.test_golden import short, submit
 from tests.waiting import eventually
@@ -60,6 +61,10 @@ class Stream:
         self.source = source
         self.keys = keys
         self.exporter.want(keys)
+
+    @property
+    def route(self) -> Route:
+        return Route("fake", 1e9)
 
     def read(self, key: bytes, into: np.ndarray) -> bool:
         last = False
@@ -164,7 +169,8 @@ def test_what_another_replica_has_is_not_computed_again(pair, expected):
     kv = near.view()["kv"]
     assert kv["from_peers"] == 16 * peers.given <= kv["hit_tokens"]
     (fetched,) = kv["fetched"]
-    assert (fetched["source"], fetched["blocks"]) == ("far", peers.given)
+    assert (fetched["source"], fetched["plane"]) == ("far", "fake")
+    assert (fetched["blocks"], fetched["bytes_per_s"]) == (peers.given, 1e9)
     assert fetched["bytes"] == peers.given * near.worker.lower_tiers.block_bytes
     assert fetched["seconds"] > 0.0
     eventually(lambda: not far.scheduler.cache.stores.wanted)

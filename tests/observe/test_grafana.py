@@ -31,7 +31,7 @@ def families() -> dict:
         4,
         ("chat",),
         lambda: dict.fromkeys(READ, 1.0),
-        transfers=lambda: {"host:1": dict.fromkeys(OF_TRANSFERS, 1.0)},
+        transfers=lambda: {("host:1", "tcp"): dict.fromkeys(OF_TRANSFERS, 1.0)},
     )
     front = FrontendMetrics()
     metrics.configured(

@@ -65,7 +65,7 @@ class Replica:
         )
         self.tls = Tls.from_config(self.config)
         self.peers = self.peer(Authorities("cluster_ca", self.authority))
-        blocks = BlockService(self.peers.transfer)
+        blocks = BlockService(self.peers.planes)
         self._service = ReplicaService(SECRET, blocks=blocks)
         behind = FakeReplica()
         behind.start()

@@ -22,7 +22,7 @@ from jaxserve.server.peer_blocks import PeerReplicas
 from jaxserve.server.replica_service import ReplicaService
 from jaxserve.settings.schema import ServerConfig
 from jaxserve.store.block_part import BlockPart, PartBytes, PartPlace
-from jaxserve.transfer import Places, TcpTransfer
+from jaxserve.transfer import Places, TcpPlane, TcpTransfer
 from tests.server.test_peer_blocks import BLOCK, LAYOUT, SECRET, Blocks, content, key
 from tests.waiting import SOON, eventually
 
@@ -97,7 +97,7 @@ class Group:
         places = []
         for worker in self.workers:
             transfer = TcpTransfer(np.empty(1, np.uint8), SECRET, tls=tls and tls[1])
-            service = BlockService(transfer)
+            service = BlockService([TcpPlane(transfer)])
             service.open(worker)
             server = ReplicaService(SECRET, blocks=service)
             port = server.start("127.0.0.1:0", credentials())
@@ -108,7 +108,7 @@ class Group:
             self.services.append(service)
             self.servers.append(server)
         self.leader = Leader(places)
-        service = BlockService(None)
+        service = BlockService([])
         service.open(self.leader)
         self.services.append(service)
         server = ReplicaService(SECRET, blocks=service)

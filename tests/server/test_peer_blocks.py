@@ -24,7 +24,7 @@ from jaxserve.server.block_service import MAX_SENDING, BlockService
 from jaxserve.server.peer_blocks import PeerReplicas, PeerStream
 from jaxserve.server.replica_service import ReplicaService
 from jaxserve.store.block_part import BlockPart, PartBytes
-from jaxserve.transfer import TcpTransfer
+from jaxserve.transfer import Plane, TcpPlane, TcpTransfer
 from tests.waiting import SOON, eventually
 
 SECRET = b"of the tests of peers' blocks"
@@ -78,12 +78,19 @@ class Blocks:
 
 
 class Source:
-    """A replica's port with blocks, without a replica behind it."""
+    """A replica's port with blocks, without a replica behind it. planes: taken before tcp."""
 
-    def __init__(self, stack: contextlib.ExitStack, have: Sequence[int] = (), secret=SECRET):
+    def __init__(
+        self,
+        stack: contextlib.ExitStack,
+        have: Sequence[int] = (),
+        secret=SECRET,
+        planes: Sequence[Plane] = (),
+    ):
         self.blocks = Blocks(have)
         self.transfer = TcpTransfer(np.empty(1, np.uint8), secret)
-        self.service = BlockService(self.transfer)
+        self.planes = planes
+        self.service = BlockService([*planes, TcpPlane(self.transfer)])
         self.service.open(self.blocks)
         server = ReplicaService(secret, blocks=self.service)
         self.address = f"127.0.0.1:{server.start('127.0.0.1:0')}"

@@ -120,7 +120,7 @@ class Offered:
         peers = PeerReplicas(SECRET)
         stack.callback(peers.close)
         self.blocks = Blocks()
-        service = BlockService(peers.transfer)
+        service = BlockService(peers.planes)
         self.service = ReplicaService(SECRET, max_message_bytes=1 << 20, blocks=service)
         self.target = f"127.0.0.1:{self.service.start('127.0.0.1:0')}"
         stack.callback(self.service.stop)

@@ -105,9 +105,14 @@ def test_after_the_processes_were_lost_nothing_is_there():
 
 def test_blocks_of_other_replicas_count_where_all_parts_came():
     group = Group()
-    group.say(0, fetched=[Fetched("a", 5, 0, 1.0)], peer_reads=5)
-    group.say(1, fetched=[Fetched("a", 3, 2, 0.5), Fetched("b", 1)], wrong=2, peer_reads=4)
-    assert group.index.fetched() == [Fetched("a", 3, 2, 1.0), Fetched("b", 1)]
+    group.say(0, fetched=[Fetched("a", "tcp", 5, 0, 1.0, 4e6)], peer_reads=5)
+    group.say(
+        1,
+        fetched=[Fetched("a", "tcp", 3, 2, 0.5, 3e6), Fetched("b", "tcp", 1)],
+        wrong=2,
+        peer_reads=4,
+    )
+    assert group.index.fetched() == [Fetched("a", "tcp", 3, 2, 1.0, 6e6), Fetched("b", "tcp", 1)]
     counts = group.index.counts()
     assert (counts.peer_reads, counts.wrong) == (5, 2)
 

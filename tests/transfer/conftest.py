@@ -50,9 +50,8 @@ def transfers(kind, certificate):
     with contextlib.ExitStack() as stack:
         for one in made:
             stack.callback(one.close)
-    if kind != "mooncake":  # the engine's are its own, and end when they like
-        eventually(lambda: not threads())
-        eventually(lambda: process.num_fds() <= files)
+    eventually(lambda: not threads())
+    eventually(lambda: process.num_fds() <= files)
     assert not left, "leases or tickets are left"
 
 

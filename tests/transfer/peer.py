@@ -13,7 +13,6 @@ import numpy as np
 
 from jaxserve.group.handshake import Certificate
 from jaxserve.transfer import TcpTransfer, Window
-from jaxserve.transfer.mooncake import MooncakeTransfer
 
 ROOT = Path(__file__).parents[2]
 SECRET = b"a secret of the cluster"
@@ -25,8 +24,6 @@ def noise(size, seed):
 
 def make(kind, memory, certificate=(), **options):
     """certificate: paths of certificate and key, for kind 'tls'."""
-    if kind == "mooncake":
-        return MooncakeTransfer(memory)
     tls = Certificate.load(*certificate) if kind == "tls" else None
     return TcpTransfer(memory, SECRET, tls=tls, **options)
 

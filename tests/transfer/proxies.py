@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 
-from jaxserve.transfer.protocol import split_address
+from jaxserve.transfer.protocol import Window, split_address
 
 PART = 1 << 14
 
@@ -16,15 +16,21 @@ class Proxy:
     each part on its way to the receiver: what goes on instead, or None to cut the connection.
     position: of the part's first byte in its connection; number: of the connection, from 0."""
 
-    def __init__(self, window, harm):
+    def __init__(self, window, harm, host="127.0.0.1"):
         self._target = split_address(window.peer)
-        self._server = socket.create_server(("127.0.0.1", 0))
-        self.window = dataclasses.replace(window, peer=f"127.0.0.1:{self._server.getsockname()[1]}")
+        self._server = socket.create_server((host, 0))
+        self.address = f"{host}:{self._server.getsockname()[1]}"
+        self.window = dataclasses.replace(window, peer=self.address)
         self.connections = 0
         self._harm = harm
         self.ends = []
         self._threads = []
         self._run(self._listen)
+
+    @classmethod
+    def to(cls, address, harm, host="127.0.0.1"):
+        """A proxy before an address of any kind."""
+        return cls(Window(address, "", 1, 1), harm, host)
 
     def _run(self, body, *arguments):
         thread = threading.Thread(target=body, args=arguments, daemon=True)

@@ -1,7 +1,8 @@
 """One side of the benchmark of transfers, as a process that is asked and answers by lines of JSON.
 First argument: one of `ENGINES`; second: bytes of memory.
 
-    {"do": "lend", "size": N}                      -> a window, as JSON
+    {"do": "lend", "size": N}                      -> a window, as JSON, of whom the other writes to
+                                                      or, with mooncake, reads from
     {"do": "cpu"}                                  -> CPU seconds of this process so far
     {"do": "move", "window": W, "pieces": P, "size": N, "times": T}
                                                    -> seconds for T times P pieces of N bytes
@@ -85,13 +86,33 @@ def _tcp(memory: np.ndarray) -> Transfers:
     return Transfers(TcpTransfer(memory, SECRET))
 
 
-def _mooncake(memory: np.ndarray) -> Transfers:
-    from jaxserve.transfer.mooncake import MooncakeTransfer
+class Brought:
+    """The plane of the Mooncake Transfer Engine: the receiver brings each piece."""
 
-    return Transfers(MooncakeTransfer(memory))
+    def __init__(self, memory: np.ndarray):
+        from jaxserve.transfer.mooncake import MooncakePlane
+
+        self._memory = memory
+        self._plane = MooncakePlane(memory, send_bytes=2 * memory.size)
+
+    def lend(self, size: int) -> Any:
+        staging = self._plane.stage(size, SECONDS)
+        assert staging is not None
+        data = staging.buffers[0]
+        data[:] = self._memory[:size]
+        return self._plane.expose(data, self._plane.lend(0, size, SECONDS), 0, SECONDS)
+
+    def move(self, window: Any, pieces: list[tuple[int, np.ndarray]]) -> None:
+        peer, _, address = window.partition("@")
+        arrivals = []
+        for offset, data in pieces:
+            place = f"{peer}@{int(address, 16) + offset:x}"
+            arrivals.append(self._plane.bring(data, place, lambda: None))
+        for arrival in arrivals:
+            assert arrival.over.wait(SECONDS) and not arrival.error, arrival.error
 
 
-ENGINES = {"jaxserve": _tcp, "mooncake": _mooncake, "sockets": Sockets}
+ENGINES = {"jaxserve": _tcp, "mooncake": Brought, "sockets": Sockets}
 
 
 def _fill(connection: socket.socket, view: memoryview) -> bool:
