@@ -28,6 +28,9 @@ openai/, anthropic/, rerank, tokenization, health_routes       routes by protoco
 replica_service    offers the replica to conductors on other processes, in a caller_session each
 remote_replica     a replica on another process, by a replica_session; remote_blocks: its cache
 members            the replicas of a cluster, by address, for its conductor
+block_service      sends blocks of KV to other replicas; peer_blocks asks for theirs, each process
+                   of a source by a part_stream; worker_port: such a port without a replica's rest
+cluster_port       a gRPC port for those who know the cluster's secret
 replica_messages, replica_auth    what crosses between both, and who may
 dashboard/         the live page
 files              checks of files with secrets

@@ -8,8 +8,9 @@ import concurrent.futures
 import grpc
 
 from jaxserve.server import replica_pb2_grpc as rpc
+from jaxserve.server.own_address import is_loopback
 from jaxserve.server.replica_auth import HANDSHAKE_SECONDS, CallerCheck
-from jaxserve.settings.schema import ConfigError
+from jaxserve.settings.schema import ConfigError, ServerConfig
 
 HANDSHAKE_THREADS = 4  # for calls that are answered at once: of strangers and of handshakes
 MAX_HANDSHAKES = 256  # such calls that are answered or wait for it
@@ -64,3 +65,16 @@ class ClusterPort:
     def stop(self) -> None:
         """Ends all calls and closes the port."""
         self.server.stop(STOP_SECONDS).wait()
+
+
+def check_replica_port(config: ServerConfig) -> None:
+    """Refuses a port where others on the network could read or change what a conductor says.
+    Errors: ConfigError."""
+    if config.replica_port is None or is_loopback(config.host):
+        return
+    if config.tls_cert is None and not config.insecure:
+        raise ConfigError(
+            "replica_port",
+            f"on {config.host!r} it needs --tls_cert and --tls_key, or --insecure if no other "
+            "machine can reach the network between conductors and replicas",
+        )

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import urllib.parse
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ from jaxserve.api.errors import RequestError, internal_error
 from jaxserve.server.auth.access import Caller, sole_header
 from jaxserve.server.frontend_metrics import FrontendMetrics
 from jaxserve.server.http_errors import HttpError, error_response
+from jaxserve.server.own_address import is_loopback
 from jaxserve.settings.schema import ServerConfig
 
 log = logging.getLogger(__name__)
@@ -216,10 +216,3 @@ def _host_name(host: bytes) -> str:
     with contextlib.suppress(ValueError):
         return urllib.parse.urlsplit("//" + host.decode("latin-1")).hostname or ""
     return ""
-
-
-def is_loopback(host: str) -> bool:
-    """Returns whether an address, or a name, is the loopback one."""
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    return host == "localhost"

@@ -8,7 +8,7 @@ import logging
 from jaxserve.observe.kv_event_publisher import KvEventPublisher, endpoint_host, topic_of
 from jaxserve.observe.kv_events import KvEventLog
 from jaxserve.replica.protocol import Replica
-from jaxserve.server.http_guard import is_loopback
+from jaxserve.server.own_address import is_loopback
 from jaxserve.settings.schema import ConfigError, ServerConfig
 
 log = logging.getLogger(__name__)

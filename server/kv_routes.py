@@ -123,7 +123,7 @@ def kv_routes(frontend: Frontend) -> fastapi.APIRouter:
 def _files(pool: KvPool) -> KvFiles:
     """The pool as one of files. Errors: RequestError where it is none."""
     if not isinstance(pool, KvFiles):
-        said = "blocks go in and out as files at replicas with --host_cache_gib alone"
+        said = "blocks go in and out as files at replicas of one process with --host_cache_gib"
         raise RequestError("", said, "UNIMPLEMENTED")
     return pool
 

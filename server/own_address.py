@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import re
 import socket
@@ -61,6 +62,13 @@ class OwnAddress:
         """Returns the first HOST:PORT of a server of this process that listens on `port`."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port or port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Returns whether an address, or a name, is the loopback one."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    return host == "localhost"
 
 
 def _found(host: str) -> str:

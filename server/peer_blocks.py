@@ -17,6 +17,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -157,6 +158,16 @@ class PeerReplicas:
             stream.end()
         for plane in self.planes:
             plane.close()
+
+
+@dataclass(frozen=True)
+class LeaderSide:
+    """In the place of `PeerReplicas` at the leader of several processes, which has no blocks itself
+    and asks for none. The fields are those of `PeerReplicas`."""
+
+    secret: bytes
+    own_address: OwnAddress
+    planes: tuple[Plane, ...] = ()
 
 
 class Wanted(NamedTuple):

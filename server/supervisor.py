@@ -31,6 +31,7 @@ from jaxserve.server.admin import operators_app
 from jaxserve.server.auth.access import Authenticator
 from jaxserve.server.auth.tls import Tls
 from jaxserve.server.block_service import BlockService
+from jaxserve.server.cluster_port import check_replica_port
 from jaxserve.server.cors import with_cors
 from jaxserve.server.frontend import SERVING, STOPPING, Frontend
 from jaxserve.server.grpc.auth import GrpcGuard
@@ -38,11 +39,12 @@ from jaxserve.server.grpc.control import Control
 from jaxserve.server.grpc.handlers import MAX_CONTROL_BYTES, method_handlers
 from jaxserve.server.grpc.health import Health
 from jaxserve.server.grpc.inference import Inference
-from jaxserve.server.http_guard import HttpGuard, is_loopback
+from jaxserve.server.http_guard import HttpGuard
 from jaxserve.server.http_server import Listener
 from jaxserve.server.kv_events import KvEvents, check_kv_events
 from jaxserve.server.kv_handoff import KvHandoff
-from jaxserve.server.peer_blocks import PeerReplicas
+from jaxserve.server.own_address import is_loopback
+from jaxserve.server.peer_blocks import LeaderSide, PeerReplicas
 from jaxserve.server.readiness import Readiness
 from jaxserve.server.replica_auth import cluster_secret
 from jaxserve.server.replica_service import ReplicaService
@@ -83,19 +85,6 @@ def check_host(config: ServerConfig) -> None:
             f"on {config.host!r} it needs --api_keys: operators have keys of their own",
         )
     check_kv_events(config)
-
-
-def check_replica_port(config: ServerConfig) -> None:
-    """Refuses a port where others on the network could read or change what a conductor says.
-    Errors: ConfigError."""
-    if config.replica_port is None or is_loopback(config.host):
-        return
-    if config.tls_cert is None and not config.insecure:
-        raise ConfigError(
-            "replica_port",
-            f"on {config.host!r} it needs --tls_cert and --tls_key, or --insecure if no other "
-            "machine can reach the network between conductors and replicas",
-        )
 
 
 def warn_of_host(config: ServerConfig) -> None:
@@ -139,7 +128,7 @@ class Server:
     peers: see `run`. Errors: ConfigError.
     """
 
-    def __init__(self, config: ServerConfig, peers: PeerReplicas | None = None):
+    def __init__(self, config: ServerConfig, peers: PeerReplicas | LeaderSide | None = None):
         check_host(config)
         check_replica_port(config)
         warn_of_host(config)
@@ -354,7 +343,7 @@ async def run(
     build: Build,
     listening: Callable[[Server], None],
     stop: asyncio.Event,
-    peers: PeerReplicas | None = None,
+    peers: PeerReplicas | LeaderSide | None = None,
 ) -> bool:
     """Serves until `stop` is set.
 
@@ -420,7 +409,7 @@ def serve(
     config: ServerConfig,
     build: Build,
     listening: Callable[[Server], None],
-    peers: PeerReplicas | None = None,
+    peers: PeerReplicas | LeaderSide | None = None,
 ) -> bool:
     """Runs a server until SIGTERM or SIGINT; a second signal ends the process at once. Arguments
     and result as for `run`."""
@@ -445,7 +434,9 @@ class Background:
     """A server on a thread of its own, for notebooks, the demo and tests. It listens inside of
     `with Background(config, build) as server`. peers: see `run`."""
 
-    def __init__(self, config: ServerConfig, build: Build, peers: PeerReplicas | None = None):
+    def __init__(
+        self, config: ServerConfig, build: Build, peers: PeerReplicas | LeaderSide | None = None
+    ):
         self._config = config
         self._build = build
         self._peers = peers

@@ -25,7 +25,7 @@ KV_PORT = Option(
     int,
     0,
     "port of --host on which this replica receives KV of others; needs --replica_port; 0: any that "
-    "is free",
+    "is free. Under `jaxserve launch`: the first of two ports for each worker of a machine",
     low=0,
     high=65535,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import importlib
 import logging
 import os
@@ -132,7 +133,10 @@ def _run(name: str, command: Command, arguments: Sequence[str]) -> int:
         if member is not None and not member.leads and "mesh" in command.options:
             from jaxserve.engine.worker_process import work
 
-            work(engine_config(values), member)
+            open_port = None
+            if command.worker_port is not None:
+                open_port = functools.partial(command.worker_port, values, member)
+            work(engine_config(values), member, open_port)
         return command.run(values)
     except UsageError as error:
         return _fail(name, str(error))

@@ -11,6 +11,7 @@ from typing import Any
 from jaxserve.cli.cluster_flags import ADVERTISE_ADDRESS, CLUSTER_CA, KV_PORT, REGISTRY, TRANSFER
 from jaxserve.cli.doctor.forecast import launch_lines
 from jaxserve.cli.engine_flags import SERVER, engine_config, engine_groups, server_config
+from jaxserve.group.member import Member, this_member
 from jaxserve.settings.flags import Command
 from jaxserve.settings.schema import ConfigError, ServerConfig
 from jaxserve.settings.schema.engine import SERVED
@@ -32,6 +33,7 @@ def run(values: dict[str, Any]) -> int:
     from jaxserve.llm import open_engine
     from jaxserve.server import logs
     from jaxserve.server.own_address import OwnAddress
+    from jaxserve.server.peer_blocks import PeerReplicas
     from jaxserve.server.registry import Registration
     from jaxserve.server.supervisor import Server, check_host, serve
 
@@ -44,7 +46,7 @@ def run(values: dict[str, Any]) -> int:
     peers = own_address = None
     if server.replica_port is not None:
         own_address = OwnAddress.of(values["advertise_address"], server.host)
-        peers = _peers(server, own_address, values)
+        peers = _peers(values, server, own_address)
     registrations = []
 
     def listening(started: Server) -> None:
@@ -56,7 +58,9 @@ def run(values: dict[str, Any]) -> int:
         log.info("loading %s on %s", engine.source.model, engine.mesh)
 
     def build() -> tuple[Any, Any]:
-        built, tokenizer = open_engine(engine, sys.stderr.isatty(), warm_up=True, peers=peers)
+        # the workers of a leader have their own
+        asked = peers if isinstance(peers, PeerReplicas) else None
+        built, tokenizer = open_engine(engine, sys.stderr.isatty(), warm_up=True, peers=asked)
         for line in launch_lines(built):
             log.info(line)
         return built, tokenizer
@@ -107,29 +111,56 @@ def _faster(transfer: str) -> Any:
     return lambda memory, host: MooncakePlane(memory, host, own_protocol())
 
 
-def _peers(config: ServerConfig, own_address: Any, values: dict[str, Any]) -> Any:
-    """Returns the client by which this replica fetches blocks of others, and sends its own. Errors:
-    ConfigError."""
+def worker_port(values: dict[str, Any], member: Member, own_host: str) -> Any:
+    """Opens the port for other replicas' blocks of a worker of a group; None without
+    --replica_port. own_host: of this machine in the group. Errors: ConfigError."""
+    from jaxserve.server.worker_port import BlocksPort, worker_address
+
+    server = server_config(values)
+    if server.replica_port is None:
+        return None
+    host, own_address = worker_address(server.host, values["advertise_address"], own_host)
+    ports = (0, 0)
+    if values["kv_port"]:
+        first = values["kv_port"] + 2 * member.local
+        ports = (first, first + 1)
+    peers = _peer_replicas(values, server, host, own_address, ports[0])
+    return BlocksPort(server, peers, host, ports[1])
+
+
+def _peers(values: dict[str, Any], server: ServerConfig, own_address: Any) -> Any:
+    """Returns the client by which this replica fetches blocks of others, and sends its own; of a
+    leader what stands for it. Errors: ConfigError."""
+    from jaxserve.server.peer_blocks import LeaderSide
+    from jaxserve.server.replica_auth import cluster_secret
+
+    if this_member() is not None:
+        return LeaderSide(cluster_secret(), own_address)
+    return _peer_replicas(values, server, server.host, own_address, values["kv_port"])
+
+
+def _peer_replicas(
+    values: dict[str, Any], server: ServerConfig, host: str, own_address: Any, port: int
+) -> Any:
+    """Makes a `PeerReplicas` that listens on this host and port. Errors: ConfigError."""
     from jaxserve.group.handshake import Certificate
     from jaxserve.server.auth.tls import Authorities
     from jaxserve.server.peer_blocks import PeerReplicas
     from jaxserve.server.replica_auth import cluster_secret
     from jaxserve.transfer import TransferError
 
-    kv_port, cluster_ca = values["kv_port"], values["cluster_ca"]
     tls = authorities = None
-    if config.tls_cert is not None and config.tls_key is not None:
-        tls = Certificate.given(config.tls_cert, config.tls_key)
-        trusted = (
-            ("tls_cert", config.tls_cert) if cluster_ca is None else ("cluster_ca", cluster_ca)
-        )
+    if server.tls_cert is not None and server.tls_key is not None:
+        tls = Certificate.given(server.tls_cert, server.tls_key)
+        given = values["cluster_ca"]
+        trusted = ("tls_cert", server.tls_cert) if given is None else ("cluster_ca", given)
         authorities = Authorities(trusted[0], Path(trusted[1]))
     secret = cluster_secret()
     try:
         return PeerReplicas(
             secret,
-            config.host,
-            kv_port,
+            host,
+            port,
             own_address=own_address,
             tls=tls,
             authorities=authorities,
@@ -138,11 +169,15 @@ def _peers(config: ServerConfig, own_address: Any, values: dict[str, Any]) -> An
     except TransferError as error:
         raise ConfigError("transfer", str(error)) from None
     except OSError as error:
-        fault = f"cannot listen on {config.host}:{kv_port}: {error.strerror}"
+        fault = f"cannot listen on {host}:{port}: {error.strerror}"
         raise ConfigError("kv_port", fault) from None
 
 
 CLUSTER = [REGISTRY, ADVERTISE_ADDRESS, KV_PORT, TRANSFER, CLUSTER_CA]
 COMMAND = Command(
-    {**SERVER, "cluster": CLUSTER, **engine_groups(**SERVED)}, run, ABOUT, argument="[MODEL]"
+    {**SERVER, "cluster": CLUSTER, **engine_groups(**SERVED)},
+    run,
+    ABOUT,
+    argument="[MODEL]",
+    worker_port=worker_port,
 )

@@ -47,12 +47,13 @@ STATUS_SECONDS = 1.0
 log = logging.getLogger(__name__)
 
 
-OpenPort = Callable[[str], WorkerPort]
+OpenPort = Callable[[str], WorkerPort | None]
 
 
 def work(config: EngineConfig, member: Member, open_port: OpenPort | None = None) -> NoReturn:
     """Runs this worker of the group until it ends, and the process with it. open_port: opens the
-    port for other replicas' blocks, given this machine's address in the group; None: without."""
+    port for other replicas' blocks, given this machine's address in the group; without it, or where
+    it returns None, others have no blocks from here."""
     pulse = Pulse(member)
     try:
         channel = _join(config, member)

@@ -42,13 +42,15 @@ class Command:
     returns an exit code. about: further paragraphs of the help page. argument: the name of its one
     argument that is not a flag, '' for none; its value is under that name in lower case. One that
     ends in '...' is all that stands behind '--', as a list; one in brackets is a flag's value that
-    may stand there without the flag.
+    may stand there without the flag. worker_port: opens the port of a worker of the command, given
+    the values, the member of the group and this machine's address there; None: workers have none.
     """
 
     groups: Mapping[str, Sequence[Option]]
     run: Callable[[dict[str, Any]], int]
     about: str = ""
     argument: str = ""
+    worker_port: Callable[[dict[str, Any], Any, str], Any] | None = None
 
     @property
     def options(self) -> dict[str, Option]:

@@ -10,6 +10,8 @@ every error of a device or a network.
     host_index    HostIndex: which block is in which slot, and which leaves first
     backing       BackingTiers: disk and shared store behind host memory
     prefetch      Prefetcher: brings blocks from there for prompts that wait
+    parts         PartIndex: which blocks the processes of a replica have, each its part
+    block_part    BlockPart, PartBytes: some layers and heads of a block, and their bytes
     tally         Tally, Bandwidth: counts and measured speeds
     checksum      crc32c of a block under its key
     host_memory   HostBlocks: numbered slots of one allocation

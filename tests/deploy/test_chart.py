@@ -173,14 +173,41 @@ def test_a_conductor_is_told_every_replica():
     }
 
 
-def test_hosts_find_their_leader():
+SEVERAL_HOSTS = ["several hosts", "prefill and decode apart, on several hosts each"]
+
+
+@pytest.mark.parametrize("name", SEVERAL_HOSTS)
+def test_hosts_find_their_leader(name):
     """By a Service that the controller of a LeaderWorkerSet makes of its name, if there is none."""
-    (group,) = of_kind("several hosts", "LeaderWorkerSet")
-    services = [service["metadata"]["name"] for service in of_kind("several hosts", "Service")]
-    assert services and group["metadata"]["name"] not in services
+    services = {service["metadata"]["name"] for service in of_kind(name, "Service")}
+    groups = {group["metadata"]["name"] for group in of_kind(name, "LeaderWorkerSet")}
+    assert services and groups and not groups & services
 
 
-@pytest.mark.parametrize("name", ["several hosts", "prefill and decode apart"])
+def test_a_conductor_is_given_the_leaders_of_replicas_over_several_hosts():
+    name = "prefill and decode apart, on several hosts each"
+    (settings,) = of_kind(name, "ConfigMap")
+    assert settings["data"]["replicas"].split() == [
+        f"jaxserve-{leader}.{helm.NAMESPACE}.svc:8480"
+        for leader in (
+            "group-0.jaxserve-group",
+            "decode-0.jaxserve-decode",
+            "decode-1.jaxserve-decode",
+            "prefill-0.jaxserve-prefill",
+        )
+    ]
+    for group in of_kind(name, "LeaderWorkerSet"):
+        role = group["metadata"]["name"].partition("-")[2]
+        templates = group["spec"]["leaderWorkerTemplate"]
+        for pod in (templates["leaderTemplate"], templates["workerTemplate"]):
+            (container,) = pod["spec"]["containers"]
+            assert "--replica_port=8480" in container["args"]
+            assert (f"--role={role}" in container["args"]) == (role != "group")
+            secrets = {"JAXSERVE_CLUSTER_SECRET", "JAXSERVE_GROUP_SECRET"}
+            assert secrets <= {variable["name"] for variable in container["env"]}
+
+
+@pytest.mark.parametrize("name", [*SEVERAL_HOSTS, "prefill and decode apart"])
 def test_the_longest_name_of_a_release_fits(name):
     """53 characters, as Helm says; Kubernetes puts up to eleven behind those of sets of pods."""
     for found in helm.render(VARIANTS[name], release="r" * 53):
@@ -228,7 +255,6 @@ GROUP = {"groupSecret": "group"}
         ({"hosts": 0}, "hosts"),
         ({"conductor": {"enabled": True}}, "groupSecret"),
         ({"conductor": {"enabled": True}, **GROUP}, "tlsSecret"),
-        ({"conductor": {"enabled": True}, **GROUP, "insecure": True, "hosts": 2}, "hosts"),
         ({"conductor": {"enabled": True}, **GROUP, "insecure": True, "replicas": 0}, "replicas"),
         ({"conductor": {"prefill": 1}}, "conductor.enabled"),
         (

@@ -9,7 +9,8 @@ import pytest
 
 from jaxserve.cli.engine_flags import engine_config, server_config
 from jaxserve.cli.main import load
-from jaxserve.server.supervisor import check_host, check_replica_port
+from jaxserve.server.cluster_port import check_replica_port
+from jaxserve.server.supervisor import check_host
 from jaxserve.settings.flags import parse
 from tests.deploy import helm
 from tests.deploy.command_lines import CommandLine, of_image, of_pods, of_script, of_unit

@@ -45,6 +45,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "groupSecret": "jaxserve-group",
         "insecure": True,
     },
+    "prefill and decode apart, on several hosts each": {
+        "replicas": 1,
+        "hosts": 2,
+        "gpus": 8,
+        "conductor": {"enabled": True, "prefill": 1, "decode": 2},
+        "groupSecret": "jaxserve-group",
+        "tlsSecret": "jaxserve-tls",
+        "settings": {"model": "meta-llama/Llama-3.1-70B", "mesh": "spp=2,tp=8"},
+    },
     "behind an endpoint picker": {
         "replicas": 2,
         "apiKeysSecret": "",

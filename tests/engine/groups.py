@@ -4,6 +4,7 @@ supervisor's variables and without a supervisor."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import secrets
@@ -27,7 +28,16 @@ from jaxserve.group.channel import free_port
 from jaxserve.group.member import this_member
 from jaxserve.settings.options import make
 from jaxserve.settings.schema import EngineConfig
-work(make(EngineConfig, json.loads(sys.argv[1])), this_member())
+work(make(EngineConfig, json.loads(sys.argv[1])), this_member(), globals().get("open_port"))
+"""
+# code for a worker: it offers its parts of blocks to other replicas, and fetches theirs
+OFFERS = """
+import os
+def open_port(own_host):
+    from jaxserve.server.peer_blocks import PeerReplicas
+    from jaxserve.server.worker_port import BlocksPort
+    from jaxserve.settings.schema import ServerConfig
+    return BlocksPort(ServerConfig(), PeerReplicas(os.environ["BLOCKS"].encode()), own_host)
 """
 END_SECONDS = 60
 SETTINGS = dict(dtype="float32", block_size=16, max_seqs=8, chunk_tokens=64, profile="none")
@@ -42,11 +52,15 @@ class Workers:
         count: int,
         secret: str | None = None,
         faults: Mapping[int, str] | None = None,
+        ranks_across_hosts: bool = False,
     ):
         self.settings = settings
         self.faults = faults or {}
         self.secret = secret or secrets.token_hex(16)
-        self.leader = Member(LEADER, count, "127.0.0.1", free_port("127.0.0.1"))
+        port = free_port("127.0.0.1")
+        self.leader = Member(
+            LEADER, count, "127.0.0.1", port, ranks_across_hosts=ranks_across_hosts
+        )
         self.processes: dict[int, subprocess.Popen] = {}
 
     def start(self, number: int) -> None:
@@ -70,7 +84,7 @@ class Workers:
         self, number: int, secret: str, settings: dict[str, Any], **streams: Any
     ) -> subprocess.Popen:
         leader = self.leader
-        member = Member(number, leader.workers, leader.host, leader.port, local=number)
+        member = dataclasses.replace(leader, worker=number, local=number)
         return subprocess.Popen(
             [sys.executable, "-c", self.faults.get(number, "") + WORKER, json.dumps(settings)],
             env={**os.environ, **member.environment(), SECRET_VARIABLE: secret},
@@ -102,12 +116,13 @@ def led(
     processes: int,
     faults: Mapping[int, str] | None = None,
     warm_up: bool = False,
+    ranks_across_hosts: bool = False,
     **settings: Any,
 ) -> Iterator[tuple[Engine, Workers]]:
     """An engine whose workers are `processes` others; all have ended afterwards. faults: see
     Workers. warm_up: whether programs are compiled before it is there."""
     every = {**SETTINGS, "model": str(model), "mesh": mesh, **settings}
-    workers = Workers(every, processes, faults=faults)
+    workers = Workers(every, processes, faults=faults, ranks_across_hosts=ranks_across_hosts)
     monkeypatch.setenv(SECRET_VARIABLE, workers.secret)
     config = make(EngineConfig, every)
     for number in range(processes):

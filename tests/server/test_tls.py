@@ -18,8 +18,9 @@ from jaxserve.api.sampling import SamplingParams
 from jaxserve.cli import main as cli
 from jaxserve.server.auth.tls import Authorities, Tls
 from jaxserve.server.client import AsyncClient, Client
+from jaxserve.server.cluster_port import check_replica_port
 from jaxserve.server.remote_replica import RemoteReplica
-from jaxserve.server.supervisor import Background, check_host, check_replica_port, warn_of_host
+from jaxserve.server.supervisor import Background, check_host, warn_of_host
 from jaxserve.settings.schema import ConfigError, ServerConfig
 from tests.server.fakes import FakeReplica, FakeTokenizer
 from tests.waiting import eventually

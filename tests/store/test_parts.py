@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import asdict
 
 import pytest
@@ -13,6 +14,7 @@ from jaxserve.store.parts import PartIndex
 from jaxserve.store.tiered import LOCKED_SHARE
 from tests.cache.test_tier_events import Picture
 from tests.store.fakes import key_of
+from tests.waiting import SOON
 
 ONE, TWO = key_of(1), key_of(2)
 LAYOUT = PartBytes(BlockPart(range(2), range(1)), 100)
@@ -60,6 +62,16 @@ def test_a_block_is_there_once_every_process_has_stored_its_part():
     group.say(1, ("host", True, [ONE]), settled=[ONE])
     assert group.index.holds(ONE) and group.index.settled
     assert group.known(Medium.HOST) == {ONE}
+
+
+def test_who_waits_for_a_block_gets_it_once_every_process_has_its_part():
+    group = Group()
+    group.say(0, ("host", True, [ONE]))
+    assert not group.index.wait(ONE, 0.0)
+    later = threading.Timer(0.2, lambda: group.say(1, ("host", True, [ONE])))
+    later.start()
+    assert group.index.wait(ONE, SOON)
+    later.join()
 
 
 def test_a_block_that_one_process_could_not_store_is_there_for_none():

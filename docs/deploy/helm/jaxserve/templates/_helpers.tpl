@@ -35,7 +35,6 @@ leaderworkerset.sigs.k8s.io/worker-index: "0"
 {{- fail "groupSecret: needed with hosts above 1" }}
 {{- end }}
 {{- if .Values.conductor.enabled }}
-{{- if gt (int .Values.hosts) 1 }}{{ fail "hosts: must be 1 with a conductor" }}{{ end }}
 {{- if .Values.autoscaling.enabled }}{{ fail "autoscaling.enabled: not with a conductor, which is told its replicas" }}{{ end }}
 {{- if not .Values.groupSecret }}{{ fail "groupSecret: needed with a conductor" }}{{ end }}
 {{- if not (or .Values.tlsSecret .Values.insecure) }}
@@ -66,6 +65,14 @@ leaderworkerset.sigs.k8s.io/worker-index: "0"
 {{- with index $.Values.conductor $role }}{{ $_ := set $roles $role . }}{{ end }}
 {{- end }}
 {{- toJson $roles }}
+{{- end }}
+
+{{/* The name of a role's set of pods; with several hosts it is no Service's of the chart: the controller makes one of this name, by
+which hosts find their leader, and others the leaders. Takes root, role. */}}
+{{- define "jaxserve.setName" -}}
+{{- $role := .role }}
+{{- if gt (int .root.Values.hosts) 1 }}{{ $role = .role | default "group" }}{{ end }}
+{{- list (include "jaxserve.name" .root) $role | compact | join "-" }}
 {{- end }}
 
 {{/* A file of settings; JSON keeps large numbers as they are */}}
