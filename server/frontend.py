@@ -148,6 +148,7 @@ class Frontend:
                     stream.kv_ticket = ticket
                     try:
                         await stream.accepted()
+                        caller.usage.throttle.accepted(self._loop.time())
                         yield stream
                     except asyncio.CancelledError:
                         if stream.failure is None:  # the caller cancelled or went away
@@ -159,6 +160,8 @@ class Frontend:
                     if stream.failure is not None:
                         raise stream.failure
         except RequestError as error:
+            if stream is not None and stream.refused:
+                caller.usage.throttle.refused(error, self._loop.time())
             before_acceptance = stream is None or stream.refused
             if before_acceptance and not call.origin.internal:
                 self._count_rejected(error)

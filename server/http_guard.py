@@ -23,6 +23,7 @@ MAX_HEADERS = 256  # of a request
 LINE_BYTES = 4  # of a header beside its name and value
 API_PATHS = "/v1/"  # a slash at the end of these has no effect
 REQUEST_ID = b"x-request-id"
+SKIPPED_BYTES = 1 << 16  # of the body of a call that is refused unread
 
 
 class _SendMonitor:
@@ -52,7 +53,8 @@ class HttpGuard:
     sites' pages, answers whatever the application raises, and counts responses.
 
     authenticate: finds the caller of an Authorization header, see `Authenticator.authenticate`; it
-    is left in the request's state. open_paths: that need no API key.
+    is left in the request's state. open_paths: that need no API key. throttled_paths: whose calls
+    are refused unread at overload, see `Throttle`.
     """
 
     def __init__(
@@ -62,12 +64,14 @@ class HttpGuard:
         authenticate: Callable[[str | None], Caller],
         open_paths: frozenset[str],
         metrics: FrontendMetrics,
+        throttled_paths: frozenset[str] = frozenset(),
     ):
         self._app = app
         self._config = config
         self._authenticate = authenticate
         self._open_paths = open_paths
         self._metrics = metrics
+        self._throttled_paths = throttled_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         monitor = _SendMonitor(send, dict(scope["headers"]).get(REQUEST_ID, b""))
@@ -79,6 +83,8 @@ class HttpGuard:
     async def _respond(self, scope: Scope, receive: Receive, monitor: _SendMonitor) -> None:
         try:
             self._check(scope)
+            if scope["method"] == "POST" and scope["path"].rstrip("/") in self._throttled_paths:
+                await self._throttle(scope, receive)
             await self._app(_routed(scope), self._limited(receive), monitor)
         except RequestError as error:
             if monitor.status is not None:
@@ -103,6 +109,20 @@ class HttpGuard:
         length = headers.get(b"content-length", b"0")
         if int(length) > self._max_body_bytes:  # h11 has checked that it is a number
             raise self._too_large()
+
+    async def _throttle(self, scope: Scope, receive: Receive) -> None:
+        """Refuses a call at overload. A small body is received first, so that the connection can be
+        used again, and unread bytes do not reset it. Errors: RequestError."""
+        caller: Caller = scope["state"]["caller"]
+        try:
+            caller.usage.throttle.check(asyncio.get_running_loop().time())
+        except RequestError:
+            length = int(dict(scope["headers"]).get(b"content-length", b"0"))
+            if length <= SKIPPED_BYTES:
+                receive = self._limited(receive)
+                while (await receive()).get("more_body", False):
+                    pass
+            raise
 
     def _check_header_size(self, scope: Scope) -> None:
         """Refuses a header that came at once: h11 limits only those that come in pieces."""

@@ -48,7 +48,7 @@ from jaxserve.server.peer_blocks import LeaderSide, PeerReplicas
 from jaxserve.server.readiness import Readiness
 from jaxserve.server.replica_auth import cluster_secret
 from jaxserve.server.replica_service import ReplicaService
-from jaxserve.server.users_app import OPEN_PATHS, users_app
+from jaxserve.server.users_app import OPEN_PATHS, THROTTLED_PATHS, users_app
 from jaxserve.settings.schema import ConfigError, ServerConfig
 from jaxserve.store.peers import OffersBlocks
 from jaxserve.text import Tokenizer
@@ -210,6 +210,7 @@ class Server:
             self.authenticator.authenticate,
             OPEN_PATHS,
             self.frontend.metrics,
+            THROTTLED_PATHS,
         )
         return with_cors(guard, self.config)
 

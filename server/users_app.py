@@ -18,6 +18,20 @@ from jaxserve.server.readiness import Readiness
 from jaxserve.server.rerank import rerank_routes
 from jaxserve.server.tokenization import tokenization_routes
 
+THROTTLED_PATHS = frozenset(
+    {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/v1/embeddings",
+        "/v1/rerank",
+        "/v2/rerank",
+        "/rerank",
+        "/v1/score",
+        "/score",
+    }
+)  # of POSTs that compute
 OPEN_PATHS = frozenset({"/health", "/ready"})  # need no API key: load balancers have none
 ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     code: {

@@ -235,6 +235,8 @@ class LoadGenerator:
                 self._way.ask(asked, prompt, output)
             except RequestError as error:
                 asked.refuse(error)
+            except OSError as error:  # the server did not even accept the connection, or cut it
+                asked.refuse(RequestError("", str(error), type(error).__name__, reason="lost"))
             asked.done.set()
 
         threading.Thread(target=main, daemon=True).start()

@@ -165,7 +165,12 @@ class Dispatcher:
         request = routed.next_request()
         if placement.fetch is not None:
             request = dataclasses.replace(request, kv_source=placement.fetch)
-        refusal = member.submit(request, functools.partial(self._hear, routed, attempt, member))
+        refusal = member.known_refusal(request, placement.prefill, self._now())
+        if refusal is None:
+            sink = functools.partial(self._hear, routed, attempt, member)
+            refusal = member.submit(request, sink)
+            if refusal is not None:
+                member.note_refusal(request, placement.prefill, refusal, self._now())
         with self._lock:
             current = routed.attempt == attempt
             if refusal is None:

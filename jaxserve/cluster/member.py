@@ -14,6 +14,7 @@ from jaxserve.cluster.assignments import Assignments
 from jaxserve.cluster.decode_rate import DecodeRate
 from jaxserve.cluster.other_work import NO_OTHER_WORK, OtherWork, other_work
 from jaxserve.cluster.prefill_costs import PrefillCosts
+from jaxserve.cluster.recent_refusal import RecentRefusal
 from jaxserve.cluster.roles import Role
 from jaxserve.replica.protocol import Replica, Sink
 from jaxserve.scheduling import Load
@@ -65,6 +66,7 @@ class Member:
     decode_rate: DecodeRate = field(default_factory=DecodeRate)
     completion: float = FIRST_COMPLETION  # learnt seconds that a sequence decodes
     prompt_tokens: int = 0  # of prompts that it has ended
+    refusal: RecentRefusal | None = None  # its last one, which may stand for others
     cached_tokens: int = 0  # of these, tokens that it did not compute
     _prefill_costs: PrefillCosts | None = None  # of the facts that it reported last
 
@@ -126,6 +128,20 @@ class Member:
             said = f"the replica {self.name} cannot be reached"
             return RequestError("", said, "UNAVAILABLE", retry_after=RETRY_SECONDS)
         return None
+
+    def known_refusal(self, request: Request, prefill: float, now: float) -> RequestError | None:
+        """Returns why it would refuse a request, by what it has refused a moment ago. prefill:
+        predicted seconds of the prompt."""
+        known = self.refusal
+        return known.error if known is not None and known.covers(request, prefill, now) else None
+
+    def note_refusal(
+        self, request: Request, prefill: float, error: RequestError, now: float
+    ) -> None:
+        """Notes that it has refused a request."""
+        newer = RecentRefusal.of(request, prefill, error, now)
+        if newer is not None:
+            self.refusal = newer if self.refusal is None else self.refusal.or_newer(newer, now)
 
     def load(self) -> Load | None:
         """Returns its load as reported last; None before the first report."""

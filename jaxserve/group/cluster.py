@@ -4,7 +4,9 @@ it has ended. None outlives this process.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 import signal
 import subprocess
 import sys
@@ -19,14 +21,17 @@ POLL_SECONDS = 0.05
 STEADY_SECONDS = 30.0  # that a process has to run for its start to count as a success
 MAX_PAUSE_SECONDS = 30.0  # between starts that fail
 MAX_FAILURES = 6  # starts in a row that fail
+# of what computes: it leaves no processor to who takes in and passes on, if it has the same
+NICE = 5
 KILL_SECONDS = 5.0  # beyond the time for requests to finish, after which a process is killed
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 @dataclasses.dataclass
 class Task:
-    """A process to keep running. stage: those of lower stages end first, and those of 0 have this
-    process's stdout. environment: its variables beside those of all."""
+    """A process to keep running. stage: those of lower stages end first; those of 0 have this
+    process's stdout, and come before the others where processors are short. environment: its
+    variables beside those of all."""
 
     name: str
     command: Sequence[str]
@@ -99,6 +104,9 @@ class ProcessSet:
         environment = {**self._environment, **task.environment}
         stdout = sys.stderr.fileno() if task.stage else None
         task.child = Child(task.command, environment, stdin=subprocess.DEVNULL, stdout=stdout)
+        if task.stage:
+            with contextlib.suppress(ProcessLookupError):  # it may have ended
+                os.setpriority(os.PRIO_PROCESS, task.child.pid, NICE)
         task.began = now
 
     def _ended(self, task: Task, code: int, now: float) -> int | None:

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 
 from jaxserve.api.errors import RequestError
 from jaxserve.server.auth.keys import MAX_KEY_CHARS, Key, Keys, Limits
+from jaxserve.server.throttle import Throttle
 from jaxserve.settings.schema import ServerConfig
 
 HEADER = "authorization"
@@ -112,9 +113,10 @@ def presented_key(authorization: str) -> str | None:
 
 class KeyUsage:
     """Current use of one key by its requests. running: requests. queued_tokens: prompt tokens of
-    those without a first token."""
+    those without a first token. throttle: refuses its calls unread at overload."""
 
     def __init__(self) -> None:
+        self.throttle = Throttle()
         self.running = 0
         self.queued_tokens = 0
         # when the next request would fall due if they came evenly, at the key's rate

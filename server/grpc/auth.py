@@ -7,6 +7,7 @@ how much of it a stranger can make the server hold.
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
 import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -19,6 +20,7 @@ from jaxserve.server.frontend_metrics import FrontendMetrics
 from jaxserve.server.grpc.errors import abort
 
 OPEN_PREFIX = "/grpc.health.v1.Health/"  # of methods that need no API key
+THROTTLED_METHODS = frozenset({"/jaxserve.v1.Inference/Generate"})  # see `Throttle`
 _caller: contextvars.ContextVar[Caller] = contextvars.ContextVar("caller")
 
 
@@ -28,7 +30,8 @@ def current_caller() -> Caller:
 
 
 class GrpcGuard(grpc.aio.ServerInterceptor):
-    """An interceptor that authenticates calls, and counts those it refuses."""
+    """An interceptor that authenticates calls, refuses some at overload, and counts those it
+    refuses."""
 
     def __init__(self, authenticator: Authenticator, metrics: FrontendMetrics):
         self._authenticator = authenticator
@@ -43,7 +46,10 @@ class GrpcGuard(grpc.aio.ServerInterceptor):
             return await continuation(details)
         keys = [value for name, value in details.invocation_metadata or () if name == HEADER]
         try:
-            _caller.set(self._authenticator.authenticate(sole_header(keys)))
+            caller = self._authenticator.authenticate(sole_header(keys))
+            _caller.set(caller)
+            if details.method in THROTTLED_METHODS:
+                caller.usage.throttle.check(asyncio.get_running_loop().time())
         except RequestError as error:
             self._metrics.answered("grpc", error.status)
             # of streams, whatever the method is: its handler need not read a message
