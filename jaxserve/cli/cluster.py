@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxserve.cli.cluster_flags import TRANSFER, check_transfer
 from jaxserve.cli.conductor import COMMAND as CONDUCTOR
 from jaxserve.cli.conductor import SETTINGS
 from jaxserve.cli.engine_flags import SERVER, engine_config, engine_groups, server_config
@@ -24,6 +25,7 @@ from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option
 from jaxserve.settings.schema import ConfigError
 from jaxserve.settings.schema.engine import SERVED
+from jaxserve.transfer.plane import TCP
 
 ABOUT = """\
 Starts replicas (`jaxserve serve`) and a conductor on this machine, restarts them when they end,
@@ -49,6 +51,7 @@ OPTIONS = [
         high=MAX_REPLICAS,
     ),
     *(CONDUCTOR.options[name] for name in SETTINGS),
+    TRANSFER,
     Option(
         "port_file",
         str,
@@ -67,7 +70,7 @@ OF_REPLICA = {"log_format", "log_level", "drain_timeout", "max_message_mib"}
 
 def run(values: dict[str, Any]) -> int:
     engine_config(values)
-    server_config(values)
+    check_transfer(values["transfer"], server_config(values))
     roles = _roles(values)
     host = values["host"]
     local = {**values}
@@ -132,6 +135,9 @@ def _replica(
     conductors = {option.name for option in SERVER["server"]} - OF_REPLICA
     flags = _flags(COMMAND, _own_folder(number, values), OF_CLUSTER | conductors)
     fixed = ["--grpc_port=0", "--port=0", f"--replica_port={port}", f"--role={role}"]
+    fixed.append(f"--transfer={values['transfer']}")
+    if values["transfer"] != TCP:
+        fixed.append("--insecure")
     return Task(
         f"replica {number}", own_command("jaxserve", "serve", *fixed, *flags), 1, environment
     )

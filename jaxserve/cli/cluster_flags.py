@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jaxserve.settings.options import Option
+from jaxserve.settings.schema import ConfigError, ServerConfig
 from jaxserve.transfer.plane import TCP, TRANSFERS
 
 REGISTRY = Option(
@@ -45,3 +46,13 @@ CLUSTER_CA = Option(
     "PEM file of the authorities of the replicas' certificates, read again when it changes; "
     "default: of a conductor no TLS to replicas, of a replica its own certificate",
 )
+
+
+def check_transfer(transfer: str, config: ServerConfig) -> None:
+    """Refuses what strangers could reach, unless --insecure is set. Errors: ConfigError."""
+    if transfer != TCP and not config.insecure:
+        raise ConfigError(
+            "transfer",
+            f"{transfer} needs --insecure: it listens on all interfaces, encrypts nothing and asks "
+            "for no secret, so that no stranger may reach the network",
+        )

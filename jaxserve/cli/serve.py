@@ -8,7 +8,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jaxserve.cli.cluster_flags import ADVERTISE_ADDRESS, CLUSTER_CA, KV_PORT, REGISTRY, TRANSFER
+from jaxserve.cli.cluster_flags import (
+    ADVERTISE_ADDRESS,
+    CLUSTER_CA,
+    KV_PORT,
+    REGISTRY,
+    TRANSFER,
+    check_transfer,
+)
 from jaxserve.cli.doctor.forecast import launch_lines
 from jaxserve.cli.engine_flags import SERVER, engine_config, engine_groups, server_config
 from jaxserve.group.member import Member, this_member
@@ -92,12 +99,7 @@ def _check_replica_flags(values: dict[str, Any], config: ServerConfig) -> None:
         raise ConfigError("kv_port", "needs --replica_port, by which others find it")
     if config.replica_port is None and values["transfer"] != TCP:
         raise ConfigError("transfer", "needs --replica_port, by which others find this replica")
-    if values["transfer"] != TCP and not config.insecure:
-        raise ConfigError(
-            "transfer",
-            f"{values['transfer']} needs --insecure: it listens on all interfaces, encrypts "
-            "nothing and asks for no secret, so that no stranger may reach the network",
-        )
+    check_transfer(values["transfer"], config)
     if config.tls_cert is None and values["cluster_ca"] is not None:
         raise ConfigError("cluster_ca", "needs --tls_cert: all replicas have TLS, or none")
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import threading
 
-KEPT = 0.9  # of what was seen before, with each new observation
+# newer bytes by which older ones come to count less, by a factor e: a few small groups, of which
+# most is latency, change little of what large ones taught
+REMEMBERED_BYTES = 64 << 20
 MAX_KEYS = 4096  # pairs of a source and a plane; of further ones nothing is learnt
 
 
@@ -19,11 +22,12 @@ class Rates:
     def learn(self, source: str, plane: str, size: int, seconds: float) -> None:
         """Takes in `size` bytes that came in `seconds`."""
         key = (source, plane)
+        kept = math.exp(-size / REMEMBERED_BYTES)
         with self._lock:
             if key not in self._seen and len(self._seen) >= MAX_KEYS:
                 return
             known_bytes, known_seconds = self._seen.get(key, (0.0, 0.0))
-            self._seen[key] = (KEPT * known_bytes + size, KEPT * known_seconds + max(seconds, 1e-9))
+            self._seen[key] = (kept * known_bytes + size, kept * known_seconds + max(seconds, 1e-9))
 
     def of(self, source: str, plane: str) -> float:
         """Returns bytes per second; 0 where nothing was learnt."""

@@ -8,6 +8,7 @@ import pytest
 
 from jaxserve.api.errors import RequestError
 from jaxserve.api.request import KvSource
+from jaxserve.cluster.member import KvPeer
 from jaxserve.settings.schema import ConfigError
 from tests.cluster.fakes import BLOCK, LONG, RoleCluster, RoleReplica, assert_right, make
 from tests.waiting import eventually
@@ -204,6 +205,34 @@ def test_a_prefix_is_fetched_from_a_busy_member_that_has_it(cluster):
 def test_a_prefix_is_computed_where_that_takes_less(cluster):
     source, _ = fetched(make(), make(), cluster=cluster, kv_bandwidth=1e-7)
     assert source is None
+
+
+@pytest.mark.parametrize(
+    "measured, expected, is_fetched",
+    [
+        ({"holder:1": 1e12}, 1e-7, True),
+        ({"holder:1": 100.0}, 1.0, False),
+        ({"another:1": 100.0}, 1.0, True),
+        ({}, 1.0, True),
+    ],
+)
+def test_a_fetch_is_predicted_by_what_was_measured_between_the_two(
+    cluster, measured, expected, is_fetched
+):
+    """measured: bytes per second at the taker, by source; expected: GB/s of the flag."""
+    both = cluster(make(), make(), routing="cache_aware", kv_bandwidth=expected)
+    slow(both)
+    taker, holder = both.members
+    holder.kv_peer = lambda: KvPeer(("holder:1", "holder:2"))
+    taker.kv_peer = lambda: KvPeer(rates=measured)
+    holder.replica.cache(LONG, WHOLE)
+    for number in range(4):
+        holder.work.begin_prefill(f"busy {number}", 5.0, both.conductor.now())
+    assert_right(both.serve())
+    source = taker.replica.own[-1].kv_source
+    assert (source is not None) is is_fetched
+    if source is not None:
+        assert source == KvSource("holder:1,holder:2", WHOLE, block_size=BLOCK)
 
 
 def test_a_prefix_is_computed_where_its_holder_cannot_be_asked(cluster):

@@ -7,6 +7,7 @@ import contextlib
 import math
 import socket
 import ssl
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -162,12 +163,21 @@ def test_the_address_that_is_given_is_advertised(given, address):
     assert OwnAddress.of(given, "0.0.0.0").at(8480) == address
 
 
+def test_several_addresses_are_advertised_for_kv():
+    several = OwnAddress.of("10.0.0.7,b.example:9000,[fd00::7]", "0.0.0.0")
+    assert several.at(8480) == "10.0.0.7:8480"
+    assert several.all_at(8480) == ["10.0.0.7:8480", "b.example:9000", "[fd00::7]:8480"]
+    assert several.hosts == ["10.0.0.7", "b.example", "fd00::7"]
+
+
 def test_the_host_is_advertised_where_it_is_an_address():
     assert OwnAddress.of(None, "10.0.0.7").at(8480) == "10.0.0.7:8480"
     assert OwnAddress.of(None, "fd00::7").at(8480) == "[fd00::7]:8480"
 
 
-@pytest.mark.parametrize("given", ["", "0.0.0.0", "[::]:1", "a b", "host:0", "host:99999", "a:1:2"])
+@pytest.mark.parametrize(
+    "given", ["", "0.0.0.0", "[::]:1", "a b", "host:0", "host:99999", "a:1:2", "a,", "a,a"]
+)
 def test_what_is_no_address_of_others_is_refused(given):
     with pytest.raises(ConfigError) as refused:
         OwnAddress.of(given, "0.0.0.0")
@@ -189,12 +199,22 @@ def test_loopback_is_never_advertised_for_all_addresses(monkeypatch):
     [
         (["--advertise_address=a"], "--advertise_address: needs --replica_port"),
         (["--kv_port=1"], "--kv_port: needs --replica_port"),
+        (["--transfer=mooncake", "--insecure"], "--transfer: needs --replica_port"),
+        (["--transfer=mooncake", "--replica_port=0"], "--transfer: mooncake needs --insecure"),
         (["--cluster_ca=a", "--replica_port=0"], "--cluster_ca: needs --tls_cert"),
     ],
 )
 def test_flags_of_a_cluster_without_effect_are_refused(flags, error, capsys):
     assert cli.main(["serve", "--model=random:tiny", *flags]) == cli.USAGE
     assert error in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_transfer_whose_package_is_missing_is_refused(monkeypatch, capsys):
+    monkeypatch.setenv("JAXSERVE_CLUSTER_SECRET", "of the tests of flags of clusters")
+    monkeypatch.setitem(sys.modules, "mooncake.engine", None)
+    flags = ["--replica_port=0", "--transfer=mooncake", "--insecure"]
+    assert cli.main(["serve", "--model=random:tiny", *flags]) == cli.USAGE
+    assert "pip install mooncake-transfer-engine" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_port_for_kv_that_is_taken_is_refused(monkeypatch, capsys):

@@ -18,8 +18,10 @@ from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Accepted, Finished, Logprobs, Progress, Timing, Token, Usage
 from jaxserve.api.request import Continuation, KvSource, Request, Slo
 from jaxserve.api.sampling import SamplingParams
+from jaxserve.cache.tiers import Fetched
 from jaxserve.group.channel import free_port
 from jaxserve.server import replica_pb2 as pb
+from jaxserve.server.own_address import OwnAddress
 from jaxserve.server.remote_replica import RemoteReplica
 from jaxserve.server.replica_auth import PROOF_KEY, CallerCheck
 from jaxserve.server.replica_messages import (
@@ -274,6 +276,25 @@ def test_requests_of_a_caller_that_closes_are_cancelled(offered):
     remote.close()
     assert heard.end.error.status == "UNAVAILABLE"
     eventually(lambda: not offered.behind.requests)
+
+
+def test_a_replica_says_by_which_addresses_and_how_quickly_kv_comes(offered):
+    offered.service.stop()
+    fetched = [
+        Fetched("a:1", "tcp", blocks=3, bytes_per_s=1e6),
+        Fetched("b:1", "tcp"),
+        Fetched("a:1", "mooncake-tcp", blocks=3, bytes_per_s=7e9),
+    ]
+    offered.behind.kv_fetched = lambda: fetched
+    service = ReplicaService(SECRET, own_address=OwnAddress.of("10.0.0.1:5,10.0.0.2", "0.0.0.0"))
+    service.start(f"127.0.0.1:{offered.port}")
+    service.open(offered.behind)
+    try:
+        peer = offered.reached().facts.kv_peer
+        assert peer.addresses == ("10.0.0.1:5", f"10.0.0.2:{offered.port}")
+        assert peer.rates == {"a:1": 7e9}, "by the plane that was used last"
+    finally:
+        service.stop()
 
 
 def test_two_callers_have_sessions_of_their_own(offered):

@@ -574,3 +574,86 @@ def test_more_files_cannot_be_opened_for_a_while(transfers):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert over(writer, writer.write(window, 0, writer.memory[:100], 60)) == ""
     lender.end(window)
+
+
+# --- peers with several addresses
+
+
+def by_two(receiver, harms):
+    """Two proxies before a receiver, on 127.0.0.1 and 127.0.0.2, and a window by both."""
+    window = receiver.lend(0, LONG, 60)
+    hosts = ("127.0.0.1", "127.0.0.2")
+    proxies = [Proxy(window, harm, host) for harm, host in zip(harms, hosts)]
+    both = dataclasses.replace(window, peer=",".join(proxy.address for proxy in proxies))
+    return proxies, window, both
+
+
+@pytest.fixture
+def proxied(transfers):
+    """Sends noise by two addresses of a receiver, with some harm on each. Returns the bytes that
+    went by each, the sender and the seconds that it took."""
+    with contextlib.ExitStack() as stack:
+
+        def send(*harms):
+            receiver, writer = transfers(), transfers(21)
+            passed = [0, 0]
+
+            def counted(side, harm):
+                def count(data, position, number):
+                    passed[side] += len(data)
+                    return harm(data, position, number)
+
+                return count
+
+            counting = [counted(side, harm) for side, harm in enumerate(harms)]
+            proxies, window, both = by_two(receiver, counting)
+            for proxy in proxies:
+                stack.callback(proxy.close)
+            began = time.monotonic()
+            ticket = writer.write(both, 0, writer.memory[:LONG], 30)
+            assert over(writer, ticket) == ""
+            seconds = time.monotonic() - began
+            assert np.array_equal(receiver.memory[:LONG], writer.memory[:LONG])
+            receiver.end(window)
+            return passed, writer, seconds
+
+        yield send
+
+
+def test_bytes_go_by_both_addresses_of_a_receiver_side_by_side(proxied):
+    rate = slow(4e6)  # so that neither is done before the other has begun
+    passed, writer, _ = proxied(rate, rate)
+    assert min(passed) > LONG // 8, passed
+    assert writer.counts().retries == 0
+
+
+@pytest.mark.parametrize("cut", [0, 1])
+def test_bytes_go_by_the_other_address_where_one_is_cut_on_the_way(proxied, cut):
+    harms = [slow(2e7), slow(2e7)]
+    harms[cut] = cut_after(1 << 20, 100)
+    passed, writer, _ = proxied(*harms)
+    assert passed[1 - cut] > LONG // 2 and writer.counts().retries
+
+
+def test_an_address_that_fails_in_silence_holds_a_write_up_for_a_bounded_time(proxied):
+    released = threading.Event()
+
+    def stall(data, position, number):
+        if position > 1 << 19:
+            released.wait(20.0)
+        return data
+
+    _, writer, seconds = proxied(stall, nothing)
+    released.set()
+    assert seconds < 20.0 and writer.counts().retries
+
+
+def test_an_address_where_nothing_listens_is_left_out(transfers):
+    receiver, writer = transfers(), transfers(22)
+    window = receiver.lend(0, LONG, 60)
+    port = receiver.address.rpartition(":")[2]
+    both = dataclasses.replace(window, peer=f"127.0.0.2:{port},{receiver.address}")
+    for _ in range(2):
+        assert over(writer, writer.write(both, 0, writer.memory[:LONG], 30)) == ""
+    assert np.array_equal(receiver.memory[:LONG], writer.memory[:LONG])
+    receiver.end(window)
