@@ -17,7 +17,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import grpc
 import numpy as np
@@ -39,7 +39,10 @@ ALIVE_SECONDS = 1.0  # between words of a source that has nothing to tell
 SILENT_SECONDS = 5.0  # that either side may say nothing; the asker answers each word
 WRITE_SECONDS = 10.0
 TAKEN_SECONDS = 0.001  # between looks whether the asker has brought what lies open
+GROUP_SECONDS = 10.0  # between two groups of layers of a block
 GROUP_BYTES = 8 << 20  # that are written at once, a block at least
+# sends blocks, of which the first is in its row, to an offset of a window: what to tell the asker
+_Send = Callable[[Plane, Window, int, list[bytes], np.ndarray], pb.Sent | None]
 log = logging.getLogger(__name__)
 
 
@@ -311,34 +314,78 @@ class _Sending(_Source):
         position = 0
         while position < len(keys):
             rows = self._group()
-            if rows is None or not self._wait(keys[position], rows[0]):
+            if rows is None:
                 return False
-            began = time.monotonic()
             group = keys[position : position + len(rows)]
-            count = 1
-            while count < len(group) and self._read(group[count], rows[count], 0.0):
-                count += 1
             offset = position * self._layout.bytes
-            checksums = list(map(block_checksum, group[:count], rows))
-            place = plane.expose(rows[:count].reshape(-1), window, offset, WRITE_SECONDS)
-            if place:
-                self._exposed[place] = rows
+            send = self._wait(group[0], rows[0], plane.writes and self._whole is None)
+            sent = None if send is None else send(plane, window, offset, group, rows)
+            if sent is None:
+                return False
+            if sent.place:
+                self._exposed[sent.place] = rows
             else:
                 self._free.put(rows)
-            seconds = time.monotonic() - began
-            self._told.put(pb.Sent(checksums=checksums, place=place, seconds=seconds))
-            position += count
+            self._told.put(sent)
+            position += len(sent.checksums)
         return True
 
-    def _wait(self, key: bytes, row: np.ndarray) -> bool:
-        """Reads a block, as long as it may come; False where it does not."""
+    def _wait(self, key: bytes, row: np.ndarray, in_groups: bool) -> _Send | None:
+        """Reads a block, as long as it may come, or with `in_groups` the first layers of one that
+        comes. Returns what sends it and those behind it; None where it does not come."""
+        in_groups = in_groups and bool(self._exporter.layer_groups)
         while not self._ending.is_set():
             coming = not self._final and self._exporter.coming(self._request_id)
-            if self._read(key, row, ALIVE_SECONDS):
-                return True
+            if in_groups and self._exporter.read_layers(key, 0, row, ALIVE_SECONDS):
+                return self._send_layers
+            if self._read(key, row, 0.0 if in_groups and coming else ALIVE_SECONDS):
+                return self._send_whole
             if not coming:
-                return False
-        return False
+                return None
+        return None
+
+    def _send_whole(
+        self, plane: Plane, window: Window, offset: int, keys: list[bytes], rows: np.ndarray
+    ) -> pb.Sent:
+        """Sends the first block, which is in its row, and those of the next that are there. Errors:
+        TransferError."""
+        began = time.monotonic()
+        count = 1
+        while count < len(keys) and self._read(keys[count], rows[count], 0.0):
+            count += 1
+        checksums = list(map(block_checksum, keys[:count], rows))
+        place = plane.expose(rows[:count].reshape(-1), window, offset, WRITE_SECONDS)
+        return pb.Sent(checksums=checksums, place=place, seconds=time.monotonic() - began)
+
+    def _send_layers(
+        self, plane: Plane, window: Window, offset: int, keys: list[bytes], rows: np.ndarray
+    ) -> pb.Sent | None:
+        """Sends the first block, whose first layers are in its row, and those of the next whose
+        first layers are there: each group of layers while those behind it are computed. None where
+        one will not be whole. Errors: TransferError."""
+        exporter = self._exporter
+        count = 1
+        while count < len(keys) and exporter.read_layers(keys[count], 0, rows[count], 0.0):
+            count += 1
+        blocks = list(zip(keys[:count], rows))
+        size = self._layout.bytes
+        seconds = 0.0  # of writing alone
+        for number, layers in enumerate(exporter.layer_groups):
+            for key, row in blocks if number else ():
+                came = exporter.read_layers(key, number, row, GROUP_SECONDS)
+                if not came and not exporter.read(key, row, 0.0):  # nor whole by now
+                    return None
+            pieces = [
+                (offset + index * size + some.start, row[some])
+                for index, (_, row) in enumerate(blocks)
+                for some in self._layout.of_layers(layers)
+            ]
+            began = time.monotonic()
+            plane.write(pieces, window, WRITE_SECONDS)
+            seconds += time.monotonic() - began
+        if not all(exporter.read(key, row, GROUP_SECONDS) for key, row in blocks):
+            return None
+        return pb.Sent(checksums=list(map(block_checksum, keys, rows[:count])), seconds=seconds)
 
     def _read(self, key: bytes, row: np.ndarray, seconds: float) -> bool:
         """Reads what is wanted of a block to a row; see `BlockExporter.read`."""

@@ -281,7 +281,12 @@ def layers_of(model: ModelConfig, spp: int) -> list[range]:
             "mesh",
             f"spp={spp} must be from 1 to {model.layers}, the number of layers of {model.name}",
         )
-    ends = [model.layers * s // spp for s in range(spp + 1)]
+    return split(range(model.layers), spp)
+
+
+def split(layers: range, parts: int) -> list[range]:
+    """Splits layers into `parts` contiguous ranges whose sizes differ by at most one."""
+    ends = [layers.start + len(layers) * part // parts for part in range(parts + 1)]
     return [range(a, b) for a, b in itertools.pairwise(ends)]
 
 

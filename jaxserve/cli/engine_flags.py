@@ -30,7 +30,8 @@ ENGINE = {
     "cache": _of(CacheConfig),
     "scheduling": _of(
         SchedulerConfig,
-        *("profile", "lookahead", "hang_timeout", "replay", "role", "compile_cache", "compile_all"),
+        *("profile", "lookahead", "layer_groups", "hang_timeout", "replay", "role"),
+        *("compile_cache", "compile_all"),
     ),
 }
 CONFIG = {

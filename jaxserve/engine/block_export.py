@@ -12,6 +12,7 @@ from jaxserve.cache import CacheManager
 from jaxserve.cache.tiers import LowerTiers
 from jaxserve.replica.registry import Registry
 from jaxserve.store.block_part import PartBytes, PartPlace
+from jaxserve.store.tiered import TieredBlocks
 
 WANT_SECONDS = 10.0  # for the engine's thread to take in what is wanted
 WAY_SECONDS = 10.0  # from a page to host memory
@@ -56,15 +57,26 @@ class BlockWishes:
 
 class TierExporter:
     """Blocks of an engine in this process, by way of its host memory; implements `BlockExporter`.
-    layout: of blocks in the tiers."""
+    layout: of blocks in the tiers. layer_groups: layers that come one group after the other."""
 
-    def __init__(self, wishes: BlockWishes, tiers: LowerTiers, layout: PartBytes):
+    def __init__(
+        self,
+        wishes: BlockWishes,
+        tiers: TieredBlocks,
+        layout: PartBytes,
+        layer_groups: Sequence[range],
+    ):
         self.layout = layout
         self.want = wishes.want
         self.unwant = wishes.unwant
         self.coming = wishes.coming
+        self.layer_groups = layer_groups if len(layer_groups) > 1 else ()
         self._wishes = wishes
         self._tiers = tiers
+
+    def read_layers(self, key: bytes, group: int, into: np.ndarray, seconds: float) -> bool:
+        part = self.layout.of_layers(self.layer_groups[group])
+        return self._tiers.read_part(key, group, part, into, seconds)
 
     def read(self, key: bytes, into: np.ndarray, seconds: float) -> bool:
         arrived = self._tiers.wait(key, seconds)
@@ -76,6 +88,8 @@ class TierExporter:
 class WorkerExporter:
     """The parts of blocks that a worker of a group has; implements `BlockExporter`. Its leader has
     blocks stored, and lets askers know when no more will come."""
+
+    layer_groups: Sequence[range] = ()
 
     def __init__(self, tiers: LowerTiers, layout: PartBytes):
         self.layout = layout
@@ -89,6 +103,9 @@ class WorkerExporter:
 
     def coming(self, request_id: str) -> bool:
         return True
+
+    def read_layers(self, key: bytes, group: int, into: np.ndarray, seconds: float) -> bool:
+        return False
 
     def read(self, key: bytes, into: np.ndarray, seconds: float) -> bool:
         return _read(self._tiers, key, into, self._tiers.wait(key, seconds))

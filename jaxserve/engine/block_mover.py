@@ -16,7 +16,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from jaxserve.cache.tiers import Fetch
 from jaxserve.engine.fetched_pieces import Arrival, FetchedPieces
 from jaxserve.engine.page_io import BlocksRead, GatheredBlocks, PageIo
 from jaxserve.engine.resized_stream import ResizedStream
+from jaxserve.engine.stage_programs import Stage
 from jaxserve.store.peers import BlockStream, PeerBlocks
 from jaxserve.store.tiered import TieredBlocks
 from jaxserve.transfer.protocol import addresses_of
@@ -33,6 +34,7 @@ PIECES_AHEAD = 4  # of fetches, on the devices or on their way and not written t
 STORES_AHEAD = 64  # launches whose pages were read and not stored yet; more are not stored
 ASKED_AT_ONCE = 16  # fetches from other replicas; more wait
 CLOSE_SECONDS = 10.0
+IssueStage = Callable[[Stage], None]
 log = logging.getLogger(__name__)
 
 
@@ -53,14 +55,14 @@ class BlockMover:
         self._arrived = arrived
         self._settled = settled
         self._peers = peers
-        self._stores: queue.Queue[tuple[BlocksRead, PageStores] | None] = queue.Queue()
+        self._stores: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._fetches: queue.Queue[tuple[Fetch, FetchReader] | None] = queue.Queue()
         self._pieces = FetchedPieces(PIECES_AHEAD)
         self.skipped = 0  # blocks that were not stored because too many waited to be
         self._threads = [
             threading.Thread(target=self._run, args=job, name=name, daemon=True)
             for name, *job in (
-                ("kv-store", self._stores, self._store),
+                ("kv-store", self._stores, lambda job: job()),
                 ("kv-fetch", self._fetches, self._fetch),
             )
         ]
@@ -71,10 +73,26 @@ class BlockMover:
     # --- on the engine's thread
 
     def store(self, stores: PageStores) -> None:
-        """Reads pages, before later commands overwrite them, and has their blocks stored. Where too
-        many wait for that they are read nevertheless, for other processes may have a part in it."""
+        """Reads pages, before later commands overwrite them, and has their blocks stored."""
+        with self._storing(stores, self._store) as issued:
+            for stage in self.io.stages:
+                issued(stage)
+
+    def storing(self, stores: PageStores) -> contextlib.AbstractContextManager[IssueStage]:
+        """Has the blocks of pages stored that a step fills. In the context, a call of what it gives
+        reads what a stage filled of them; others can read that as soon as it is stored."""
+        in_groups = len(self.io.stages) > 1
+        return self._storing(stores, self._store_layers if in_groups else self._store)
+
+    @contextlib.contextmanager
+    def _storing(
+        self, stores: PageStores, store: Callable[[BlocksRead, PageStores], None]
+    ) -> Iterator[IssueStage]:
+        """Begins to store blocks. Where too many wait for that they are read nevertheless, for
+        other processes may have a part in it."""
+        reads = list(self.io.reads(np.stack([stores.lanes, stores.pages], axis=1)))
         at = 0
-        for blocks in self.io.read(np.stack([stores.lanes, stores.pages], axis=1)):
+        for blocks in reads:
             part = stores[at : at + len(blocks)]
             at += len(blocks)
             if self._stores.qsize() >= STORES_AHEAD:
@@ -83,7 +101,17 @@ class BlockMover:
                 self._settled(part.keys)
             else:
                 self.tiers.expect(part.keys)
-                self._stores.put((blocks, part))
+                self._stores.put(functools.partial(self._settling, store, blocks, part))
+
+        def issued(stage: Stage) -> None:
+            for blocks in reads:
+                blocks.issue(stage)
+
+        try:
+            yield issued
+        finally:
+            for blocks in reads:
+                blocks.end()
 
     @property
     def idle(self) -> bool:
@@ -140,15 +168,42 @@ class BlockMover:
         except Exception:
             log.exception("blocks of KV could not be moved")
 
-    def _store(self, job: tuple[BlocksRead, PageStores]) -> None:
-        blocks, stores = job
+    def _settling(
+        self,
+        store: Callable[[BlocksRead, PageStores], None],
+        blocks: BlocksRead,
+        stores: PageStores,
+    ) -> None:
         try:
-            blocks.wait()
-            for index, (key, retention) in enumerate(zip(stores.keys, stores.retention.tolist())):
-                self.tiers.put(key, functools.partial(blocks.copy, index), retention)
+            store(blocks, stores)
         finally:
             self.tiers.settle(stores.keys)
             self._settled(stores.keys)
+
+    def _store(self, blocks: BlocksRead, stores: PageStores) -> None:
+        """Stores blocks, once all of them is here."""
+        blocks.wait()
+        for index, (key, retention) in enumerate(zip(stores.keys, stores.retention.tolist())):
+            self.tiers.put(key, functools.partial(blocks.copy, index), retention)
+
+    def _store_layers(self, blocks: BlocksRead, stores: PageStores) -> None:
+        """Stores what each stage has of the blocks as soon as it is here; blocks that have no room
+        beside the others are not stored."""
+        begun = {
+            index: filling
+            for index, (key, retention) in enumerate(zip(stores.keys, stores.retention.tolist()))
+            if (filling := self.tiers.begin(key, retention)) is not None
+        }
+        try:
+            for part in blocks.parts():
+                for index, filling in begun.items():
+                    blocks.copy_part(part, index, filling.view)
+                self.tiers.host.grow(list(begun.values()))
+            while begun:
+                self.tiers.host.commit(begun.popitem()[1])
+        finally:
+            for filling in begun.values():
+                self.tiers.host.abandon(filling)
 
     def _fetch(self, job: tuple[Fetch, FetchReader]) -> None:
         """Brings the blocks in pieces until one is missing; the last piece may be empty."""

@@ -24,12 +24,12 @@ from jaxserve.cache.tiers import Fetch, SourceBlocks
 from jaxserve.engine.sampling_rows import SamplingAdmission
 from jaxserve.engine.step_shapes import StepShape, layout
 
-VERSION = 6  # of the byte form
+VERSION = 7  # of the byte form
 NO_STEP = -1  # in place of a shape: nothing is computed, only what else the command says
 NO_SAMPLING = -1  # in place of a variant: no token is sampled after this step
 SAMPLE_LATER = -2  # tokens are sampled by a later command, once their masks are known
 SCORES = 64  # prompt tokens whose log-probabilities or embeddings one launch computes
-_HEAD = struct.Struct("<BBiiiiHIHHH")  # fields of `_Head`
+_HEAD = struct.Struct("<BBiiiiHIIHHH")  # fields of `_Head`
 _ARRAY = struct.Struct("<BBI")  # kind of number, how it is written, bytes
 _WIDTH = struct.Struct("<I")
 _RAW, _RUNS = 0, 1
@@ -58,8 +58,9 @@ class WorkersLost(Exception):
 class StepCommand:
     """One step, or what else the devices must do between two. In this order a worker: forgets all
     that it holds (`reset`), sets the sampling state of new sequences, reads pages that lower tiers
-    are to keep, writes pages that came from there, begins to fetch others, sets page-table entries,
-    runs the layers, samples, scores prompt tokens, and pools.
+    are to keep (`stores`), writes pages that came from there, begins to fetch others, sets
+    page-table entries, runs the layers, reads those of their pages that others want (`computed`,
+    each group of layers as soon as it has run), samples, scores prompt tokens, and pools.
 
     shape: index of the compiled shape, or NO_STEP. rows [lanes, size]: the step's row of each lane,
     see `step_shapes.layout`. reads: the version of the sampled tokens that the step feeds (0:
@@ -81,6 +82,7 @@ class StepCommand:
     reset: bool = False
     admissions: tuple[SamplingAdmission, ...] = ()
     stores: PageStores = NO_STORES
+    computed: PageStores = NO_STORES
     loads: np.ndarray = dataclasses.field(default_factory=lambda: _NONE)
     fetches: tuple[Fetch, ...] = ()
     table_updates: np.ndarray = dataclasses.field(default_factory=lambda: _NONE)
@@ -119,6 +121,7 @@ class _Head(NamedTuple):
     variant: int
     admissions: int
     stores: int
+    computed: int
     fetches: int
     samples: int
     words: int
@@ -143,6 +146,7 @@ class CommandCodec:
             command.variant,
             len(command.admissions),
             len(command.stores),
+            len(command.computed),
             len(command.fetches),
             *_extent(command.masks),
         )
@@ -150,8 +154,9 @@ class CommandCodec:
 
     def _parts(self, command: StepCommand) -> Iterator[np.ndarray]:
         """Everything that is an array, each with rows that resemble each other."""
-        if len(command.stores):
-            yield from _store_rows(command.stores)
+        for stores in (command.stores, command.computed):
+            if len(stores):
+                yield from _store_rows(stores)
         yield command.loads.reshape(-1, 4)
         for fetch in command.fetches:
             yield from _fetch_rows(fetch)
@@ -214,7 +219,8 @@ class CommandCodec:
             raise CommandError(f"shape {head.shape} is not among the {compiled} compiled")
         reader = _Reader(data, _HEAD.size)
         parts: dict[str, Any] = {  # in the order of `_parts`
-            "stores": _stores(reader, head.stores) if head.stores else NO_STORES,
+            "stores": _stores(reader, head.stores),
+            "computed": _stores(reader, head.computed),
             "loads": reader.array().reshape(-1, 4),
             "fetches": tuple(_fetch(reader) for _ in range(head.fetches)),
             "table_updates": reader.array().reshape(-1, 5),
@@ -248,6 +254,8 @@ def _store_rows(stores: PageStores) -> Iterator[np.ndarray]:
 
 
 def _stores(reader: _Reader, count: int) -> PageStores:
+    if not count:
+        return NO_STORES
     lanes, pages, retention = reader.array().reshape(count, 3).T
     keys = reader.array().reshape(count, KEY_BYTES)
     return PageStores(lanes, pages, retention, [key.tobytes() for key in keys])

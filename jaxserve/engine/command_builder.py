@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.api.batch import Batch, PageStores
+from jaxserve.api.batch import NO_STORES, Batch, PageStores
 from jaxserve.cache.tiers import Fetch
 from jaxserve.engine import sampling_rows, token_masks
 from jaxserve.engine.command import NO_SAMPLING, NO_STEP, SAMPLE_LATER, StepCommand
@@ -59,10 +59,11 @@ class CommandBuilder:
         return StepCommand(number=-1, reset=True)
 
     def step(
-        self, batch: Batch, fetches: Sequence[Fetch] = ()
+        self, batch: Batch, fetches: Sequence[Fetch] = (), computed: PageStores = NO_STORES
     ) -> tuple[StepCommand, InFlightBatch]:
-        """Makes the command of a batch, and what reads its result. fetches: to begin. Guided
-        sampling is left for a later command: masks are made while the devices compute."""
+        """Makes the command of a batch, and what reads its result. fetches: to begin. computed:
+        pages that others want as soon as the batch has filled them. Guided sampling is left for a
+        later command: masks are made while the devices compute."""
         lanes = self._plan.mesh.kvp
         admissions = [launch for row in batch.admitted for launch in self._admissions(batch, row)]
         variant = self._sampling_of(batch)
@@ -80,6 +81,7 @@ class CommandBuilder:
             reset=self._begins,
             admissions=tuple(admissions),
             stores=batch.stores,
+            computed=computed,
             fetches=tuple(fetches),
             table_updates=arrays.early_updates,
             rows=arrays.rows,

@@ -136,7 +136,7 @@ def _tables(plan: StagePlan) -> int:
         math.prod(shape) * dtype.itemsize
         for shape, dtype in sampling.empty_state(1, plan.slots, vocab).values()
     )
-    return state + 2 * plan.slots * plan.width * F32
+    return state + plan.layer_groups * 2 * plan.slots * plan.width * F32
 
 
 def _work(plan: StagePlan) -> int:

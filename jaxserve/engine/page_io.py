@@ -11,8 +11,9 @@ come back to any lane.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
-from typing import Any
+import queue
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,10 @@ from jaxserve.store.block_part import BlockPart
 MOST_BYTES = 64 * 2**20  # of the blocks that one launch moves, on each lane
 MOST_PAGES = 32  # that one launch moves, on each lane
 BLOCK_AXES = ("lanes", None, None, "kv_heads")  # of blocks [lanes, pages, layers, kv heads, ...]
+
+
+class PartMissing(Exception):
+    """Layers of a block that were never read from the devices."""
 
 
 class PageIo:
@@ -55,9 +60,14 @@ class PageIo:
         """The layout of blocks of another size."""
         return BlockLayout(self._stages.plan, self.kv_heads, block_size, self.layout.part)
 
+    @property
+    def layer_groups(self) -> list[range]:
+        """The layers of each stage here."""
+        return [stage.layers for stage in self.stages]
+
     def programs(self) -> Iterator[Named]:
         """Name and lowering of all programs."""
-        for stage in self._stages.stages:
+        for stage in self.stages:
             for size in self.sizes:
                 yield self._read_program(stage, size)
             yield self._write_program(stage)
@@ -65,18 +75,34 @@ class PageIo:
     # --- from the devices
 
     def read(self, places: np.ndarray) -> Iterator[BlocksRead]:
-        """Issues copies of pages out of the pools. places [n, 2] int32: lane, page."""
+        """Issues copies of pages out of the pools of all stages. places [n, 2] int32: lane,
+        page."""
+        for blocks in self.reads(places):
+            for stage in self.stages:
+                blocks.issue(stage)
+            yield blocks
+
+    def reads(self, places: np.ndarray) -> Iterator[BlocksRead]:
+        """Yields the blocks on pages, a launch's at a time, of which nothing is read yet. places
+        [n, 2] int32: lane, page."""
         for ints, rows in launches(places, self._lanes, self.most):
-            valid = ints < NOWHERE
-            size = next(size for size in self.sizes if size >= valid.sum(1).max())
-            parts = []
-            for stage in self._stages.stages:
-                program = self._stages.programs.get(*self._read_program(stage, size))
-                part = program(stage.caches, np.where(valid, ints, 0)[:, :size])
-                for array in jax.tree.leaves(part):
-                    array.copy_to_host_async()
-                parts.append((stage.layers, part))
-            yield BlocksRead(self.layout, self._heads, parts, rows)
+            issue = functools.partial(self._issue_read, ints)
+            yield BlocksRead(self.layout, self._heads, rows, len(self.stages), issue)
+
+    @property
+    def stages(self) -> list[Stage]:
+        """Returns the stages that have devices here."""
+        return self._stages.stages
+
+    def _issue_read(self, ints: np.ndarray, stage: Stage) -> KVPages:
+        """Issues copies of pages ints [lanes, most] out of a stage's pools."""
+        valid = ints < NOWHERE
+        size = next(size for size in self.sizes if size >= valid.sum(1).max())
+        program = self._stages.programs.get(*self._read_program(stage, size))
+        part = program(stage.caches, np.where(valid, ints, 0)[:, :size])
+        for array in jax.tree.leaves(part):
+            array.copy_to_host_async()
+        return part
 
     def _read_program(self, stage: Stage, size: int) -> Named:
         def lower() -> Any:
@@ -96,7 +122,7 @@ class PageIo:
         launch and on the devices; returns before they are there."""
         ((ints, rows),) = launches(places, self._lanes, self.most)
         parts = []
-        for stage in self._stages.stages:
+        for stage in self.stages:
             shapes = self._blocks(stage, self.most)
             values = jax.tree.map(self._local_zeros, shapes)
             for block, (lane, row) in zip(blocks, rows):
@@ -135,7 +161,7 @@ class PageIo:
 
     def write(self, blocks: GatheredBlocks) -> None:
         """Issues copies of gathered blocks into the pools."""
-        for stage, values in zip(self._stages.stages, blocks.parts):
+        for stage, values in zip(self.stages, blocks.parts):
             program = self._stages.programs.get(*self._write_program(stage))
             stage.caches = program(stage.caches, blocks.ids, values)
 
@@ -163,36 +189,77 @@ class PageIo:
         return jax.tree.map(shape, self._stages.plan.pool())
 
 
+class PartRead(NamedTuple):
+    """What was read of blocks of some layers, in host memory."""
+
+    layers: range
+    pages: KVPages
+
+
 class BlocksRead:
     """Blocks on their way from the devices. heads: of the pools, that are here. rows [n]: lane and
-    row of each in the launch."""
+    row of each in the launch. stages: from how many they are read. issue: copies their pages out
+    of the pools of one."""
 
-    def __init__(self, layout: BlockLayout, heads: range, parts: list, rows: list[tuple[int, int]]):
+    def __init__(
+        self,
+        layout: BlockLayout,
+        heads: range,
+        rows: list[tuple[int, int]],
+        stages: int,
+        issue: Callable[[Stage], KVPages],
+    ):
         self._layout = layout
         copies = layout.copies
         # the first copy here of each of the model's own heads
         self._heads = [max(n * copies, heads.start) - heads.start for n in layout.part.heads]
-        self._parts = parts
         self._rows = rows
+        self._stages = stages
+        self._issue = issue
+        self._issued: queue.SimpleQueue[tuple[range, KVPages] | None] = queue.SimpleQueue()
+        self._arrived: list[PartRead] = []
 
     def __len__(self) -> int:
         return len(self._rows)
 
+    def issue(self, stage: Stage) -> None:
+        """Issues the copies of a stage's part of the blocks."""
+        self._issued.put((stage.layers, self._issue(stage)))
+
+    def end(self) -> None:
+        """Notes that nothing more is issued, after an error too: then parts are missing."""
+        self._issued.put(None)
+
+    def parts(self) -> Iterator[PartRead]:
+        """Yields the part of each stage once it is in host memory. Errors: JaxRuntimeError where
+        the device failed, PartMissing where a part was never issued."""
+        for _ in range(self._stages):
+            issued = self._issued.get()
+            if issued is None:
+                raise PartMissing("a step ended before all its layers were issued")
+            layers, pages = issued
+            yield PartRead(layers, jax.tree.map(_local, pages))
+
     def wait(self) -> None:
-        """Waits until they are in host memory. Errors: JaxRuntimeError where the device failed."""
-        self._parts = [(layers, jax.tree.map(_local, part)) for layers, part in self._parts]
+        """Waits until they are in host memory. Errors: as of `parts`."""
+        self._arrived = list(self.parts())
 
     def copy(self, index: int, block: np.ndarray) -> None:
         """Writes block number `index` to its bytes [bytes] uint8; after `wait`."""
+        for part in self._arrived:
+            self.copy_part(part, index, block)
+
+    def copy_part(self, part: PartRead, index: int, block: np.ndarray) -> None:
+        """Writes a part of block number `index` to the block's bytes [bytes] uint8."""
         lane, row = self._rows[index]
         target = self._layout.view(block)
         first = self._layout.part.layers.start
-        for layers, part in self._parts:
-            for source, out in zip(jax.tree.leaves(part), jax.tree.leaves(target)):
-                read = source[lane, row]
-                if self._layout.copies > 1:
-                    read = read[:, self._heads]
-                out[layers.start - first : layers.stop - first] = read
+        layers = slice(part.layers.start - first, part.layers.stop - first)
+        for source, out in zip(jax.tree.leaves(part.pages), jax.tree.leaves(target)):
+            read = source[lane, row]
+            if self._layout.copies > 1:
+                read = read[:, self._heads]
+            out[layers] = read
 
 
 class GatheredBlocks:

@@ -121,6 +121,7 @@ def make_plan(
         shapes(config.scheduler, lanes, size, config.cache.pool(lanes), config.cache.copies),
         sample_sizes(config.scheduler),
         _kept_parameters(kept, model, config.mesh),
+        config.layer_groups,
     )
     if config.cache.pages is None:
         plan = dataclasses.replace(plan, pages=_pages(config, plan, blocks, room))

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxserve.api.batch import DEFAULT_EXCHANGE, Batch
 from jaxserve.checkpoint.delta_net import DeltaNetSpec
-from jaxserve.checkpoint.model import ModelConfig, declare, padded_vocab
+from jaxserve.checkpoint.model import ModelConfig, declare, layers_of, padded_vocab, split
 from jaxserve.checkpoint.specs import Declared
 from jaxserve.engine.command import CommandCodec
 from jaxserve.engine.sampling_rows import mask_words
@@ -18,7 +18,7 @@ from jaxserve.engine.step_shapes import StepShape
 from jaxserve.kernels.kv_pages import KVPages, pool_shapes
 from jaxserve.models.decoder import LayerCache
 from jaxserve.models.deltanet import state_shapes
-from jaxserve.settings.schema import MeshConfig
+from jaxserve.settings.schema import ConfigError, MeshConfig
 from jaxserve.weights.kept import KeptParameter
 
 
@@ -38,6 +38,19 @@ class StagePlan:
     shapes: list[StepShape]
     samples: list[int]
     kept: Mapping[str, KeptParameter]  # of all layers, by path
+    layer_groups: int = 1  # of each stage, which run one after the other
+
+    @functools.cached_property
+    def groups(self) -> list[range]:
+        """The groups of layers of all stages, in order. Errors: ConfigError for more groups than a
+        stage has layers."""
+        stages = layers_of(self.model, self.mesh.spp)
+        least = min(map(len, stages))
+        if self.layer_groups > least:
+            raise ConfigError(
+                "layer_groups", f"{self.layer_groups} is above {least}, the layers of a stage"
+            )
+        return [group for stage in stages for group in split(stage, self.layer_groups)]
 
     def parameters(self, layers: range) -> dict[str, Declared | KeptParameter]:
         """Declares the parameters of the stage with these layers by path."""

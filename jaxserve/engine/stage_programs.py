@@ -35,7 +35,8 @@ Named = tuple[str, Lower]  # a program's name, and how to lower it
 
 @dataclasses.dataclass
 class Stage:
-    """One pipeline stage: a sub-mesh of lanes and ranks, and the arrays on it."""
+    """A pipeline stage, or a group of its layers: a sub-mesh of lanes and ranks, and the arrays on
+    it. index: counts all groups of all stages."""
 
     index: int
     mesh: Mesh
@@ -169,10 +170,10 @@ class StagePrograms(Programs):
     def _lower_layers(self, stage: Stage, shape: StepShape) -> Any:
         plan = self._plan
         x = self._hidden(stage.mesh, shape.tokens)
-        if stage.index == 0:
+        if stage.layers.start == 0:
             x = self.sampled_shape(stage.mesh)
         ints = self._on_lanes(stage.mesh, layout(shape, plan.block_size).size)
-        last = stage.index == plan.mesh.spp - 1
+        last = stage.layers.stop == plan.model.layers
         caches = self.cache_shapes(stage)
         return lowered(
             LayersProgram(

@@ -23,7 +23,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jaxserve.checkpoint.model import layers_of
 from jaxserve.engine import sampling_rows
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.stage_programs import UPDATES, HeadStage, Stage, StagePrograms
@@ -70,11 +69,12 @@ class Stages:
 
     def __init__(self, plan: StagePlan, load: Loader):
         self.plan = plan
-        self.meshes = stage_meshes(plan.mesh)
+        # of each group of layers
+        self.meshes = [mesh for mesh in stage_meshes(plan.mesh) for _ in range(plan.layer_groups)]
         self.last_mesh = self.meshes[-1]
         self.has_last = bool(self.last_mesh.local_devices)
         self.head: HeadStage | None = None
-        parts = enumerate(zip(self.meshes, layers_of(plan.model, plan.mesh.spp)))
+        parts = enumerate(zip(self.meshes, plan.groups))
         self._local = {  # stages by index, where this process has devices
             i: self._stage(i, mesh, part, load) for i, (mesh, part) in parts if mesh.local_devices
         }
@@ -125,14 +125,21 @@ class Stages:
 
     # --- issuing work
 
-    def step(self, shape: StepShape, rows: np.ndarray, reads: int) -> HiddenStates | None:
+    def step(
+        self,
+        shape: StepShape,
+        rows: np.ndarray,
+        reads: int,
+        after: Callable[[Stage], None] = lambda stage: None,
+    ) -> HiddenStates | None:
         """Issues a step to all stages. rows [lanes, size] int32: see `step_shapes.layout`. reads:
-        the version of `sampled` with the newest token that this step feeds (0: none)."""
+        the version of `sampled` with the newest token that this step feeds (0: none). after: called
+        when a stage here was issued the step, and those behind it were not."""
         x: Any = self._feed(reads)
         extent = (self.plan.mesh.kvp, shape.tokens, self.plan.model.d_model)
-        for index in range(self.plan.mesh.spp):
-            if index > 0:
-                source, target = self.meshes[index - 1], self.meshes[index]
+        for index, target in enumerate(self.meshes):
+            source = self.meshes[max(index - 1, 0)]
+            if target is not source:
                 x = hand_over(x, source, target, extent, self.plan.dtype)
             stage = self._local.get(index)
             if stage is None:
@@ -141,6 +148,7 @@ class Stages:
             program = self.programs.get(*self.programs.layers(stage, shape))
             x, stage.caches, stage.table = program(stage.values, stage.caches, stage.table, rows, x)
             self.newest = x
+            after(stage)
         return HiddenStates(*x) if self.has_last else None
 
     def _feed(self, reads: int) -> jax.Array | None:

@@ -69,7 +69,9 @@ class Steps:
             return False
         self.watchdog.watch(batch, now)
         decided = time.perf_counter()
-        command, flight = self._builder.step(batch, fetches)
+        # what is pending now is on pages that the batch fills, or that are filled already
+        computed = self._scheduler.cache.stores.take()
+        command, flight = self._builder.step(batch, fetches, computed)
         built = time.perf_counter()
         # devices of the CPU may compute while a command is issued
         flight.issued = self._now()

@@ -198,7 +198,11 @@ class Worker(CommandExecutor):
 
     def _run_layers(self, command: StepCommand) -> None:
         shape = self.plan.shapes[command.shape]
-        hidden = self.stages.step(shape, command.rows, command.reads)
+        if len(command.computed):
+            with self._mover.storing(command.computed) as issued:
+                hidden = self.stages.step(shape, command.rows, command.reads, issued)
+        else:
+            hidden = self.stages.step(shape, command.rows, command.reads)
         done = self.stages.newest if hidden is None else hidden.ints
         unsampled = None if command.variant == NO_SAMPLING else hidden
         step = _Pending(command.number, done, unsampled)
@@ -229,7 +233,8 @@ class Worker(CommandExecutor):
         return self.mover
 
     def exporter(self, wishes: BlockWishes) -> TierExporter:
-        return TierExporter(wishes, self._mover.tiers, self._mover.io.layout.by_part)
+        io = self._mover.io
+        return TierExporter(wishes, self._mover.tiers, io.layout.by_part, io.layer_groups)
 
     def own_exporter(self) -> WorkerExporter:
         """Offers the parts of blocks that are here, where this is one of several workers."""

@@ -263,8 +263,8 @@ class WorkerGroup(CommandExecutor):
         for ticket, _, _, last in command.loads.tolist():
             if last:
                 self._fetches.end(ticket)
-        if self._tiers is not None and len(command.stores):
-            self._tiers.expect(command.stores.keys)
+        if self._tiers is not None:
+            self._tiers.expect([*command.stores.keys, *command.computed.keys])
         self._peers.tell(Kind.COMMAND, content)
 
     # --- blocks of lower tiers

@@ -65,6 +65,19 @@ class PartBytes:
         """Returns the bytes of another part of the same blocks."""
         return PartBytes(part, self.vector_bytes, self.scale_bytes)
 
+    def of_layers(self, layers: range) -> list[slice]:
+        """Returns where a block has the bytes of some of its layers: numbers, and scales."""
+        first = layers.start - self.part.layers.start
+        pieces = []
+        begin = 0
+        for each in (self.vector_bytes, self.scale_bytes):
+            size = len(self.part.heads) * each
+            if size:
+                start = begin + first * size
+                pieces.append(slice(start, start + len(layers) * size))
+            begin += len(self.part.layers) * size
+        return pieces
+
     def take(self, block: np.ndarray, part: BlockPart, into: np.ndarray) -> None:
         """Copies a part of a block [bytes] uint8 to `into` [bytes of that part]."""
         for whole, piece in self._pairs(block, part, into):

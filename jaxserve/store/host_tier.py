@@ -17,6 +17,7 @@ from jaxserve.cache.block_events import Medium
 from jaxserve.cache.tier_events import TierEvents
 from jaxserve.clock import Clock
 from jaxserve.store.backing import BackingTiers
+from jaxserve.store.filling import Filling
 from jaxserve.store.host_index import HostIndex, Placed
 from jaxserve.store.host_memory import HostBlocks
 from jaxserve.store.tally import Bandwidth, Tally
@@ -43,6 +44,7 @@ class HostTier:
         self._events = events
         self._behind = behind
         self._index = HostIndex(blocks.slots)
+        self._filling: dict[bytes, Filling] = {}
         self._expected: Counter[bytes] = Counter()  # how often each block is on its way
         # notified when a block was put, or was not
         self._changed = threading.Condition(threading.Lock())
@@ -91,30 +93,60 @@ class HostTier:
         """Stores a block that `fill` writes to the array [block_bytes] uint8 that it is given.
         until: see `HostIndex`. False where it is here already or there is no room. Errors: those of
         `fill`; then it is not stored."""
+        filling = self.begin(key, until)
+        if filling is None:
+            return False
+        try:
+            fill(filling.view)
+        except BaseException:
+            self.abandon(filling)
+            raise
+        self.commit(filling)
+        return True
+
+    def begin(self, key: bytes, until: float) -> Filling | None:
+        """Gives a block a slot, to be filled and then either committed or abandoned. until: see
+        `HostIndex`. None where it is here already or there is no room."""
         with self._changed:
             placed = self._index.reserve(key, self._clock.now(), until)
             if placed is None:
-                return False
+                return None
             leaving = self._let_go(placed)
+            filling = Filling(key, placed.slot, self.blocks.view(placed.slot))
+            self._filling[key] = filling
         try:
-            try:
-                self._move_behind(placed)
-            finally:
-                self.settle(leaving)
-            fill(self.blocks.view(placed.slot))
-            self.blocks.seal(placed.slot, key)
+            self._move_behind(placed)
         except BaseException:
-            with self._changed:
-                self._index.forget(key)
-                self._note([key])
-                self._changed.notify_all()
+            self.abandon(filling)
             raise
+        finally:
+            self.settle(leaving)
+        return filling
+
+    def grow(self, fillings: Sequence[Filling]) -> None:
+        """Notes that the next part of each of these blocks is in its slot."""
         with self._changed:
-            self._index.commit(key)
-            self._note([key])
+            for filling in fillings:
+                filling.parts += 1
+            self._changed.notify_all()
+
+    def commit(self, filling: Filling) -> None:
+        """Notes that a block is whole."""
+        self.blocks.seal(filling.slot, filling.key)
+        with self._changed:
+            del self._filling[filling.key]
+            self._index.commit(filling.key)
+            self._note([filling.key])
             self._tally.add("stored")
             self._changed.notify_all()
-        return True
+
+    def abandon(self, filling: Filling) -> None:
+        """Gives the slot of a block away that will not be whole."""
+        with self._changed:
+            del self._filling[filling.key]
+            self._index.forget(filling.key)
+            self._note([filling.key])
+            self._changed.notify_all()
 
     def _let_go(self, placed: Placed) -> list[bytes]:
         """Lists the block that leaves for the disk, if one does: it is expected until it is there.
@@ -177,6 +209,23 @@ class HostTier:
             self.bandwidth.seen(into.nbytes, self._clock.now() - began)
         return right
 
+    def read_part(self, key: bytes, number: int, part: Sequence[slice], into: np.ndarray) -> bool:
+        """Copies part `number`, the bytes `part`, of a block that is being filled to the same bytes
+        of `into`; False where the part is not there, and where the block is whole. What is copied
+        is not checked."""
+        with self._changed:
+            filling = self._filling.get(key)
+        if filling is None or filling.parts <= number:
+            return False
+        for some in part:
+            into[some] = filling.view[some]
+        return True
+
+    def parts(self, key: bytes) -> int:
+        """Counts the parts that are there of a block that is being filled; 0 for any other."""
+        filling = self._filling.get(key)
+        return 0 if filling is None else filling.parts
+
     def wait(self, ready: Callable[[], bool], seconds: float) -> bool:
         """Waits until `ready`, which is asked again when a block was put or was not; False where
         that takes longer."""
@@ -207,3 +256,5 @@ class HostTier:
         """Checks the invariants. Errors: AssertionError with what differs."""
         with self._changed:
             self._index.check(self.blocks.slots)
+            for key in self._filling:
+                assert self._index.filling(key), "a block is filled that has no slot"

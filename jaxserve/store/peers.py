@@ -40,6 +40,16 @@ class OfferedBlocks(Protocol):
 class BlockExporter(OfferedBlocks, Protocol):
     """Blocks that are in this process."""
 
+    @property
+    def layer_groups(self) -> Sequence[range]:
+        """Layers of a block in the groups in which they come, one after the other; none where
+        blocks only come whole."""
+
+    def read_layers(self, key: bytes, group: int, into: np.ndarray, seconds: float) -> bool:
+        """Copies what a group of layers has of a block that is on its way to its place in `into`
+        [layout.bytes] uint8, waiting for it at most so long; False where it did not come, and where
+        the block is whole. It is not checked, as `read` checks the whole block."""
+
     def read(self, key: bytes, into: np.ndarray, seconds: float) -> bool:
         """Copies a block to `into` [layout.bytes] uint8, waiting for it at most so long, longer
         only where it is on its way from the devices (not with 0); False where it did not come."""

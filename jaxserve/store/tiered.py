@@ -21,6 +21,7 @@ from jaxserve.cache.tiers import Fetched, Lookup, LowerTiers, TierCounts
 from jaxserve.clock import Clock
 from jaxserve.store.backing import BackingTiers
 from jaxserve.store.disk import DiskBlocks
+from jaxserve.store.filling import Filling
 from jaxserve.store.host_index import NORMAL, PASSING
 from jaxserve.store.host_memory import HostBlocks
 from jaxserve.store.host_tier import HostTier
@@ -122,6 +123,10 @@ class TieredBlocks(LowerTiers):
         it is not stored."""
         return self.host.put(key, fill, self._until(retention))
 
+    def begin(self, key: bytes, retention: int = NORMAL_RETENTION) -> Filling | None:
+        """Gives a block a slot of host memory, see `HostTier.begin`."""
+        return self.host.begin(key, self._until(retention))
+
     def _until(self, retention: int) -> float:
         """The clock second until which a block of this retention stays, see `HostIndex`."""
         if retention == EPHEMERAL:
@@ -160,6 +165,19 @@ class TieredBlocks(LowerTiers):
             return True
         self._tally.add("missed")
         return False
+
+    def read_part(
+        self, key: bytes, number: int, part: Sequence[slice], into: np.ndarray, seconds: float
+    ) -> bool:
+        """Copies a part of a block that is on its way, see `HostTier.read_part`; waits for it at
+        most so long, for another than the first only while the block is on its way."""
+
+        def over() -> bool:
+            lost = number and not self.host.holds(key)
+            return lost or self.host.parts(key) > number or self._arrived(key)
+
+        self.host.wait(over, seconds)
+        return self.host.read_part(key, number, part, into)
 
     def wait(self, key: bytes, seconds: float) -> bool:
         return self.host.wait(lambda: self._arrived(key), seconds)

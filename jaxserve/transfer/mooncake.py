@@ -14,7 +14,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,8 @@ class MooncakePlane:
     or 'tcp'. send_bytes: of the source's staging memory. Errors: TransferError where the engine is
     not installed or does not start.
     """
+
+    writes = False
 
     def __init__(
         self,
@@ -169,6 +171,11 @@ class MooncakePlane:
         start = data.ctypes.data - self._staged.ctypes.data
         check_range("data", start, data.nbytes, self._staged.size)
         return f"{self._address}@{data.ctypes.data:x}"
+
+    def write(
+        self, pieces: Sequence[tuple[int, np.ndarray]], window: Window, seconds: float
+    ) -> None:
+        raise TransferError("pieces", "readers of this plane bring what is exposed")
 
     def close(self) -> None:
         """Waits for reads under way, CLOSE_SECONDS at most. Memory stays registered as long as the

@@ -25,11 +25,13 @@ TRANSFERS = (TCP, MOONCAKE)  # values of --transfer
 class Plane(Protocol):
     """Moves blocks between replicas. All methods may be called by any thread.
 
-    name: by which both sides agree on it. memory: the reader's, uint8 [bytes], whose parts it
-    lends. address: at which others reach this process by it.
+    name: by which both sides agree on it. writes: whether the source writes into windows, so that
+    `write` may be called. memory: the reader's, uint8 [bytes], whose parts it lends. address: at
+    which others reach this process by it.
     """
 
     name: str
+    writes: bool
     memory: np.ndarray
 
     @property
@@ -62,6 +64,13 @@ class Plane(Protocol):
         """Makes staged bytes, uint8 [bytes], those at `offset` of a window. Returns "" once they
         are there, else the place from which the reader is to bring them; then `data` stays as it is
         until it has. Errors: TransferError, also where it takes longer than `seconds`."""
+        ...
+
+    def write(
+        self, pieces: Sequence[tuple[int, np.ndarray]], window: Window, seconds: float
+    ) -> None:
+        """Writes staged bytes, each uint8 [bytes], at offsets of a window; returns when they are
+        there. Errors: as of `expose`."""
         ...
 
     def close(self) -> None: ...

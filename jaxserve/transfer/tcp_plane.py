@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from jaxserve.transfer.plane import TCP, Arrival, Staging
-from jaxserve.transfer.protocol import TransferError, Window
+from jaxserve.transfer.protocol import Ticket, TransferError, Window
 from jaxserve.transfer.tcp import TcpTransfer
 
 RELEASE_SECONDS = 1.0  # for a write to end, once its time is over
@@ -17,6 +17,7 @@ class TcpPlane:
     """A `Plane` over a `TcpTransfer`, which is closed with it."""
 
     name = TCP
+    writes = True
 
     def __init__(self, transfer: TcpTransfer):
         self.transfer = transfer
@@ -39,14 +40,22 @@ class TcpPlane:
         return Staging([np.empty(size, np.uint8)])
 
     def expose(self, data: np.ndarray, window: Window, offset: int, seconds: float) -> str:
-        ticket = self.transfer.write(window, offset, data, seconds)
+        self._finish(self.transfer.write(window, offset, data, seconds), seconds)
+        return ""
+
+    def write(
+        self, pieces: Sequence[tuple[int, np.ndarray]], window: Window, seconds: float
+    ) -> None:
+        self._finish(self.transfer.write_many(window, pieces, seconds), seconds)
+
+    def _finish(self, ticket: Ticket, seconds: float) -> None:
+        """Waits until a write is over. Errors: TransferError."""
         fault = self.transfer.wait(ticket, seconds + RELEASE_SECONDS)
         if fault is None:
             raise TransferError("write", "is not over in time")
         self.transfer.release(ticket)
         if fault:
             raise TransferError("write", fault)
-        return ""
 
     def close(self) -> None:
         self.transfer.close()

@@ -19,6 +19,7 @@ from jaxserve.cache.tiers import Fetch, SourceBlocks
 from jaxserve.engine.command import (
     NO_SAMPLING,
     NO_STEP,
+    VERSION,
     CommandCodec,
     CommandError,
     StepCommand,
@@ -122,7 +123,7 @@ def same(a: StepCommand, b: StepCommand) -> bool:
             rests = ([each._replace(places=0) for each in fetches] for fetches in (one, two))
             if operator.ne(*rests):
                 return False
-        elif field.name == "stores":
+        elif field.name in ("stores", "computed"):
             if one.keys != two.keys:
                 return False
             pairs = [
@@ -164,7 +165,7 @@ def test_bytes_give_the_result_back(data):
     for ours, theirs in pairs:
         assert ours.dtype == theirs.dtype and np.array_equal(ours, theirs)
     whole = codec.encode_result(result)
-    for damaged in (whole[:-1], b"\x07" + whole[1:], b""):
+    for damaged in (whole[:-1], bytes([VERSION + 1]) + whole[1:], b""):
         with pytest.raises(CommandError):
             codec.decode_result(damaged)
 
@@ -196,7 +197,7 @@ def test_bytes_give_the_command_back(data):
         temperature=0.5, logit_bias={3: 1.5, 9: -2.0}, frequency_penalty=0.25, stop_token_ids=[4]
     )
     launches = admissions(params, 1, 2, np.arange(1500), [5, 5], 7, (1,))
-    stores = data.draw(st.integers(0, 4))
+    stores = lambda n: PageStores(ints(n), ints(n), ints(n), [rng.bytes(16)] * n)
     command = StepCommand(
         number=data.draw(st.integers(0, 2**31 - 1)),
         shape=index,
@@ -204,7 +205,8 @@ def test_bytes_give_the_command_back(data):
         variant=data.draw(st.integers(-2, 3)),
         reset=data.draw(st.booleans()),
         admissions=tuple(launches[: data.draw(st.integers(0, 2))]),
-        stores=PageStores(ints(stores), ints(stores), ints(stores), [rng.bytes(16)] * stores),
+        stores=stores(data.draw(st.integers(0, 4))),
+        computed=stores(data.draw(st.integers(0, 4))),
         loads=ints(data.draw(st.integers(0, 2)), 4),
         fetches=tuple(fetches(ints, rng)[: data.draw(st.integers(0, 3))]),
         table_updates=ints(data.draw(st.integers(0, 5)), 5),

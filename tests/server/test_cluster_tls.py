@@ -39,6 +39,7 @@ class Blocks:
     """A replica's blocks, all of which there are."""
 
     layout = LAYOUT
+    layer_groups = ()
 
     def want(self, keys: Sequence[bytes]) -> None:
         pass

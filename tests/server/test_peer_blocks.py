@@ -45,6 +45,7 @@ class Blocks:
     """A `BlockExporter` that the tests fill by hand. live: ids of requests that compute blocks."""
 
     layout = LAYOUT
+    layer_groups = ()
 
     def __init__(self, have: Sequence[int] = ()):
         self.have = {key(number) for number in have}

@@ -91,6 +91,7 @@ class Blocks:
     """A replica's blocks, of which there are none."""
 
     layout = PartBytes(BlockPart(range(1), range(1)), 64)
+    layer_groups = ()
 
     def __init__(self) -> None:
         self.wanted = 0

@@ -33,6 +33,8 @@ class InProcessPlane:
     returns comes in their place, or, where that is a text, it is the fault.
     """
 
+    writes = False
+
     def __init__(self, memory, host="127.0.0.1", harm=lambda number, data: data, name=NAME):
         self.name = name
         self.memory = memory

@@ -41,6 +41,13 @@ class EngineConfig(Settings):
     lookahead: int = option(
         1, "steps that are issued before the tokens of the last one are read", low=0, high=8
     )
+    layer_groups: int = option(
+        1,
+        "groups into which the layers of a stage are cut: KV of a group goes to other replicas "
+        "while the layers behind it compute, at the cost of a launch a group in each step",
+        low=1,
+        high=64,
+    )
     hang_timeout: float = option(
         60.0,
         "seconds after which a step counts as hung, if it has also taken ten times as long as "
