@@ -190,7 +190,7 @@ class PageIo:
 
 
 class PartRead(NamedTuple):
-    """What was read of blocks of some layers, in host memory."""
+    """Pages of blocks as some layers have them, in host memory."""
 
     layers: range
     pages: KVPages
