@@ -37,6 +37,7 @@ from jaxserve.settings.options import Option
 from jaxserve.settings.schema import CacheConfig, EngineConfig, ModelSource, SchedulerConfig
 from jaxserve.store.peers import BlockStream
 from jaxserve.transfer import TcpTransfer, Ticket, Window
+from jaxserve.transfer.tcp_plane import TcpPlane
 
 OPTIONS = {
     "layer_groups": [
@@ -82,7 +83,7 @@ class Source:
         self.engine = build(config, progress=False, warm_up=False)
         self.engine.start()
         self.transfer = CountedTransfer()
-        service = BlockService(self.transfer)
+        service = BlockService([TcpPlane(self.transfer)])
         service.open(self.engine.block_exporter)
         server = ReplicaService(SECRET, blocks=service)
         self.address = f"127.0.0.1:{server.start('127.0.0.1:0')}"
@@ -94,8 +95,9 @@ class Source:
         keys = keys_of(self.engine, prompt)
         self.transfer.began.clear()
         job = f"{time.perf_counter()}"
-        stream = peers.open(KvSource(self.address, len(keys), job), keys, WAIT_SECONDS)
-        reading = Reading(stream, keys, self.engine.block_exporter.block_bytes)
+        layout = self.engine.block_exporter.layout
+        stream = peers.open(KvSource(self.address, len(keys), job), keys, WAIT_SECONDS, layout)
+        reading = Reading(stream, keys, layout.bytes)
         until = time.perf_counter() + WAIT_SECONDS
         while not self.engine.scheduler.cache.stores.wanted:
             assert time.perf_counter() < until, "the source hears of no wish"
@@ -193,7 +195,7 @@ def run(values: dict[str, Any]) -> int:
         cells = [f"{1e3 * statistics.median(each[name]):.1f}" for name in FIGURES[:-1]]
         spread = f"{cells[0]} ({1e3 * each['tail'][0]:.1f} to {1e3 * each['tail'][-1]:.1f})"
         rows.append((str(number), spread, *cells[1:], f"{statistics.median(each['early']):.0f}"))
-    print("\n".join(table(rows)))
+    print(table(rows[0], rows[1:]))
     keep(values, groups=found)
     idle = [number for number, rounds in found.items() if number > 1 and not rounds[-1]["early"]]
     if idle:
