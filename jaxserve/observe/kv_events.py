@@ -36,13 +36,17 @@ def block_hash(key: bytes) -> int:
 
 
 def block_stored(blocks: StoredBlocks, block_size: int) -> KvEvent:
-    """The event of blocks with their tokens. The salt stands with the first block of a prompt, as
-    vLLM has it."""
+    """The event of blocks with their tokens. The salt stands where each reader looks for it: with
+    the first block of a prompt for vLLM's, and in a field `cache_salt` of every event for Dynamo's
+    (lib/kv-router/src/zmq_wire), which hashes the salt with each block."""
     assert blocks.tokens is not None
     first = blocks.parent is None
     extra_keys: list[list[str] | None] = [None] * len(blocks.keys)
-    if first and blocks.salt:
-        extra_keys[0] = [blocks.salt]
+    salted: KvEvent = {}
+    if blocks.salt:
+        salted["cache_salt"] = blocks.salt
+        if first:
+            extra_keys[0] = [blocks.salt]
     return {
         "type": "BlockStored",
         "block_hashes": [block_hash(key) for key in blocks.keys],
@@ -55,6 +59,7 @@ def block_stored(blocks: StoredBlocks, block_size: int) -> KvEvent:
         "extra_keys": extra_keys,
         "group_idx": 0,
         "kv_cache_spec_kind": "full_attention",
+        **salted,
     }
 
 

@@ -24,6 +24,7 @@ class BlockStored(Event):
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
+    cache_salt: str | None = None  # Dynamo's, not vLLM's, whose own types pass over it
 
 
 class BlockRemoved(Event):
