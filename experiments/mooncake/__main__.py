@@ -49,7 +49,7 @@ PAPER = Paper(
     },
     given=OPTIONS,
     settings_of=MooncakeSettings.of,
-    together=(("table4", "6"), ("17", "18")),
+    together=(("17", "18"),),
     others={
         "2": "a drawing",
         "3": "a drawing",

@@ -1,4 +1,4 @@
-"""The overloaded clusters of Table 4 and Figure 6: who is refused, and what the load of the nodes
+"""The overloaded clusters of Table 4: who is refused, and what the load of the nodes
 does meanwhile.
 
 At the paper's setting our decode nodes are far from overload: their predicted time between tokens

@@ -34,6 +34,9 @@ POLICIES: dict[str, AdmissionPolicy] = {
     "baseline": AdmissionPolicy((check_ttft,), (check_tbt_now,)),
     "early": AdmissionPolicy(ADMISSION["early"], (check_tbt_now,)),
     "predicted": AdmissionPolicy(ADMISSION["predicted"], (check_tbt_now,)),
+    # the paper's words for the last two: what is accepted is decoded
+    "early, once": AdmissionPolicy(ADMISSION["early"]),
+    "predicted, once": AdmissionPolicy(ADMISSION["predicted"]),
 }
 
 

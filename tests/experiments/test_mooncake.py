@@ -59,7 +59,11 @@ def in_suite(name: str):
 def test_a_figure_in_miniature_gives_csv_and_table(made, tmp_path, monkeypatch):
     settings = TINY if made.name in CLUSTERS else SMALL
     rows = made_small(made, settings, tmp_path, monkeypatch)
-    assert all(math.isfinite(claim.ours(rows)) for claim in made.claims)
+    finite = [math.isfinite(claim.ours(rows)) for claim in made.claims]
+    if made.name == "fig6":
+        assert not any(finite), "a dozen requests are no overload: nothing is to be said of it"
+    else:
+        assert all(finite)
 
 
 # --- the cache
