@@ -322,6 +322,26 @@ def test_a_stream_that_is_closed_while_it_waits_takes_no_place(stack, peers, mon
     assert_nothing_left(peers, source)
 
 
+def test_memory_goes_to_the_stream_that_was_opened_first(stack, monkeypatch):
+    """Processes of one replica open streams in the same order, and each needs what all bring."""
+    monkeypatch.setattr(peer_blocks, "STAGING_BYTES", BLOCK)
+    monkeypatch.setattr(peer_blocks, "WINDOW_BYTES", BLOCK)
+    peers = PeerReplicas(SECRET)
+    stack.callback(peers.close)
+    source = Source(stack, range(2))
+    first, second = (asked(peers, source.of(), [number]) for number in range(2))
+    came = []
+    into = np.empty((2, BLOCK), np.uint8)
+    reading = threading.Thread(target=lambda: came.append(second.read(key(1), into[1])))
+    reading.start()
+    assert first.read(key(0), into[0]) and not came
+    first.close()
+    reading.join(SOON)
+    assert came == [True] and (into[1] == content(key(1))).all()
+    second.close()
+    assert_nothing_left(peers, source)
+
+
 def test_closing_ends_a_read_that_waits(stack, peers):
     source = Source(stack)
     source.blocks.live.add("job")
