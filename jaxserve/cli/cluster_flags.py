@@ -36,7 +36,8 @@ TRANSFER = Option(
     TCP,
     "how KV comes from other replicas and goes to them: over TCP, with the cluster's secret and "
     "the encryption of --tls_cert (tcp); between replicas that have it, by the Mooncake Transfer "
-    "Engine (mooncake), over RDMA if the machine has it, which needs --insecure for it has neither",
+    "Engine (mooncake) or NIXL (nixl), over RDMA if the machine has it; these have neither, and "
+    "need --insecure",
     choices=TRANSFERS,
 )
 CLUSTER_CA = Option(

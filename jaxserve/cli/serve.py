@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
@@ -22,7 +23,7 @@ from jaxserve.group.member import Member, this_member
 from jaxserve.settings.flags import Command
 from jaxserve.settings.schema import ConfigError, ServerConfig
 from jaxserve.settings.schema.engine import SERVED
-from jaxserve.transfer.plane import TCP
+from jaxserve.transfer.plane import MOONCAKE, NIXL, TCP
 
 log = logging.getLogger(__name__)
 
@@ -107,10 +108,10 @@ def _check_replica_flags(values: dict[str, Any], config: ServerConfig) -> None:
 def _faster(transfer: str) -> Any:
     """Returns what makes the plane of --transfer, of memory and a host; None for tcp."""
     from jaxserve.transfer.mooncake import MooncakePlane, own_protocol
+    from jaxserve.transfer.nixl import NixlPlane
 
-    if transfer == TCP:
-        return None
-    return lambda memory, host: MooncakePlane(memory, host, own_protocol())
+    mooncake = functools.partial(MooncakePlane, protocol=own_protocol())
+    return {MOONCAKE: mooncake, NIXL: NixlPlane}.get(transfer)
 
 
 def worker_port(values: dict[str, Any], member: Member, own_host: str) -> Any:

@@ -6,8 +6,9 @@ travels to the sender by whatever they talk (gRPC). What the bytes mean, and whe
 
     plane      `Plane`: one way for blocks from a source to a reader, and which one both choose
     tcp_plane  `TcpPlane`, the default: the source writes into the reader's window
-    mooncake   `MooncakePlane`: the reader brings blocks by the Mooncake Transfer Engine, where that
-               is installed
+    mooncake, nixl  `MooncakePlane`, `NixlPlane`: the reader brings blocks by these engines, where
+               they are installed
+    reading_plane  what the two have in common
     staging_pool  registered memory of a source, shared by its streams
     rates      bytes per second by source and plane, as learnt
     failures   addresses and planes that failed lately

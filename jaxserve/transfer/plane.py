@@ -19,7 +19,8 @@ from jaxserve.transfer.protocol import Window
 
 TCP = "tcp"  # which every replica has
 MOONCAKE = "mooncake"
-TRANSFERS = (TCP, MOONCAKE)  # values of --transfer
+NIXL = "nixl"
+TRANSFERS = (TCP, MOONCAKE, NIXL)  # values of --transfer
 
 
 class Plane(Protocol):

@@ -4,7 +4,6 @@ that is taken before tcp."""
 from __future__ import annotations
 
 import contextlib
-import functools
 from pathlib import Path
 
 import pytest
@@ -22,17 +21,14 @@ from jaxserve.settings.schema import (
     ModelSource,
     SchedulerConfig,
 )
-from jaxserve.transfer.mooncake import MooncakePlane
 from tests.engine.harness import Runner, assert_empty
 from tests.engine.test_golden import submit
 from tests.engine.test_peers import ended
-from tests.transfer.planes import NAME, InProcessPlane, no_mooncake
+from tests.transfer.planes import NAME, InProcessPlane, engines
 from tests.waiting import eventually
 
 SECRET = b"of the tests of planes with the model"
 BLOCK = 16  # tokens
-MOONCAKE = functools.partial(MooncakePlane, send_bytes=64 << 20)
-without = no_mooncake()
 
 
 def replica(model: Path, peers: PeerReplicas) -> Engine:
@@ -46,16 +42,7 @@ def replica(model: Path, peers: PeerReplicas) -> Engine:
 
 
 @pytest.mark.parametrize(
-    "faster, name",
-    [
-        pytest.param(InProcessPlane, NAME, id=NAME),
-        pytest.param(
-            MOONCAKE,
-            "mooncake-tcp",
-            id="mooncake",
-            marks=pytest.mark.skipif(bool(without), reason=without),
-        ),
-    ],
+    "faster, name", [pytest.param(InProcessPlane, NAME, id=NAME), *engines(64 << 20)]
 )
 def test_the_first_layers_say_the_same_where_their_kv_comes_by_a_plane(
     faster, name, golden_first_layers, smollm2_first_layers

@@ -19,6 +19,7 @@ from jaxserve.server import block_service, part_stream, peer_blocks
 from jaxserve.server.peer_blocks import PeerReplicas
 from jaxserve.transfer import Plane, TransferError
 from jaxserve.transfer.mooncake import MooncakePlane
+from jaxserve.transfer.nixl import NixlPlane
 from tests.server.test_peer_blocks import (
     BLOCK,
     SECRET,
@@ -29,7 +30,7 @@ from tests.server.test_peer_blocks import (
     fetch,
     key,
 )
-from tests.transfer.planes import EXPOSED, NAME, InProcessPlane, no_mooncake
+from tests.transfer.planes import EXPOSED, NAME, InProcessPlane, engines
 from tests.transfer.proxies import Proxy, nothing
 from tests.waiting import SOON, eventually
 
@@ -203,74 +204,81 @@ def test_a_stream_goes_on_by_another_address_where_its_own_is_cut_on_the_way(sta
     assert_nothing_left(peers, offers)
 
 
-# --- the Mooncake Transfer Engine
+# --- engines that users may have
 
-needs_mooncake = pytest.mark.skipif(bool(no_mooncake()), reason=no_mooncake())
-
-
-def test_without_the_package_the_error_names_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "mooncake.engine", None)
-    with pytest.raises(TransferError, match="pip install mooncake-transfer-engine"):
-        MooncakePlane(np.empty(1, np.uint8))
+with_engines = pytest.mark.parametrize("faster, name", engines(SEND))
 
 
-@needs_mooncake
-def test_blocks_come_by_mooncake(stack, monkeypatch):
+@pytest.mark.parametrize(
+    "module, kind, package",
+    [
+        ("mooncake.engine", MooncakePlane, "pip install mooncake-transfer-engine"),
+        ("nixl._api", NixlPlane, "pip install nixl"),
+    ],
+)
+def test_without_its_package_the_error_of_a_plane_names_it(monkeypatch, module, kind, package):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(TransferError, match=package):
+        kind(np.empty(1, np.uint8))
+
+
+@with_engines
+def test_blocks_come_by_an_engine(stack, monkeypatch, faster, name):
     small_groups(monkeypatch)
-    mooncake = functools.partial(MooncakePlane, send_bytes=SEND)
-    peers, offers = reader(stack, mooncake), source(stack, mooncake)
-    assert came_by(peers, offers.of(), 100) == "mooncake-tcp"
-    assert peers.rates.of(offers.address, "mooncake-tcp")
+    peers, offers = reader(stack, faster), source(stack, faster)
+    assert came_by(peers, offers.of(), 100) == name
+    assert peers.rates.of(offers.address, name)
     assert came_by(reader(stack, None), offers.of(), 100) == "tcp"
     assert_nothing_left(peers, offers)
     eventually(lambda: not offers.planes[0].pool.used)
 
 
-@needs_mooncake
-def test_mooncake_with_another_secret_brings_nothing(stack):
-    mooncake = functools.partial(MooncakePlane, send_bytes=SEND)
-    offers = source(stack, mooncake, secret=b"another one, of some other cluster")
-    peers = reader(stack, mooncake)
+@with_engines
+def test_an_engine_brings_nothing_for_another_secret(stack, faster, name):
+    offers = source(stack, faster, secret=b"another one, of some other cluster")
+    peers = reader(stack, faster)
     assert fetch(peers, offers.of(), range(5)) == 0
     assert not offers.planes[0].pool.used and not peers.memory.any()
     assert_nothing_left(peers, offers)
 
 
 PROCESS = """
-import contextlib, functools, sys, time
+import contextlib, sys, time
 from tests.server.test_planes import *
 block_service.GROUP_BYTES = 2 * BLOCK
+faster = next(one.values[0] for one in engines(SEND) if one.values[1] == sys.argv[1])
 with contextlib.ExitStack() as stack:
-    offers = source(stack, functools.partial(MooncakePlane, send_bytes=SEND))
+    offers = source(stack, faster)
     offers.blocks.live.add("job")
     print("@@" + offers.address, flush=True)
-    time.sleep(100)
+    time.sleep(200)
 """
 
 
-@needs_mooncake
+@with_engines
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_mooncake_source_that_is_killed_or_stopped_ends_the_stream(stack, monkeypatch, number):
+def test_an_engines_source_that_is_killed_or_stopped_ends_the_stream(
+    stack, monkeypatch, number, faster, name
+):
     small_groups(monkeypatch)
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROCESS], stdout=subprocess.PIPE, text=True, env=os.environ
-    )
+    command = [sys.executable, "-c", PROCESS, name]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ)
     stack.callback(process.wait)
     stack.callback(process.kill)
     address = next(line[2:].strip() for line in process.stdout if line.startswith("@@"))
-    peers = reader(stack, functools.partial(MooncakePlane, send_bytes=SEND))
+    peers = reader(stack, faster)
     into = np.empty(BLOCK, np.uint8)
     keys = list(map(key, range(100)))
     with contextlib.closing(asked(peers, KvSource(address, 100, "job"), range(100))) as stream:
-        for number_read in range(7):
-            assert stream.read(keys[number_read], into)
-            assert (into == content(keys[number_read])).all()
-        assert stream.route.plane == "mooncake-tcp"
+        for last_read in range(7):
+            assert stream.read(keys[last_read], into)
+            assert (into == content(keys[last_read])).all()
+        assert stream.route.plane == name
         process.send_signal(number)
         began = time.monotonic()
-        while stream.read(keys[number_read + 1], into):
-            number_read += 1
-            assert (into == content(keys[number_read])).all()
-        assert number_read < 99, "it ended in the middle"
+        while stream.read(keys[last_read + 1], into):
+            last_read += 1
+            assert (into == content(keys[last_read])).all()
+        assert last_read < 99, "it ended in the middle"
     assert time.monotonic() - began < SOON
     assert_nothing_left(peers)

@@ -1,25 +1,45 @@
 """A plane like those that users have, within one process, and what may go wrong with it."""
 
+import functools
+import importlib
 import itertools
 import threading
 import time
 
 import numpy as np
+import pytest
 
 from jaxserve.transfer import Window
+from jaxserve.transfer.mooncake import MooncakePlane
+from jaxserve.transfer.nixl import NixlPlane
 from jaxserve.transfer.plane import Arrival, Staging
 from jaxserve.transfer.staging_pool import StagingPool
 
 NAME = "in-process"
 
 
-def no_mooncake():
-    """Why there is no Mooncake Transfer Engine; '' where there is one."""
+def missing(module):
+    """Why an engine is not there; '' where it is."""
     try:
-        import mooncake.engine  # noqa: F401
+        importlib.import_module(module)
     except ImportError as error:
-        return f"the Mooncake Transfer Engine is not installed: {error}"
+        return f"{module} is not installed: {error}"
     return ""
+
+
+def engine(kind, module, name, size):
+    """A parameter of tests: what makes an engine's plane with little memory, and its name."""
+    why = missing(module)
+    made = functools.partial(kind, send_bytes=size)
+    return pytest.param(made, name, id=name, marks=pytest.mark.skipif(bool(why), reason=why))
+
+
+def engines(size):
+    """The planes of engines that users may have installed, as parameters of tests."""
+    return [
+        engine(MooncakePlane, "mooncake.engine", "mooncake-tcp", size),
+        engine(NixlPlane, "nixl._api", "nixl", size),
+    ]
 
 
 EXPOSED = {}  # by place
