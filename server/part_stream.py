@@ -213,6 +213,8 @@ class BlocksSession:
         self.ended = False  # by this side
         self.take: Callable[[pb.Sent], None] = lambda sent: None
         self._channel = channel
+        self._handshakes = rpc.HandshakeStub(channel)  # see `CallerProof.begin`
+        self._blocks = rpc.BlocksStub(channel)
         self._said: queue.SimpleQueue[pb.BlocksAsked | None] = queue.SimpleQueue()
         self._heard: queue.SimpleQueue[pb.BlocksTold | StreamFault] = queue.SimpleQueue()
         self._heard_at = time.monotonic()
@@ -244,9 +246,8 @@ class BlocksSession:
         """Proves both sides' secrets; returns what the source is ready to send. Errors:
         StreamFault."""
         try:
-            proof = CallerProof.begin(self._channel, secret)
-            fetch = rpc.BlocksStub(self._channel).Fetch
-            told = proof.call(fetch, iter(self._said.get, None), STREAM_SECONDS)
+            proof = CallerProof.begin(self._handshakes, secret)
+            told = proof.call(self._blocks.Fetch, iter(self._said.get, None), STREAM_SECONDS)
         except RequestError as error:
             raise self._fault(str(error), error.status) from None
         listener = threading.Thread(

@@ -68,10 +68,12 @@ class CallerProof:
         self._nonce = secrets.token_bytes(NONCE_BYTES)
 
     @classmethod
-    def begin(cls, channel: grpc.Channel, secret: bytes) -> CallerProof:
-        """Asks the replica at the other end for a challenge. Errors: RequestError."""
+    def begin(cls, handshakes: rpc.HandshakeStub, secret: bytes) -> CallerProof:
+        """Asks the replica at the other end for a challenge. handshakes: made with the channel, for
+        gRPC ends the process where a stub is made once another thread has closed that. Errors:
+        RequestError."""
         try:
-            call = rpc.HandshakeStub(channel).Challenge(iter(()), timeout=HANDSHAKE_SECONDS)
+            call = handshakes.Challenge(iter(()), timeout=HANDSHAKE_SECONDS)
         except ValueError:
             raise RequestError("", "the connection was closed", "UNAVAILABLE") from None
         challenge = _metadata_value(call, CHALLENGE_KEY)

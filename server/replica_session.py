@@ -44,6 +44,8 @@ class ReplicaSession:
 
     def __init__(self, target: str, secret: bytes, authorities: Authorities | None = None):
         self._channel = open_channel(target, authorities)
+        self._handshakes = rpc.HandshakeStub(self._channel)  # see `CallerProof.begin`
+        self._replicas = rpc.ReplicaStub(self._channel)
         self._secret = secret
         self._commands: queue.SimpleQueue[pb.Command | None] = queue.SimpleQueue()
         self._reports: Any = iter(())
@@ -54,9 +56,8 @@ class ReplicaSession:
         """Proves to the replica that this side knows the secret, and has it prove the same.
         Errors: RequestError."""
         try:
-            proof = CallerProof.begin(self._channel, self._secret)
-            session = rpc.ReplicaStub(self._channel).Session
-            self._reports = proof.call(session, iter(self._commands.get, None))
+            proof = CallerProof.begin(self._handshakes, self._secret)
+            self._reports = proof.call(self._replicas.Session, iter(self._commands.get, None))
             proof.check(self._reports)
         except RequestError as error:
             raise self._ended(error) from None

@@ -35,6 +35,7 @@ from jaxserve.server.replica_messages import (
     submit_message,
 )
 from jaxserve.server.replica_service import ReplicaService
+from jaxserve.server.replica_session import ReplicaSession
 from jaxserve.text.structured_output import Guide, Guided, Guides
 from tests.replica.holders import Heard
 from tests.server.fakes import EOS, VOCAB, FakeReplica, FakeTokenizer, expected
@@ -267,6 +268,13 @@ def test_requests_at_a_silent_replica_end_with_that_cause(offered, monkeypatch):
     remote.submit(request(remote), heard)
     eventually(lambda: heard.ends)
     assert "is lost: it has said nothing for 3 s" in str(heard.end.error)
+
+
+def test_a_session_that_another_thread_has_ended_before_it_begins_says_why():
+    session = ReplicaSession("127.0.0.1:1", b"of a test without a replica")
+    session.end("it was silent")
+    with pytest.raises(RequestError, match="it was silent"):
+        session.open()
 
 
 def test_requests_of_a_caller_that_closes_are_cancelled(offered):

@@ -149,7 +149,7 @@ class Offered:
     def send(self, method: str, messages: list[bytes]) -> None:
         """Makes a call with these messages as bytes, and waits until it has ended."""
         with grpc.insecure_channel(self.target) as channel:
-            proof = CallerProof.begin(channel, SECRET)
+            proof = CallerProof.begin(rpc.HandshakeStub(channel), SECRET)
             call = proof.call(channel.stream_stream(method), iter(messages), ENDS_SECONDS)
             proof.check(call)
             with contextlib.suppress(grpc.RpcError):

@@ -98,7 +98,7 @@ def port():
 
 def test_a_proof_admits_one_call(port):
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-        proof = CallerProof.begin(channel, SECRET.encode())
+        proof = CallerProof.begin(rpc.HandshakeStub(channel), SECRET.encode())
         session = rpc.ReplicaStub(channel).Session
         first = proof.call(session, iter(queue.SimpleQueue().get, None))
         proof.check(first)
