@@ -99,7 +99,6 @@ class VirtualCluster:
         self._order = itertools.count()
         self._random = random.Random(spec.seed)
         self._token_bytes = spec.system.shape.kv_bytes_per_token()
-        self._layers = spec.system.shape.layers
         self._slo = spec.slo or (lambda prompt: Slo(spec.ttft, spec.tbt))
 
     @property
@@ -310,8 +309,10 @@ class VirtualCluster:
         blocks = record.prompt // self.spec.cache.block_size if self.spec.decode_caching else 0
         missing = record.prompt - node.prefix(passage.chain, blocks) * self.spec.cache.block_size
         size = missing * self._token_bytes
+        chunk = min(missing, self.spec.scheduler.chunk_tokens)
+        last = chunk * self._token_bytes / self.spec.layer_groups
         record.transferred = self.network.stream(
-            passage.prefill_on.number, node.number, size, begun, record.first, size / self._layers
+            passage.prefill_on.number, node.number, size, begun, record.first, last
         )
         self._at(record.transferred, lambda: self._decode(passage))
 

@@ -38,8 +38,8 @@ class Network:
         self, source: int, target: int, size: float, begun: float, now: float, last: float
     ) -> float:
         """Orders a transfer of what was made evenly from clock second `begun` to `now`, sent as it
-        was made; its last `last` bytes, one layer's, were made just now. Returns the clock second
-        at which it is done."""
+        was made; its last `last` bytes were made just now. Returns the clock second at which it is
+        done."""
         end = self.send(source, target, size, begun)
         end = max(end, now + self.latency + last / self.bytes_per_s)
         self._send_free[source] = max(self._send_free[source], end)

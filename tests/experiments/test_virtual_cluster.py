@@ -77,15 +77,22 @@ def test_equal_runs_give_equal_results():
     assert [r.prefill_on for r in other.records] != [r.prefill_on for r in first.records]
 
 
-def test_one_request_has_the_predicted_ttft_and_its_kv_follows_at_the_networks_pace():
-    prompt = 8192
-    slow = spec(PREFILL, DECODE, bytes_per_s=1e9)
+@pytest.mark.parametrize("layer_groups", [1, 4, SYSTEM.shape.layers])
+def test_one_request_has_the_predicted_ttft_and_its_kv_follows_as_layers_leave(layer_groups):
+    """One chunk: with one group its KV leaves when it ends, else all but the last group's before."""
+    prompt = 4096
+    moved = prompt * SYSTEM.shape.kv_bytes_per_token()
+    slow = spec(PREFILL, DECODE, bytes_per_s=1e9, layer_groups=layer_groups)
     (record,) = run(slow, [Arrival(0.0, prompt, 3)]).records
     assert record.ttft == pytest.approx(record.predicted_ttft, rel=0.02)
-    seconds = prompt * SYSTEM.shape.kv_bytes_per_token() / 1e9
-    assert record.transferred == pytest.approx(seconds, rel=0.01), "sent as it is made"
-    (quick,) = run(spec(PREFILL, DECODE), [Arrival(0.0, prompt, 3)]).records
-    assert 0 < quick.transferred - quick.first < 0.01
+    seconds = moved / 1e9
+    expected = max(seconds, record.first + seconds / layer_groups)
+    assert record.transferred == pytest.approx(expected, rel=0.01)
+    (quick,) = run(
+        spec(PREFILL, DECODE, layer_groups=layer_groups), [Arrival(0.0, prompt, 3)]
+    ).records
+    tail = moved / layer_groups / 87e9
+    assert tail <= quick.transferred - quick.first < tail + 0.005
 
 
 def test_a_prefix_is_fetched_from_the_replica_that_has_it_and_is_on_both_then():
