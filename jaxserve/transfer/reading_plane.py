@@ -1,7 +1,7 @@
 """Planes by which the reader brings blocks with the one-sided reads of an engine, from a source's
-registered staging memory into his own.
+registered staging memory into its own.
 
-It is the reader who brings bytes, since he knows when they have come; bytes that come after an
+It is the reader that brings bytes, since it knows when they have come; bytes that come after an
 error find their block's checksum.
 """
 
