@@ -21,6 +21,7 @@ from jaxserve.cache.published import PublishedBlocks
 from jaxserve.cache.table_updates import TableUpdates
 from jaxserve.cache.tiers import LowerTiers, SourceBlocks
 from jaxserve.lanes.dealing import PromptLanes
+from jaxserve.lanes.groups import group_around
 from jaxserve.lanes.layout import SequenceLayout
 from jaxserve.lanes.moves import PageMoves, Rebalance, regroup
 from jaxserve.lanes.placement import PLACEMENTS, UNLIMITED
@@ -231,6 +232,13 @@ class CacheManager:
             blocks -= len(pages)
         return self.placement.dealt_over(home, blocks)
 
+    def prefill_lanes(self, slot: int) -> Sequence[int]:
+        """Returns the lanes that compute the slot's prompt where no plan says so: those over which
+        it is dealt out, or those of the group that has its blocks, whichever are more."""
+        layout = self.layouts[slot]
+        around = group_around(layout.home, int(self.group_size[slot]))
+        return max(around, layout.group, key=len)
+
     def admit(
         self,
         slot: int,
@@ -268,9 +276,12 @@ class CacheManager:
             available = self.pages.available()
         lane = layout.home
         first = len(layout.pages)
+        dealt = self.placement.dealt(layout, blocks) if available else []
         for block in range(first, first + blocks):
             if available:
-                lane = self.placement.next_lane(layout, available)
+                lane = dealt[block - first] if dealt else lane
+                if not (dealt and available[lane]):
+                    lane = self.placement.next_lane(layout, available)
                 available[lane] -= 1
             page = self.pages.allocate(lane)
             self.moves.cancel(page)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -192,12 +193,16 @@ def _ring(batch: Batch, chunks: list[LongChunk], width: int, block: int) -> tupl
 def _settled(
     chunk: LongChunk, start: int, block_lane: np.ndarray, width: int, block: int
 ) -> list[LaneSlice]:
-    """Cuts a chunk where lanes change and where whole rows from the start of the sequence end.
-    block_lane: lane of each block that its tokens fall in."""
+    """Cuts a chunk where lanes change, and what a lane has in a row where rows of `width` tokens
+    end. block_lane: lane of each block that its tokens fall in."""
     first = start // block
     changes = (np.flatnonzero(np.diff(block_lane)) + 1 + first) * block - start
-    row_ends = np.arange(width - start % width, chunk.length, width)
-    ends = np.unique(np.concatenate([changes, row_ends, [chunk.length]])).tolist()
+    stretches = [0, *changes.tolist(), chunk.length]
+    ends = [
+        min(row + width, stop)
+        for begin, stop in itertools.pairwise(stretches)
+        for row in range(begin, stop, width)
+    ]
     rows = []
     offset = 0
     for end in ends:

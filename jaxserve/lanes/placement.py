@@ -16,6 +16,9 @@ from jaxserve.lanes.layout import SequenceLayout
 
 UNLIMITED = 2**31  # blocks of a sequence on a lane
 NODE_LANES = 8  # that a node has at most: beyond, links are slow
+# history, as a multiple of new tokens, after which a lane that computes the last of these has at
+# most a seventh more pairs of query and key than the mean
+EVEN_HISTORY = 3
 
 
 class Placement:
@@ -54,6 +57,12 @@ class Placement:
         """Returns the number of segments of a dealt prompt of `blocks` blocks whose lanes are drawn
         one by one; 0 where blocks are dealt evenly."""
         return 0
+
+    def dealt(self, layout: SequenceLayout, blocks: int) -> list[int]:
+        """Returns the lanes for the next `blocks` blocks of `layout`, those of one chunk, in their
+        order; none where `next_lane` chooses them one by one, as it does for a block whose lane has
+        no page."""
+        return []
 
     def next_lane(self, layout: SequenceLayout, available: list[int]) -> int:
         """Returns the lane for the block behind those of `layout`, whose key `layout.key` gives.
@@ -96,8 +105,11 @@ class Striped(Grow):
     """Goes stripe by stripe over the lanes of the group, for prompts that are dealt out; `Grow` for
     others.
 
-    The prompt's last block is at home, where the token after it is sampled; decoded blocks go round
-    the group, whatever its lanes hold.
+    Each chunk is dealt out for itself, wherever in the prompt it is: whole rounds of stripes, and
+    of what is left an equal piece for each lane. So all lanes have as much to compute, of few new
+    tokens too, and hold as much: odd blocks go to lanes that hold less. The prompt's last block is
+    at home, where the token after it is sampled; decoded blocks go round the group, whatever its
+    lanes hold.
     """
 
     help = (
@@ -110,38 +122,83 @@ class Striped(Grow):
     def dealt_over(self, home: int, blocks: int) -> tuple[int, ...]:
         return tuple(range(self.lanes)) if blocks > self.limit else ()
 
-    def order(self, group: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the lanes of consecutive stripes; behind the last the first comes again."""
-        return group
+    def rounds(self, before: int, blocks: int, lanes: int) -> int:
+        """Returns how many pieces each lane gets of the last `blocks` blocks of a chunk, which are
+        fewer than two stripes for each of `lanes` lanes; `before`: blocks of the sequence before
+        these."""
+        return 1 if blocks <= lanes * self.stripe else 2
+
+    def order(self, lanes: list[int], rounds: int) -> list[int]:
+        """Returns the lanes of consecutive pieces, in `rounds` rounds."""
+        return lanes * rounds
+
+    def dealt(self, layout: SequenceLayout, blocks: int) -> list[int]:
+        if not layout.group or layout.decoding:
+            return []
+        first = len(layout.pages)
+        count = len(layout.group)
+        sizes, rounds = self._pieces(first, blocks, count)
+        places = self.order([*range(count)], rounds)[: len(sizes)]
+        lanes = self._lanes_of_places(layout, places, sizes)
+        if first + blocks == layout.prompt_blocks and layout.home in lanes:
+            here = lanes.index(layout.home)
+            lanes[here], lanes[places[-1]] = lanes[places[-1]], layout.home
+        return [lanes[place] for place, size in zip(places, sizes) for _ in range(size)]
+
+    def _lanes_of_places(
+        self, layout: SequenceLayout, places: list[int], sizes: list[int]
+    ) -> list[int]:
+        """Returns the lane of each place in the order: a place that gets more blocks than others
+        is for a lane that holds fewer. places: of pieces of `sizes` blocks."""
+        count = len(layout.group)
+        blocks = [0] * count
+        for place, size in zip(places, sizes):
+            blocks[place] += size
+        most_first = sorted(range(count), key=lambda place: -blocks[place])
+        lanes = [0] * count
+        for place, lane in zip(most_first, sorted(layout.group, key=layout.by_lane.__getitem__)):
+            lanes[place] = lane
+        return lanes
+
+    def _pieces(self, first: int, blocks: int, lanes: int) -> tuple[list[int], int]:
+        """Returns the blocks of each piece of a chunk of `blocks` blocks from number `first` on,
+        and the number of rounds that they take."""
+        whole, left = divmod(blocks, 2 * lanes * self.stripe)
+        sizes = [self.stripe] * (2 * lanes * whole)
+        rounds = 2 * whole
+        if left:
+            more = self.rounds(first + blocks - left, left, lanes)
+            size, larger = divmod(left, more * lanes)
+            sizes += [size + 1] * larger + [size] * (more * lanes - larger if size else 0)
+            rounds += more
+        return sizes, rounds
 
     def next_lane(self, layout: SequenceLayout, available: list[int]) -> int:
-        order = self.order(layout.group)
-        if not order:
-            return super().next_lane(layout, available)
-        block = len(layout.pages)
-        if layout.decoding:
+        if layout.group and layout.decoding:
             lane = next_of_round(layout, available)
-        elif block == layout.prompt_blocks - 1:
-            lane = layout.home
-        else:
-            lane = order[block // self.stripe % len(order)]
-        if lane is None or not available[lane]:
-            return super().next_lane(layout, available)
-        return lane
+            if lane is not None:
+                return lane
+        return super().next_lane(layout, available)
 
 
 class Zigzag(Striped):
     """Goes stripe by stripe over the lanes of the group and back again, for prompts that are dealt
     out; `Grow` for others.
 
-    So each lane has as many early tokens as late ones, which see all before them: causal attention
-    takes every lane equally long (context parallel paper, 3.5.1).
+    So each lane has as many early tokens of a chunk as late ones, which see all before them: causal
+    attention takes every lane equally long (context parallel paper, 3.5.1). Of few tokens after
+    many each lane has one piece: they see about as much wherever they are.
     """
 
     help = "the same, but there and back again"
 
-    def order(self, group: tuple[int, ...]) -> tuple[int, ...]:
-        return group + group[::-1]
+    def rounds(self, before: int, blocks: int, lanes: int) -> int:
+        if before < EVEN_HISTORY * blocks:
+            return 2
+        return super().rounds(before, blocks, lanes)
+
+    def order(self, lanes: list[int], rounds: int) -> list[int]:
+        return [*lanes, *reversed(lanes)] * (rounds // 2) + lanes * (rounds % 2)
 
 
 class RoundRobin(Placement):

@@ -94,8 +94,8 @@ def test_a_sequence_goes_where_its_prefix_lies_if_its_chunk_fits_there():
 @pytest.mark.parametrize(
     ("placement", "right"),
     [
-        ("striped", [0, 0, 1, 1, 2, 2, 0, 0, 1, 1, 2, 2, 1, 0]),
-        ("zigzag", [0, 0, 1, 1, 2, 2, 2, 2, 1, 1, 0, 0, 1, 0]),
+        ("striped", [1, 1, 0, 0, 2, 2, 1, 1, 0, 0, 2, 2, 1, 0]),
+        ("zigzag", [1, 1, 0, 0, 2, 2, 2, 2, 0, 0, 1, 1, 1, 0]),
     ],
 )
 def test_a_prompt_that_one_lane_shall_not_hold_is_dealt_out_and_ends_at_home(placement, right):

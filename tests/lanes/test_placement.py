@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.cache import CacheManager
+from jaxserve.cache import CacheManager, LaneRules
 from jaxserve.lanes.groups import group_sizes, lanes_of
 from jaxserve.settings.schema import CacheConfig
 from tests.examples import examples
@@ -76,6 +76,58 @@ def test_lanes_of_a_group_get_equally_many_decoded_blocks_but_for_one(batch, cou
             counts = [by_lane[lane] for lane in group]
             assert max(counts) - min(counts) <= 1
             assert all(one != other for one, other in zip(came, came[1:]))
+
+
+def pairs_of_lanes(cache: CacheManager, first: int, stop: int) -> np.ndarray:
+    """Pairs of query and key of each lane, of the tokens of blocks `first` to before `stop`."""
+    size = cache.block_size
+    lanes = cache.layouts[0].lanes_of(first, stop)
+    ends = np.arange(first, stop) * size + (size + 1) / 2  # keys that a token sees, on average
+    return np.bincount(lanes, ends * size, cache.pages.lanes)
+
+
+@given(
+    st.sampled_from([2, 4, 8]),
+    st.lists(st.integers(1, 40), max_size=3),
+    st.integers(1, 12),
+    st.integers(0, 7),
+)
+@settings(max_examples=examples(200), deadline=None)
+def test_a_chunk_is_as_much_work_on_each_lane_wherever_it_begins(lanes, history, each, home):
+    """`each` blocks for each lane, after chunks of any length (context parallel paper, 3.5.1)."""
+    chunks = [*history, each * lanes]
+    cache = CacheManager(
+        CacheConfig(block_size=16, pages=sum(chunks), lane_tokens=1, placement="zigzag"),
+        lanes,
+        1,
+        rules=LaneRules(stripe=4),
+    )
+    cache.admit(0, NONE, home % lanes, sum(chunks) + 1)
+    for blocks in chunks:
+        cache.extend(0, blocks)
+        held = cache.blocks_per_lane[0]
+        assert held.max() - held.min() <= 1
+    last = cache.layouts[0].lanes_of(sum(history), sum(chunks))
+    assert np.bincount(last, minlength=lanes).tolist() == [each] * lanes
+    pairs = pairs_of_lanes(cache, sum(history), sum(chunks))
+    if each % 2 == 0 or sum(history) >= 3 * each * lanes:
+        assert pairs.max() <= 1.15 * pairs.mean()
+
+
+@pytest.mark.parametrize("history", [0, 64, 1024, 1040, 8192])
+def test_the_last_256_tokens_of_a_prompt_are_work_of_all_of_eight_lanes(history):
+    blocks = (history + 256) // 16
+    config = CacheConfig(block_size=16, pages=blocks, lane_tokens=1, placement="zigzag")
+    cache = CacheManager(config, 8, 1, rules=LaneRules(stripe=4))
+    cache.admit(0, NONE, 3, blocks)
+    for chunk in (blocks - 16, 16):
+        cache.extend(0, chunk)
+    pairs = pairs_of_lanes(cache, blocks - 16, blocks)
+    assert pairs.max() <= 1.15 * pairs.mean()
+    assert cache.layouts[0].last_lane == 3  # home, where the token after it is sampled
+    cache.extend(0, 40)
+    held = cache.blocks_per_lane[0]
+    assert held.max() - held.min() <= 1, "what is decoded goes on evenly"
 
 
 def test_lanes_below_the_limit_share_what_is_decoded_until_the_next_lane_must_join():
