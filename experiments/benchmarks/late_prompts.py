@@ -1,5 +1,5 @@
-"""Compares rules for prompts that can no longer have their first token in time: where
-the policy `slack` puts them.
+"""Compares rules for prompts that can no longer have their first token in time, and for the share
+of a long prompt's steps that shorter ones get.
 
 python -m experiments.benchmarks.late_prompts --json=late_prompts.json
 
@@ -38,7 +38,12 @@ SYSTEM = System(shape_of("llama3-8b"), "a100", MeshConfig(tp=8, spp=2))
 POLICY = POLICIES["slack"]
 LOG_PATIENCE = 5.66
 SPARED_SHARE = 0.1
-SHARING = {"unshared": 0.0, "shared": 0.95}
+# settings of the scheduler by the name of a way of sharing; ramped: over the whole TTFT budget
+SHARING: Mapping[str, Mapping[str, float]] = {
+    "unshared": {"sharing": 0.0},
+    "shared": {},
+    "ramped": {"sharing_ramp": 1.0},
+}
 
 
 def spared(view: PromptView) -> np.ndarray:
@@ -82,6 +87,7 @@ RULES: Mapping[str, Policy] = {
     "logarithmic": Policy(POLICY.help, logarithmic, POLICY.forecast),
     "in-turns": Policy(POLICY.help, in_turns, POLICY.forecast),
     "spared": Policy(POLICY.help, spared, POLICY.forecast),
+    "first": POLICIES["relative-slack"],
 }
 
 OPTIONS = {
@@ -89,8 +95,11 @@ OPTIONS = {
         Option("rules", str, ",".join(RULES), f"as NAME,NAME: {', '.join(RULES)}"),
         Option("mixes", str, "medha-5,medha-10", "mixes of lengths, as NAME,NAME"),
         Option("rates", str, "0.5,0.75,1.25", "requests per second, as N,N"),
-        Option("sharing", str, "unshared,shared", "whether prompts share steps"),
+        Option(
+            "sharing", str, "unshared,shared", f"whether prompts share steps: {', '.join(SHARING)}"
+        ),
         Option("requests", int, 300, "requests of a run", 1),
+        Option("until", float, None, "seconds after which a run is cut off; default: never", 0.0),
         Option("seeds", str, "11,12", "of arrivals and lengths, as N,N"),
     ],
     "running": [
@@ -119,13 +128,14 @@ def run(values: dict[str, Any]) -> int:
     ]
     check(cases)
     seeds = [int(seed) for seed in words(values["seeds"])]
-    runs = [(case, seed, values["requests"]) for seed in seeds for case in cases]
+    until = math.inf if values["until"] is None else values["until"]
+    runs = [(case, seed, values["requests"], until) for seed in seeds for case in cases]
     found: dict[Case, list[RequestRecord]] = {case: [] for case in cases}
     with (
         ProcessPoolExecutor(values["jobs"], multiprocessing.get_context("spawn")) as pool,
         progress_bar("simulating", len(runs), sys.stderr.isatty()) as step,
     ):
-        for (case, _, _), records in zip(runs, pool.map(records_of, *zip(*runs))):
+        for (case, *_), records in zip(runs, pool.map(records_of, *zip(*runs))):
             found[case] += records
             step("")
     summaries = {case: summary(records) for case, records in found.items()}
@@ -150,18 +160,21 @@ def check(cases: list[Case]) -> None:
             raise ConfigError("rules" if name == "rule" else name, said)
 
 
-def records_of(case: Case, seed: int, requests: int) -> list[RequestRecord]:
+def records_of(
+    case: Case, seed: int, requests: int, until: float = math.inf
+) -> list[RequestRecord]:
     """One run, in a process of its own: the rule takes the place of the policy."""
     POLICIES["slack"] = RULES[case.rule]
     scheduler, cache = configs({option.name: option.default for option in scheduling_options()})
-    scheduler = dataclasses.replace(scheduler, sharing=SHARING[case.sharing])
+    scheduler = dataclasses.replace(scheduler, **SHARING[case.sharing])
     arrivals = parse(f"poisson:mix={case.mix}", qps=case.rate, requests=requests, seed=seed)
-    return execute(SYSTEM.replica(scheduler, cache), arrivals).records
+    return execute(SYSTEM.replica(scheduler, cache), arrivals, until=until).records
 
 
 def summary(records: list[RequestRecord]) -> dict[str, float]:
-    """Seconds to first tokens of short and long prompts, shares that were in time, and the most
-    times its budget that one of them took."""
+    """Seconds to first tokens of short and long prompts, completions that ended, shares that were
+    in time, and the most times its budget that one of them took. A request that has no first token
+    when its run is cut off counts as having waited until then, and as late."""
     figures: dict[str, float] = {}
     for kind in ("short", "long"):
         mine = [record for record in records if record.kind == kind]
@@ -172,10 +185,15 @@ def summary(records: list[RequestRecord]) -> dict[str, float]:
         for percent in (50, 90, 99):
             figures[f"{kind}_p{percent}"] = float(np.percentile(ttft, percent))
         figures[f"{kind}_max"] = float(ttft.max())
-        figures[f"{kind}_in_time"] = float((need <= 1).mean())
+        figures[f"{kind}_ended"] = sum(record.reason == "length" for record in mine)
+        figures[f"{kind}_in_time"] = float(np.mean([in_time(record) for record in mine]))
         figures[f"{kind}_most_budgets"] = float(need.max())
-    figures["in_time"] = sum(record.first <= record.due for record in records) / len(records)
+    figures["in_time"] = sum(map(in_time, records)) / len(records)
     return figures
+
+
+def in_time(record: RequestRecord) -> bool:
+    return bool(record.output) and record.first <= record.due
 
 
 # column, figure, how it is written
@@ -184,7 +202,9 @@ COLUMNS = (
     ("P99", "short_p99", "{:.2f}"),
     ("most", "short_max", "{:.1f}"),
     ("in time", "short_in_time", "{:.1%}"),
-    ("long P90", "long_p90", "{:.0f}"),
+    ("long P50", "long_p50", "{:.0f}"),
+    ("P90", "long_p90", "{:.0f}"),
+    ("ended", "long_ended", "{:.0f}"),
     ("budgets", "long_most_budgets", "{:.1f}"),
     ("in time", "long_in_time", "{:.1%}"),
     ("all in time", "in_time", "{:.1%}"),
@@ -210,6 +230,6 @@ COMMAND = Command(OPTIONS, run, __doc__.partition("\n")[2])
 if __name__ == "__main__":
     sys.exit(
         command_line(
-            "late_prompts", "where the policy slack puts late prompts", COMMAND, sys.argv[1:]
+            "late_prompts", "where late prompts go, and who shares steps", COMMAND, sys.argv[1:]
         )
     )

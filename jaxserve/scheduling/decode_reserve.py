@@ -19,7 +19,8 @@ UNKNOWN_TOKENS = 256  # that a completion is taken to put out until one has ende
 class DecodeReserve:
     """Predicts the pages: each sequence goes on for as long as completions do on average, and no
     longer than it may. share: of all pages, the most that are kept free; with 0 a page for each
-    decode, and decodes may have to be preempted."""
+    decode. Below 1 decodes may have to be preempted; with 1 each sequence has pages for all that it
+    may put out, whatever others did on average, and none is ever preempted."""
 
     def __init__(
         self, cache: CacheManager, slots: SlotTable, lengths: CompletionLengths, share: float
@@ -28,6 +29,7 @@ class DecodeReserve:
         self._slots = slots
         self._lengths = lengths
         self._most = int(share * cache.total)
+        self._certain = share == 1.0
 
     def by_slot(self) -> np.ndarray:
         """Pages [slots] of the sequences that run, beside those of their prompts."""
@@ -49,8 +51,10 @@ class DecodeReserve:
     def _growth(self, start: Any, limit: Any) -> Any:
         """Predicts pages from position `start` to the end of a sequence, at `limit` at last."""
         size = self._cache.block_size
-        tokens = self._lengths.remaining
-        if tokens == math.inf:
-            tokens = UNKNOWN_TOKENS
-        end = np.minimum(start + tokens, limit)
+        end = limit
+        if not self._certain:
+            tokens = self._lengths.remaining
+            if tokens == math.inf:
+                tokens = UNKNOWN_TOKENS
+            end = np.minimum(start + tokens, limit)
         return np.maximum(-(-end // size) - -(-start // size), 0)

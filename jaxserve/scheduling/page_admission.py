@@ -3,12 +3,13 @@
 A prompt is admitted when there are pages for all of it and for what it is expected to put out,
 beside those promised to what was admitted before and those that decodes are expected to take
 (`decode_reserve`): so no prefill has to preempt another, and no decode is preempted as long as
-completions are no longer than expected. Where nothing else runs, its prompt has to fit. Large
-prompts leave a part of all pages to small ones. A large prompt that is first in the order and does
-not fit claims the pages that come free: until it is admitted, small prompts together hold no more
-than their part, with what they are expected to put out, even those that rank before it. So a
-document that does not fit yet holds up no chat, and no stream of chats keeps a document out. No
-large prompt passes another that waits for pages, and no small one another small one.
+completions are no longer than expected, with a reserve of 1 never. Where nothing else runs, its
+prompt has to fit. Large prompts leave a part of all pages to small ones. A large prompt that is
+first in the order and does not fit claims the pages that come free: until it is admitted, small
+prompts together hold no more than their part, with what they are expected to put out, even those
+that rank before it. So a document that does not fit yet holds up no chat, and no stream of chats
+keeps a document out. No large prompt passes another that waits for pages, and no small one another
+small one.
 
 The blocks that a prompt finds when it comes are promised to it while it waits: prompts are admitted
 beside them. Where one does not fit, promises to prompts that are due later are given up, and where
@@ -246,7 +247,7 @@ class PageAdmission:
         cache = self.cache
         small = self.is_small(sequence)
         blocks = cache.blocks(sequence.prefill_len)
-        growth = self._growth(sequence)
+        growth = self.decode_reserve.of(sequence)  # also where nothing ran beside it so far
         self._spare -= blocks - len(pages) + cache.pages.evictable(pages) + growth
         if small:
             self._of_small += blocks - self._held_by_small.among(pages) + growth

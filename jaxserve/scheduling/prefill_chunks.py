@@ -152,7 +152,7 @@ class PrefillChunks:
         sequence.plan = first.plan
         if start or first.plan:
             sequence.prefill_seconds_left = step.seconds_left(sequence, start)
-        step.count_pending(sequence, candidate.place.home)
+        step.count_pending(sequence, self.cache.prefill_lanes(sequence.slot))
         if sequence.started_at is None:
             sequence.started_at = step.now
             sequence.cached_tokens = start

@@ -30,8 +30,6 @@ from jaxserve.settings.schema import SchedulerConfig
 MAX_SHARERS_TRIED = 64  # prompts looked at for a long prompt's step
 MAX_PROMPTS_DECIDED = 64  # that a scheduler over the pool is asked about
 MAX_MISSES = 4  # prompts in a row for which the step had no time left: then no more are tried
-# share of its TTFT budget that a prompt has used up when it may take all of `config.sharing`
-FULL_SHARE_AT = 1 / 32
 
 
 class PrefillPacker:
@@ -133,7 +131,7 @@ class PrefillPacker:
         reserve = int(np.count_nonzero(self.slots.phase == DECODE))
         step = PrefillStep(config, now, budget, reserve, [0.0] * len(budget.lanes))
         for sequence in self.slots.prefilling:
-            step.count_pending(sequence, int(self.cache.home[sequence.slot]))
+            step.count_pending(sequence, self.cache.prefill_lanes(sequence.slot))
         self.admission.begin(reserve)
         if not reserve:
             self._preempt_for_oldest()
@@ -219,14 +217,16 @@ class PrefillPacker:
 
     def _share(self, step: PrefillStep, sequence: Sequence) -> float:
         """Returns the share of a long prompt's step that this sequence may use: more of
-        `config.sharing` the more of its time to the first token is used up."""
+        `config.sharing` the more of its time to the first token is used up, all of it when that is
+        `config.sharing_ramp` (Medha 4.2)."""
         slack = relative_slack(
             step.now,
             sequence.request.arrival,
             sequence.ttft_deadline,
             sequence.prefill_seconds_left,
         )
-        return step.config.sharing * min(1.0, max(0.0, 1 - float(slack)) / FULL_SHARE_AT)
+        used = max(0.0, 1 - float(slack))
+        return step.config.sharing * min(1.0, used / step.config.sharing_ramp)
 
     def _length(self, step: PrefillStep, candidate: ChunkCandidate, limit: float) -> int:
         """Returns the tokens of the chunk with which the step takes at most `limit` seconds."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -46,10 +47,10 @@ class PrefillStep:
             return lanes
         return [lane for lane in lanes if lane in homes] or lanes
 
-    def count_pending(self, sequence: Sequence, home: int) -> None:
-        """Counts what is left of a prompt as work of the lanes that will do it: all that are part
-        of its plan, until that has ended."""
-        for lane in sequence.plan[-1].lanes if sequence.plan else (home,):
+    def count_pending(self, sequence: Sequence, lanes: Iterable[int]) -> None:
+        """Counts what is left of a prompt as work of each lane that will take part: all that are
+        part of its plan, until that has ended; `lanes` where it has none (Medha 4.3)."""
+        for lane in sequence.plan[-1].lanes if sequence.plan else lanes:
             self.pending[lane] += sequence.prefill_seconds_left
 
     def seconds_left(self, sequence: Sequence, start: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
@@ -25,13 +26,15 @@ def test_figures_by_hand():
         *(record("short", number, 2.0, 1.0) for number in range(9)),
         record("short", 9.0, 2.0, 16.0),
         record("long", 0.0, 100.0, 150.0),
+        dataclasses.replace(record("long", 0.0, 200.0, 150.0), output=0, reason="unfinished"),
     ]
     found = summary(records)
     assert (found["short_p50"], found["short_max"], found["short_in_time"]) == (1.0, 16.0, 0.9)
     assert (found["long_most_budgets"], found["long_in_time"]) == (1.5, 0.0)
-    assert found["in_time"] == 9 / 11
+    assert found["long_ended"] == 1 and found["short_ended"] == 10
+    assert found["in_time"] == 9 / 12
     text = shown({Case("medha-5", 0.5, "shared", "behind"): found})
-    assert "medha-5 0.5/s shared" in text and "81.8%" in text
+    assert "medha-5 0.5/s shared" in text and "75.0%" in text
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)

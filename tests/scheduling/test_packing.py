@@ -12,7 +12,6 @@ import pytest
 
 from jaxserve.costs.coefficients import Costs
 from jaxserve.scheduling import Batch
-from jaxserve.scheduling.prefill_packing import FULL_SHARE_AT
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 from tests.scheduling.fakes import Replica
 
@@ -176,13 +175,14 @@ def test_the_less_is_left_of_a_long_prompt_the_shorter_are_its_guests():
         assert (2 in shares(replica.step())) == rides
 
 
+@pytest.mark.parametrize("ramp", [1 / 32, 1.0])
 @pytest.mark.parametrize("pressing", [0.5, 0.75, 1.0, 9.0])
-def test_guests_have_a_share_of_the_time_that_grows_as_theirs_runs_out(pressing):
+def test_guests_have_a_share_of_the_time_that_grows_as_theirs_runs_out(pressing, ramp):
     """The step has 0.99 s. The work of a guest takes a hundredth of the second that each is given;
-    one that has used up FULL_SHARE_AT of it gets all that guests may have, which is a half."""
-    replica = decoding(made(sharing=0.5), 10)
+    one that has used up the ramp's part of it gets all that guests may have, which is a half."""
+    replica = decoding(made(sharing=0.5, sharing_ramp=ramp), 10)
     ask(replica, 2000, *[10] * 60)
-    replica.now += pressing * FULL_SHARE_AT - 0.01
+    replica.now += pressing * ramp - 0.01
     tokens = sum(length for number, length in shares(replica.step()).items() if number > 10)
     assert 495 * min(1, pressing) - 4 < tokens <= 495 * min(1, pressing)
 

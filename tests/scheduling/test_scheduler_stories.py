@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 
 from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Accepted, Finished, Logprobs, Progress, Token
+from jaxserve.costs.coefficients import Costs
 from jaxserve.scheduling.batch_reader import StepResults
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 from tests.scheduling.fakes import EOS, Replica, chunks, expected
@@ -229,6 +232,81 @@ def test_decodes_are_preempted_by_choice_only(share, preempted):
     assert (replica.scheduler.slots.preemptions > 0) == preempted
 
 
+def uneven(seed: int, **fields) -> Replica:
+    """Completions of 4 tokens or, a quarter of them, of 80, run to their end in 24 pages."""
+    dice = random.Random(seed)
+    replica = Replica(
+        SchedulerConfig(max_seqs=4, chunk_tokens=128, **fields),
+        CacheConfig(block_size=4, pages=24, prefix_caching=False),
+    )
+    for number in range(60):
+        length = dice.choice([4, 4, 4, 80])
+        replica.add(PROMPT[: 3 + number % 5], max_tokens=length, ignore_eos=True)
+    replica.drain()
+    replica.check_answers()
+    return replica
+
+
+@pytest.mark.parametrize(("seed", "by_mean"), [(0, 6), (1, 11), (2, 11)])
+def test_no_decode_is_preempted_where_pages_are_kept_for_all_that_is_put_out(seed, by_mean):
+    """By their mean length alone sequences are preempted here, as often as docs/overload.md says
+    (Medha 4.2)."""
+    assert uneven(seed, decode_reserve=1.0).scheduler.slots.preemptions == 0
+    assert uneven(seed).scheduler.slots.preemptions == by_mean
+
+
+def test_a_prompt_admitted_in_the_same_step_leaves_pages_for_the_answer_of_the_first_one():
+    """Alone the first may put out what it likes; its answer counts for those behind it at once."""
+    replica = Replica(
+        SchedulerConfig(max_seqs=4, chunk_tokens=128, decode_reserve=1.0),
+        CacheConfig(block_size=4, pages=4, prefix_caching=False),
+    )
+    for first in (1, 2):
+        replica.add([first] * 4, max_tokens=9, ignore_eos=True)
+    assert chunks(replica.step()) == [(0, 0, 4, "last")]
+    replica.drain()
+    replica.check_answers()
+    assert replica.scheduler.slots.preemptions == 0
+
+
+def test_a_spread_prompt_is_pending_work_of_all_its_lanes():
+    """Prompts that come later get homes on lanes that compute no part of it, as long as these have
+    less to do (Medha 4.3)."""
+    config = SchedulerConfig(
+        chunking="adaptive",
+        policy="slack",
+        max_seqs=64,
+        chunk_tokens=256,
+        min_chunk=16,
+        step_time=0.25,
+        ttft=2.0,
+        ttft_stretch=3.0,
+        tpot=1.0,
+    )
+    cache = CacheConfig(block_size=16, pages=400, prefix_caching=False, lane_tokens=4096)
+    costs = Costs(layers=1, linear_token=0.001)
+    replica = Replica(config, cache, MeshConfig(kvp=4), max_len=100_000, costs=costs)
+    replica.add([1] * 8000, max_tokens=1, ignore_eos=True)
+    batch = replica.step()
+    while batch.group_size.max() == 1:
+        replica.now += batch.seconds
+        batch = replica.step()
+    assert batch.lane.tolist() == [0] and batch.group_size.tolist() == [2]
+    replica.add([2] * 600, max_tokens=1, ignore_eos=True)
+    replica.add([3] * 600, max_tokens=1, ignore_eos=True)
+    for number in range(5):
+        replica.add([4 + number] * 40, max_tokens=1, ignore_eos=True)
+    homes = {}
+    for _ in range(5):
+        batch = replica.step()
+        assert 0 in batch.seq, "the spread prompt goes on"
+        homes |= zip(batch.seq.tolist(), batch.lane.tolist())
+    assert sorted(homes) == list(range(8))
+    assert homes.pop(0) == 0 and set(homes.values()) == {2, 3}
+    replica.drain()
+    replica.check_answers()
+
+
 def test_a_preempted_decode_prefills_what_it_has_said_and_goes_on():
     replica = tight(4)
     replica.add(PROMPT[:4], max_tokens=9, ignore_eos=True)
@@ -247,7 +325,7 @@ def test_a_preempted_decode_prefills_what_it_has_said_and_goes_on():
 
 def test_of_two_decodes_that_need_a_page_the_younger_leaves_and_asks_for_none():
     replica = Replica(
-        SchedulerConfig(max_seqs=4, chunk_tokens=128),
+        SchedulerConfig(max_seqs=4, chunk_tokens=128, decode_reserve=0.0),
         CacheConfig(block_size=4, pages=4, prefix_caching=False),
     )
     for first in (1, 2):

@@ -51,6 +51,14 @@ class SchedulerConfig(Objectives):
         low=0,
         high=1,
     )
+    sharing_ramp: float = option(
+        1 / 32,
+        "share of its time to the first token that a shorter prompt has used up when it may take "
+        "all of sharing from a long one; until then it may take less in proportion, with 1 over "
+        "the whole of that time, as in Medha",
+        low=0.0001,
+        high=1,
+    )
     classes: str = option(
         "",
         "objectives of requests that name a class, as "
@@ -107,8 +115,8 @@ class SchedulerConfig(Objectives):
     decode_reserve: float = option(
         0.5,
         "largest share of all pages that is kept free for what running sequences will still put "
-        "out, as long as completions are on average; with less, more run at once, and decodes may "
-        "be preempted (0 to 1)",
+        "out, as long as completions are on average; with less, more run at once, and more decodes "
+        "are preempted; 1: for all that they may put out, and none is ever preempted (0 to 1)",
         low=0,
         high=1,
     )
