@@ -64,7 +64,7 @@ class TierExporter:
         wishes: BlockWishes,
         tiers: TieredBlocks,
         layout: PartBytes,
-        layer_groups: Sequence[range],
+        layer_groups: Sequence[range] = (),
     ):
         self.layout = layout
         self.want = wishes.want
