@@ -33,12 +33,12 @@ class ClusterSpec:
     prefills keeps, in whatever memory; None: what fits on the devices. decode_tokens: the same of
     one that only decodes, which caches prefixes where decode_caching says so. bytes_per_s: of each
     node's network, in either direction (default: 87 GB/s, measured over four 200 Gbps NICs,
-    Mooncake 7.4.1). layer_groups: into which a replica's layers are cut: KV of a chunk leaves by
-    group, as live (1: when the chunk ends). name_tokens: first tokens of a prompt, by which a router that hashes knows its
-    prefix. completion: seconds that a sequence is taken to decode, for predictions. sample_every:
-    seconds between samples of the loads; None: none are taken. ratio: by which replicas that
-    prefill and those that decode change sides (Mooncake, 5.1); all of these have caches of
-    `cache_tokens` then; None: roles stay.
+    Mooncake 7.4.1). layer_groups: into which a replica's layers are cut: KV of a chunk leaves
+    by group, as live (1: when the chunk ends). name_tokens: first tokens of a prompt, by which
+    a router that hashes knows its prefix. completion: seconds that a sequence is taken to
+    decode, for predictions. sample_every: seconds between samples of the loads; None: none are
+    taken. ratio: by which replicas that prefill and those that decode change sides (Mooncake,
+    5.1); all of these have caches of `cache_tokens` then; None: roles stay.
     """
 
     system: System

@@ -79,7 +79,7 @@ def test_equal_runs_give_equal_results():
 
 @pytest.mark.parametrize("layer_groups", [1, 4, SYSTEM.shape.layers])
 def test_one_request_has_the_predicted_ttft_and_its_kv_follows_as_layers_leave(layer_groups):
-    """One chunk: with one group its KV leaves when it ends, else all but the last group's before."""
+    """One chunk: with one group its KV leaves at its end, else all but the last group's before."""
     prompt = 4096
     moved = prompt * SYSTEM.shape.kv_bytes_per_token()
     slow = spec(PREFILL, DECODE, bytes_per_s=1e9, layer_groups=layer_groups)
