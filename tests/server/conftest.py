@@ -1,6 +1,7 @@
 import contextlib
 import functools
 import gc
+from collections.abc import Iterator
 
 import grpc
 import httpx
@@ -61,6 +62,13 @@ def started(stack: contextlib.ExitStack, engine=None, tokenizer=FakeTokenizer, *
     stack.callback(served.channel.close)
     stack.callback(served.client.close)
     return served
+
+
+@pytest.fixture
+def stack() -> Iterator[contextlib.ExitStack]:
+    """Ends what a test starts, the last first."""
+    with contextlib.ExitStack() as stack:
+        yield stack
 
 
 @pytest.fixture

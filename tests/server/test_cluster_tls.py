@@ -99,12 +99,6 @@ class Replica:
 
 
 @pytest.fixture
-def stack():
-    with contextlib.ExitStack() as stack:
-        yield stack
-
-
-@pytest.fixture
 def replica(tmp_path, stack):
     return Replica(tmp_path, stack)
 

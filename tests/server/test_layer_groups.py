@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -74,12 +73,6 @@ class Source:
 
     def of(self, prompt: list[int], job: str) -> KvSource:
         return KvSource(self.address, len(prompt) // BLOCK, job)
-
-
-@pytest.fixture
-def stack() -> Iterator[contextlib.ExitStack]:
-    with contextlib.ExitStack() as stack:
-        yield stack
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -121,12 +121,6 @@ class Group:
     def add(self, numbers: Sequence[int]) -> None:
         for worker in self.workers:
             worker.add(numbers)
-
-
-@pytest.fixture
-def stack() -> Iterator[contextlib.ExitStack]:
-    with contextlib.ExitStack() as stack:
-        yield stack
 
 
 @pytest.fixture

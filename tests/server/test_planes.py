@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -36,12 +36,6 @@ from tests.waiting import SOON, eventually
 
 Faster = Callable[[np.ndarray, str], Plane]
 SEND = 8 << 20  # bytes of staging memory of a source in these tests
-
-
-@pytest.fixture
-def stack() -> Iterator[contextlib.ExitStack]:
-    with contextlib.ExitStack() as stack:
-        yield stack
 
 
 def reader(stack: contextlib.ExitStack, faster: Faster | None) -> PeerReplicas:
