@@ -74,14 +74,6 @@ class PageIo:
 
     # --- from the devices
 
-    def read(self, places: np.ndarray) -> Iterator[BlocksRead]:
-        """Issues copies of pages out of the pools of all stages. places [n, 2] int32: lane,
-        page."""
-        for blocks in self.reads(places):
-            for stage in self.stages:
-                blocks.issue(stage)
-            yield blocks
-
     def reads(self, places: np.ndarray) -> Iterator[BlocksRead]:
         """Yields the blocks on pages, a launch's at a time, of which nothing is read yet. places
         [n, 2] int32: lane, page."""
