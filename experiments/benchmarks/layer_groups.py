@@ -2,9 +2,9 @@
 
     python -m experiments.benchmarks.layer_groups --groups=1,2,5,15,30 --json=layer_groups.json
 
-A replica computes a prompt in one chunk; over loopback sockets another process's part reads its
-blocks as they come. The tail is the time from the first token, when all layers have run, to the
-last block: what a replica that decodes would wait for. In each round all numbers of groups take
+A replica computes a prompt in one chunk; its blocks are read over loopback sockets as they come, by
+a thread of this process. The tail is the time from the first token, when all layers have run, to
+the last block: what a replica that decodes would wait for. In each round all numbers of groups take
 turns. Beside the tail: seconds of that step, and of a step that decodes one token, which has a
 launch for each group too. The verdict: with more than one group, parts were sent before the first
 token."""

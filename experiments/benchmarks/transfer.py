@@ -109,7 +109,7 @@ class PlanePair:
         assert found.startswith(plane), found
 
     def measure(self) -> dict[str, float]:
-        """As of `Engine`, for all blocks."""
+        """Moves all blocks once; returns what `metered` does."""
         fetch = functools.partial(self.sides[1].ask, "fetch", address=self.address)
         return metered(self.sides, fetch, self.gigabytes)
 
@@ -119,7 +119,7 @@ class PlanePair:
 
 
 def metered(sides: Sequence[Side], move: Callable[[], float], gigabytes: float) -> dict[str, float]:
-    """What a move that returns its seconds costs both sides, the sender and the receiver."""
+    """Measures what a move costs both sides, sender and receiver. move: returns its seconds."""
     meter = Meter(side.process.pid for side in sides)
     before = [side.ask("cpu") for side in sides]
     seconds = move()

@@ -34,7 +34,7 @@ SECRET = b"of the benchmark of planes"
 
 
 def layout_of(size: int) -> PartBytes:
-    """A layout of blocks of so many bytes."""
+    """Makes the layout of blocks of `size` bytes."""
     return PartBytes(BlockPart(range(1), range(1)), size)
 
 
