@@ -9,18 +9,20 @@ next one enters as soon as the one before has left it (Medha, 3.3). Sampled toke
 from __future__ import annotations
 
 import dataclasses
+import heapq
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
 
-from jaxserve.api.batch import Batch
+from jaxserve.api.batch import Batch, PageStores
 from jaxserve.api.errors import RequestError
 from jaxserve.api.request import Request
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.clock import VirtualClock
 from jaxserve.costs.predictor import Predictor
+from jaxserve.lab.simulate.tiers import VirtualTiers
 from jaxserve.observe.metric_rows import READ
 from jaxserve.replica.core import ReplicaCore
 from jaxserve.replica.info import ReplicaInfo
@@ -87,6 +89,7 @@ class VirtualReplica(ReplicaCore):
     come from one thread, the one that advances the clock, and sinks are called within them.
 
     cache: what the scheduler's cache was made with. lookahead: batches issued ahead of the stages.
+    Tiers below the scheduler's cache must be `VirtualTiers`, by whose clock the replica goes then.
     name, shape, platform: for `info`, the model and the kind of device that `scheduler` has the
     costs of.
     """
@@ -105,12 +108,17 @@ class VirtualReplica(ReplicaCore):
         platform: str = "virtual",
     ):
         info = _info(scheduler, cache, mesh, lookahead, name, shape, platform)
-        super().__init__(scheduler, info, cache, VirtualClock())
+        tiers = scheduler.cache.lower
+        assert tiers is None or isinstance(tiers, VirtualTiers)
+        clock = VirtualClock() if tiers is None else tiers.clock
+        super().__init__(scheduler, info, cache, clock)
         self.listeners: list[StepListener] = []
         self._depth = mesh.spp + lookahead  # batches in flight
         self._stages = mesh.spp
         self._pipeline = Pipeline(scheduler.predictor, mesh.spp, info.max_seqs)
         self._flights: deque[tuple[float, Batch]] = deque()  # when each leaves the last stage
+        self._tiers = tiers
+        self._fetched: list[tuple[float, int, int]] = []  # a heap: when, ticket and blocks
         # clock seconds at which the scheduler was last asked for batches and could have had news
         self._asked_at = self.clock.now()
         self._started = self._closed = False
@@ -123,7 +131,8 @@ class VirtualReplica(ReplicaCore):
             return NEVER
         read = self._flights[0][0] if self._flights else NEVER
         issue = self._issue_due
-        return min(read, max(issue, self.now()) if issue > self._asked_at else NEVER)
+        fetch = self._fetched[0][0] if self._fetched else NEVER
+        return min(read, fetch, max(issue, self.now()) if issue > self._asked_at else NEVER)
 
     def advance(self, to: float, *, through: bool = True) -> None:
         """Moves the clock to the second `to` and runs what is due by then; infinity: until nothing
@@ -143,8 +152,25 @@ class VirtualReplica(ReplicaCore):
         self.clock.advance(now)
         if self._flights and self._flights[0][0] <= now:
             self._read(now)
+        while self._fetched and self._fetched[0][0] <= now:
+            self._take_in(heapq.heappop(self._fetched), now)
         self._notify(self.scheduler.expire(now))
         self._issue()
+
+    def _take_in(self, fetched: tuple[float, int, int], now: float) -> None:
+        """Puts fetched blocks on their pages, if a sequence still waits for them."""
+        _, ticket, blocks = fetched
+        self._move_blocks(self.scheduler.cache.stores.take())
+        self.scheduler.fetches.arrived(ticket, blocks, True, now)
+
+    def _move_blocks(self, stores: PageStores) -> None:
+        """Moves blocks to the tiers below, and begins the fetches that were asked for."""
+        if self._tiers is None:
+            return
+        self._tiers.store(stores)
+        for fetch in self.scheduler.cache.below.take_fetches():
+            blocks, end = self._tiers.fetch(fetch)
+            heapq.heappush(self._fetched, (end, fetch.ticket, blocks))
 
     @property
     def _issue_due(self) -> float:
@@ -161,6 +187,7 @@ class VirtualReplica(ReplicaCore):
         self._asked_at = now = self.clock.now()
         while len(self._flights) < self._depth and self._issue_due <= now:
             batch = self.scheduler.start(now)
+            self._move_blocks(self.scheduler.cache.stores.take() if batch is None else batch.stores)
             if batch is None:
                 return
             start, end = self._pipeline.enter(now, batch)

@@ -20,6 +20,7 @@ from jaxserve.api.errors import RequestError
 from jaxserve.api.request import Request, Slo
 from jaxserve.checkpoint.model import ModelConfig, layers_of
 from jaxserve.checkpoint.zoo import MODELS
+from jaxserve.clock import VirtualClock
 from jaxserve.costs.coefficients import Costs
 from jaxserve.costs.experts import expert_seconds
 from jaxserve.costs.heads import heads_of
@@ -28,6 +29,7 @@ from jaxserve.lab.quotients import quotient
 from jaxserve.lab.simulate.arrival import Arrival, kind_of, to_request
 from jaxserve.lab.simulate.recorder import Outcome, Recorder, RequestRecord, span_of
 from jaxserve.lab.simulate.replica import VirtualReplica
+from jaxserve.lab.simulate.tiers import TierSizes, VirtualTiers
 from jaxserve.lanes.groups import group_sizes
 from jaxserve.lanes.rates import LaneLinks, Link
 from jaxserve.lanes.work import ITEM, Heads
@@ -44,7 +46,10 @@ NODE_DEVICES = 8  # of a node, unless said otherwise
 MEMORY_SHARE = 0.9  # of a device's memory, for weights and KV
 UNLIMITED = 2**31 - 1  # tokens of a sequence, but for the pages
 PLANNED_TOKENS = 2**19  # of the longest prompt that plans' latencies are fitted to
-TIERS = ("host_cache_gib", "disk_cache", "kv_store")  # settings of what is below the devices
+# bytes per second between a device and host memory, a node's 128 GB/s over its eight devices
+# (Mooncake, Table 1); and of a node's disk
+HOST_LINK = 16e9
+DISK = 3e9
 PERCENTILES = (50, 90, 99)
 
 
@@ -75,13 +80,10 @@ class System:
     expert_parallel: bool = False
 
     def with_cache(self, cache: CacheConfig) -> System:
-        """The system with what these settings say of memory and KV. Errors: ConfigError for tiers
-        below the devices, which are not simulated."""
-        for name in TIERS:
-            if getattr(cache, name):
-                raise ConfigError(
-                    name, f"{getattr(cache, name)}: nothing below the devices is simulated"
-                )
+        """The system with what these settings say of memory and KV. Errors: ConfigError for a store
+        that replicas share, which is not simulated."""
+        if cache.kv_store:
+            raise ConfigError("kv_store", f"{cache.kv_store}: no shared store is simulated")
         return dataclasses.replace(
             self,
             memory=cache.gpu_memory_utilization,
@@ -184,6 +186,29 @@ class System:
         layers = max(map(self.shape.paged_layers, stages))
         return max(0, int((free - states) / (layers * self.heads.kv_bytes)))
 
+    def tiers(self, cache: CacheConfig) -> VirtualTiers | None:
+        """Returns the tiers below the devices that these settings ask for; None without any. Of a
+        disk only its size counts: nothing is written. Errors: ConfigError where a block does not
+        fit."""
+        if not cache.host_cache_gib:
+            return None
+        token = self.heads.kv_bytes * self.mesh.tp * self.shape.paged_layers()
+        block_bytes = token * cache.block_size
+        _, disk = cache.disk_folder or (None, 0.0)
+        sizes = TierSizes(
+            block_bytes,
+            host=int(cache.host_cache_gib * 2**30 / block_bytes),
+            disk=int(disk * 2**30 / block_bytes),
+            # a block is on the devices of one lane
+            host_bytes_per_s=HOST_LINK * self.mesh.spp * self.mesh.tp,
+            disk_bytes_per_s=DISK,
+        )
+        if not sizes.host:
+            raise ConfigError(
+                "host_cache_gib", f"{cache.host_cache_gib:g} GiB: a block has {block_bytes} bytes"
+            )
+        return VirtualTiers(sizes, VirtualClock())
+
     def replica(
         self,
         scheduler: SchedulerConfig,
@@ -202,6 +227,7 @@ class System:
                 system.sizes(scheduler, cache),
                 system.profile,
                 CachedModel(ascending=self.shape.has_windows, states=self.shape.has_states),
+                system.tiers(cache),
             ),
             cache,
             self.mesh,

@@ -119,7 +119,11 @@ FLAGS = [
         "--baseline: loongserve knows no --classes",
     ),
     (["--kv_cache_dtype=int4"], "--kv_cache_dtype=int4: 'int4' is not one of auto, fp8"),
-    (["--host_cache_gib=4"], "--host_cache_gib: 4.0: nothing below the devices is simulated"),
+    (
+        ["--host_cache_gib=4", "--kv_store=mooncake://host:1"],
+        "--kv_store: mooncake://host:1: no shared store is simulated",
+    ),
+    (["--host_cache_gib=0.0001"], "--host_cache_gib: 0.0001 GiB: a block has "),
     # output
     (["--baseline=vllm"], "--baseline: 'vllm' is not one of sarathi-512, "),
     (["--baseline=lrs"], "--baseline: 'lrs' is slack-unshared now"),
@@ -204,7 +208,10 @@ PLAN = [
     (["--qps=0"], "--qps: must be above 0, not 0"),
     (["--plot=a.txt"], "--plot: 'a.txt' ends neither in .png nor in .svg"),
     (["--classes=chat:ttft=1"], "--classes: no request is of the class chat; requests are "),
-    (["--host_cache_gib=4"], "--host_cache_gib: 4.0: nothing below the devices is simulated"),
+    (
+        ["--host_cache_gib=4", "--kv_store=mooncake://host:1"],
+        "--kv_store: mooncake://host:1: no shared store is simulated",
+    ),
 ]
 
 
