@@ -10,6 +10,7 @@ import pandas as pd
 
 PRODUCTS = ("attn_pre_proj", "attn_post_proj", "mlp_up_proj", "mlp_down_proj")
 ELEMENTWISE = ("input_layernorm", "attn_rope", "post_attention_layernorm", "mlp_act", "add")
+PARTS = PRODUCTS + ELEMENTWISE
 
 
 def _read(data: Path, name: str) -> pd.DataFrame:
@@ -21,7 +22,7 @@ def _read(data: Path, name: str) -> pd.DataFrame:
 
 
 def linear(
-    data: Path, name: str, tp: int, parts: tuple[str, ...] = PRODUCTS + ELEMENTWISE
+    data: Path, name: str, tp: int, parts: tuple[str, ...] = PARTS
 ) -> tuple[np.ndarray, np.ndarray]:
     """Tokens, and seconds of these parts of one layer on one of `tp` ranks. name: a file, for
     example 'a100__Meta-Llama-3-8B__mlp'."""
@@ -68,3 +69,12 @@ def all_reduces(data: Path, device: str, ranks: int) -> tuple[np.ndarray, np.nda
         "size"
     )
     return table["size"].to_numpy(float), table["all_reduce.median"].to_numpy() * 1e-3
+
+
+def timings(data: Path, name: str) -> pd.DataFrame:
+    """Mean and standard deviation of the repeated times of a layer's parts, in milliseconds, a row
+    for each number of tokens and ranks; deviations of the parts are added up. name: as of
+    `linear`."""
+    columns = _read(data, name)[[f"{part}.{of}" for part in PARTS for of in ("mean", "std")]]
+    sums = {of: columns.filter(like=f".{of}").sum(axis=1) for of in ("mean", "std")}
+    return pd.DataFrame(sums)

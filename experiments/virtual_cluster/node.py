@@ -17,6 +17,7 @@ from jaxserve.cache.hashes import BlockHashes
 from jaxserve.cluster.assignments import Assignments
 from jaxserve.cluster.roles import RatioLimits, Role
 from jaxserve.cluster.routing import BALANCING_THRESHOLD, ROUTING, DecodeView
+from jaxserve.lab.simulate.replica import StagePassage
 from jaxserve.lab.simulate.run import System
 from jaxserve.settings.schema import CacheConfig, ConfigError, SchedulerConfig
 
@@ -95,13 +96,15 @@ class Node:
             pages=None if tokens is None else max(tokens // size, 2),
             prefix_caching=spec.cache.prefix_caching and (caches or spec.decode_caching),
         )
-        self.replica = spec.system.replica(spec.scheduler, cache)
+        noise = spec.system.noise.of(self.number)
+        system = dataclasses.replace(spec.system, noise=noise)
+        self.replica = system.replica(spec.scheduler, cache)
         self.replica.listeners.append(self)
         self.replica.start()
         self.predictor = self.replica.scheduler.predictor
 
-    def step_issued(self, batch: Batch, start: float, end: float) -> None:
-        self.busy += batch.seconds
+    def step_issued(self, batch: Batch, passage: StagePassage) -> None:
+        self.busy += passage.seconds
 
     def step_read(self, batch: Batch, now: float) -> None:
         """Nothing is to be noted."""

@@ -111,7 +111,7 @@ def test_it_is_simulated():
     issued = []
 
     class Checked:
-        def step_issued(self, batch, start, end):
+        def step_issued(self, batch, passage):
             issued.append(batch)
 
         def step_read(self, batch, now):

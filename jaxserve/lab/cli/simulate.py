@@ -16,6 +16,7 @@ from jaxserve.lab.quotients import cell
 from jaxserve.lab.simulate.arrival import Arrival, workload_summary
 from jaxserve.lab.simulate.baselines import BASELINES, POOLS, check_baseline, compare
 from jaxserve.lab.simulate.mixes import MIXES
+from jaxserve.lab.simulate.noise import REPEATED, SERVED, Noise
 from jaxserve.lab.simulate.recorder import Outcome, RequestRecord
 from jaxserve.lab.simulate.replica import VirtualReplica
 from jaxserve.lab.simulate.run import (
@@ -41,7 +42,8 @@ from jaxserve.settings.schema import (
 
 ABOUT = f"""\
 The scheduler and the cache are those that serve; a step takes as long as coefficients say that
-were fitted to public measurements of the GPU. All figures are simulated.
+were fitted to public measurements of the GPU, or with --noise as is drawn around that: scheduler
+and planner know the predictions alone. All figures are simulated.
 
 A workload is a generator or a file, which may end in .gz too:
 poisson:mix=NAME or burst:mix=NAME, with mixes {", ".join(MIXES)};
@@ -80,6 +82,15 @@ SYSTEM = [
         8,
     ),
     options_of(ModelSource)["enable_expert_parallel"],
+    Option(
+        "noise",
+        float,
+        0.0,
+        "spread of step times around their prediction: sigma of a lognormal factor of mean 1; "
+        f"kernels that are repeated have {REPEATED:g}, measured servers {SERVED:g}",
+        0,
+        1,
+    ),
 ]
 WORKLOAD = [
     Option("workload", str, "poisson:mix=medha-5", "file or generator, see above"),
@@ -92,7 +103,7 @@ WORKLOAD = [
     Option(
         "requests", int, None, "how many requests; default: all of a trace, 1000 of a generator", 1
     ),
-    Option("seed", int, 0, "of arrivals and lengths", 0),
+    Option("seed", int, 0, "of arrivals, lengths and noise", 0),
     Option("duration", float, None, "seconds after which what still runs is given up", 0.001),
 ]
 OUTPUT = [
@@ -130,6 +141,7 @@ def run(values: dict[str, Any]) -> int:
         values["gpu"],
         mesh_of(values["mesh"]),
         expert_parallel=values["enable_expert_parallel"],
+        noise=Noise(values["noise"], values["seed"]),
     )
     scheduler, cache = configs(values)
     arrivals = parse(
@@ -211,6 +223,7 @@ def report_of(
         "gpu": values["gpu"],
         "mesh": str(replica.info.mesh),
         "seed": values["seed"],
+        "noise": values["noise"],
         "kv_tokens_per_lane": replica.info.pages_per_lane * replica.info.block_size,
         "scheduler": dataclasses.asdict(scheduler),
         "workload": workload_summary(arrivals),

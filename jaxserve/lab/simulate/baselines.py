@@ -82,6 +82,7 @@ def compare(
         pool(system.with_cache(cache), **POOLS[name]),
         ttft,
         scheduler.max_seqs,
+        noise=system.noise,
     )
     server.run(arrivals, until)
     server.give_up(until)

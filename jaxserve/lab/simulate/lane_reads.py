@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from jaxserve.api.batch import Batch
+from jaxserve.lab.simulate.replica import StagePassage
 
 
 class LaneReads:
@@ -22,8 +23,8 @@ class LaneReads:
         self.windows: dict[int, np.ndarray] = {}
         self.steps = self.spread = self.moves = 0
 
-    def step_issued(self, batch: Batch, start: float, end: float) -> None:
-        reads = self.windows.setdefault(int(start // self.window), np.zeros(self.lanes))
+    def step_issued(self, batch: Batch, passage: StagePassage) -> None:
+        reads = self.windows.setdefault(int(passage.start // self.window), np.zeros(self.lanes))
         reads += batch.blocks_per_lane.sum(0) * self.block_size
         self.steps += 1
         self.spread += bool((batch.group_size > 1).any())

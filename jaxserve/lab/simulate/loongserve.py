@@ -22,6 +22,7 @@ import numpy as np
 
 from jaxserve.costs.coefficients import Costs
 from jaxserve.lab.simulate.arrival import Arrival, class_of
+from jaxserve.lab.simulate.noise import NO_NOISE, Noise
 from jaxserve.lab.simulate.recorder import Recorder, RequestRecord
 from jaxserve.lanes.rates import Link
 
@@ -92,14 +93,17 @@ class DecodingRequest:
 @dataclass
 class LoongServe:
     """A server of LoongServe, which runs arrivals. `objective` gives the seconds to the first token
-    that a prompt of a length is promised, for the records."""
+    that a prompt of a length is promised, for the records. noise: spread of the times of prefills
+    and decode steps around their prediction, by which prompts are grouped."""
 
     pool: LoongPool
     objective: Callable[[int], float]
     max_seqs: int = 256
     recorder: Recorder = field(default_factory=Recorder)  # `busy` is the mean of the instances
+    noise: Noise = NO_NOISE
 
     def __post_init__(self) -> None:
+        self._factor = self.noise.draws()
         self._queue: deque[tuple[int, Arrival]] = deque()
         # end, tie, degree, requests
         self._prefills: list[tuple[float, int, int, list[tuple[int, Arrival]]]] = []
@@ -168,7 +172,8 @@ class LoongServe:
             chosen = [batch[index] for index in group]
             for entry in chosen:
                 self._queue.remove(entry)
-            seconds = self.pool.prefill([arrival.prompt for _, arrival in chosen], degree)
+            predicted = self.pool.prefill([arrival.prompt for _, arrival in chosen], degree)
+            seconds = predicted * self._factor()
             self._serial += 1
             self.in_use[reserved] += degree
             self.recorder.busy += seconds * degree / self.pool.count
@@ -218,9 +223,9 @@ class LoongServe:
         self._joining = []
         if self._running:
             degree = min(self._decoders(), self.pool.count)
-            seconds = self.pool.decode(
-                len(self._running), sum(r.context for r in self._running), degree
-            )
+            context = sum(running.context for running in self._running)
+            predicted = self.pool.decode(len(self._running), context, degree)
+            seconds = predicted * self._factor()
             # those borrowed are busy with a prefill
             own = min(degree, self.pool.count - sum(self.in_use.values()))
             self.recorder.busy += seconds * max(own, 0) / self.pool.count

@@ -12,6 +12,7 @@ from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Event, Finished
 from jaxserve.api.request import Request
 from jaxserve.lab.quotients import per_later_token, quotient
+from jaxserve.lab.simulate.replica import StagePassage
 from jaxserve.replica.protocol import Sink
 
 
@@ -124,11 +125,11 @@ class Recorder:
         if not self.pending[request_id]:
             del self.pending[request_id]
 
-    def step_issued(self, batch: Batch, start: float, end: float) -> None:
-        """A batch enters the first stage at `start` and leaves the last at `end`."""
-        self.busy += batch.seconds
+    def step_issued(self, batch: Batch, passage: StagePassage) -> None:
+        """A batch was issued to the stages."""
+        self.busy += passage.seconds
         if self.keep_steps:
-            self.steps.append(_step(batch, start, end))
+            self.steps.append(_step(batch, passage))
 
     def step_read(self, batch: Batch, now: float) -> None:
         """The tokens of a batch were read."""
@@ -168,9 +169,10 @@ def _record(request: Request, kind: str, due: float, event: Finished) -> Request
     )
 
 
-def _step(batch: Batch, start: float, end: float) -> StepRecord:
+def _step(batch: Batch, passage: StagePassage) -> StepRecord:
     rows = np.flatnonzero(~batch.is_decode)
     chunks = tuple(
         zip(batch.seq[rows].tolist(), batch.start[rows].tolist(), batch.length[rows].tolist())
     )
-    return StepRecord(start, end, batch.seconds, len(batch.slot) - len(rows), chunks)
+    decodes = len(batch.slot) - len(rows)
+    return StepRecord(passage.start, passage.end, passage.seconds, decodes, chunks)

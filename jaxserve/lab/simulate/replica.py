@@ -1,5 +1,5 @@
 """A replica without devices: the scheduler and the cache that serve, steps that take as long as the
-predictor says, and a clock that its caller advances.
+predictor says or as is drawn around that, and a clock that its caller advances.
 
 Batches are issued as the live engine issues them, up to `lookahead` ahead of the stages and no
 earlier than need be, so what is decided when is the same. A stage runs one batch at a time; the
@@ -12,6 +12,7 @@ import dataclasses
 import heapq
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -22,6 +23,7 @@ from jaxserve.api.request import Request
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.clock import VirtualClock
 from jaxserve.costs.predictor import Predictor
+from jaxserve.lab.simulate.noise import NO_NOISE, Noise
 from jaxserve.lab.simulate.tiers import VirtualTiers
 from jaxserve.observe.metric_rows import READ
 from jaxserve.replica.core import ReplicaCore
@@ -47,11 +49,21 @@ NO_SHAPE = ModelConfig(
 NEVER = float("inf")
 
 
+@dataclass(frozen=True, slots=True)
+class StagePassage:
+    """Passage of a batch through the stages. start, end: clock seconds at which it enters the first
+    and leaves the last. seconds: that it takes in a stage, however long was predicted."""
+
+    start: float
+    end: float
+    seconds: float
+
+
 class StepListener(Protocol):
     """Listener to a replica's steps."""
 
-    def step_issued(self, batch: Batch, start: float, end: float) -> None:
-        """A batch enters the first stage at clock second `start` and leaves the last at `end`."""
+    def step_issued(self, batch: Batch, passage: StagePassage) -> None:
+        """A batch was issued to the stages."""
 
     def step_read(self, batch: Batch, now: float) -> None:
         """The tokens of the oldest batch in flight were read; the scheduler has not heard yet."""
@@ -59,15 +71,18 @@ class StepListener(Protocol):
 
 class Pipeline:
     """Pipeline stages: when each is free again, and when the last token of each slot left the last
-    one."""
+    one. noise: spread of step times; a step takes the same factor in all stages, for what it
+    consists of is the same in all."""
 
-    def __init__(self, predictor: Predictor, stages: int, slots: int):
+    def __init__(self, predictor: Predictor, stages: int, slots: int, noise: Noise = NO_NOISE):
         self.predictor = predictor
         self.free = [0.0] * stages
         self._left = np.zeros(slots)
+        self._factor = noise.draws()
 
-    def enter(self, now: float, batch: Batch) -> tuple[float, float]:
-        """Puts a batch into the stages; returns when it enters the first and leaves the last."""
+    def enter(self, now: float, batch: Batch) -> StagePassage:
+        """Puts a batch into the stages."""
+        factor = self._factor()
         tokens = int(batch.length.sum())
         hop = self.predictor.hop(tokens)
         head = self.predictor.head(int(np.bincount(batch.lane[batch.is_decode]).max(initial=0)))
@@ -76,10 +91,11 @@ class Pipeline:
         )
         for stage, free in enumerate(self.free):
             last = stage + 1 == len(self.free)
-            self.free[stage] = at = max(at, free) + batch.seconds - (0.0 if last else head)
+            seconds = batch.seconds * factor - (0.0 if last else head * factor)
+            self.free[stage] = at = max(at, free) + seconds
             at += 0.0 if last else hop
         self._left[batch.slot[batch.sample]] = at
-        return began, at
+        return StagePassage(began, at, batch.seconds * factor)
 
 
 class VirtualReplica(ReplicaCore):
@@ -91,7 +107,8 @@ class VirtualReplica(ReplicaCore):
     cache: what the scheduler's cache was made with. lookahead: batches issued ahead of the stages.
     Tiers below the scheduler's cache must be `VirtualTiers`, by whose clock the replica goes then.
     name, shape, platform: for `info`, the model and the kind of device that `scheduler` has the
-    costs of.
+    costs of. noise: spread of the times of steps around their prediction, which `scheduler` does
+    not know; the online correction learns from what steps took.
     """
 
     clock: VirtualClock
@@ -106,6 +123,7 @@ class VirtualReplica(ReplicaCore):
         name: str = "virtual",
         shape: ModelConfig = NO_SHAPE,
         platform: str = "virtual",
+        noise: Noise = NO_NOISE,
     ):
         info = _info(scheduler, cache, mesh, lookahead, name, shape, platform)
         tiers = scheduler.cache.lower
@@ -115,8 +133,8 @@ class VirtualReplica(ReplicaCore):
         self.listeners: list[StepListener] = []
         self._depth = mesh.spp + lookahead  # batches in flight
         self._stages = mesh.spp
-        self._pipeline = Pipeline(scheduler.predictor, mesh.spp, info.max_seqs)
-        self._flights: deque[tuple[float, Batch]] = deque()  # when each leaves the last stage
+        self._pipeline = Pipeline(scheduler.predictor, mesh.spp, info.max_seqs, noise)
+        self._flights: deque[tuple[StagePassage, Batch]] = deque()
         self._tiers = tiers
         self._fetched: list[tuple[float, int, int]] = []  # a heap: when, ticket and blocks
         # clock seconds at which the scheduler was last asked for batches and could have had news
@@ -129,7 +147,7 @@ class VirtualReplica(ReplicaCore):
         """Clock second at which something happens next; infinity where nothing will."""
         if not self._started:
             return NEVER
-        read = self._flights[0][0] if self._flights else NEVER
+        read = self._flights[0][0].end if self._flights else NEVER
         issue = self._issue_due
         fetch = self._fetched[0][0] if self._fetched else NEVER
         return min(read, fetch, max(issue, self.now()) if issue > self._asked_at else NEVER)
@@ -150,7 +168,7 @@ class VirtualReplica(ReplicaCore):
     def _run_events(self, now: float) -> None:
         """Reads the oldest batch if it has left the stages, and issues what can be issued."""
         self.clock.advance(now)
-        if self._flights and self._flights[0][0] <= now:
+        if self._flights and self._flights[0][0].end <= now:
             self._read(now)
         while self._fetched and self._fetched[0][0] <= now:
             self._take_in(heapq.heappop(self._fetched), now)
@@ -190,17 +208,18 @@ class VirtualReplica(ReplicaCore):
             self._move_blocks(self.scheduler.cache.stores.take() if batch is None else batch.stores)
             if batch is None:
                 return
-            start, end = self._pipeline.enter(now, batch)
-            self._flights.append((end, batch))
+            passage = self._pipeline.enter(now, batch)
+            self._flights.append((passage, batch))
             self.bus.publish(StepIssued(batch, None, now))
             for listener in self.listeners:
-                listener.step_issued(batch, start, end)
+                listener.step_issued(batch, passage)
 
     def _read(self, now: float) -> None:
-        _, batch = self._flights.popleft()
+        passage, batch = self._flights.popleft()
         for listener in self.listeners:
             listener.step_read(batch, now)
-        self.bus.publish(StepRead(batch, now, batch.seconds, comparable=True))
+        self.scheduler.predictor.seen(batch.seconds, passage.seconds)
+        self.bus.publish(StepRead(batch, now, passage.seconds, comparable=True))
         results = StepResults(np.zeros(len(batch.slot), np.int32))
         self._notify(self.scheduler.finish(batch, results, now))
 

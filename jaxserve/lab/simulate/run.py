@@ -27,6 +27,7 @@ from jaxserve.costs.heads import heads_of
 from jaxserve.costs.profiles import costs, devices
 from jaxserve.lab.quotients import quotient
 from jaxserve.lab.simulate.arrival import Arrival, kind_of, to_request
+from jaxserve.lab.simulate.noise import NO_NOISE, Noise
 from jaxserve.lab.simulate.recorder import Outcome, Recorder, RequestRecord, span_of
 from jaxserve.lab.simulate.replica import VirtualReplica
 from jaxserve.lab.simulate.tiers import TierSizes, VirtualTiers
@@ -78,6 +79,7 @@ class System:
     kv_cache_dtype: str = "auto"
     node_devices: int = NODE_DEVICES
     expert_parallel: bool = False
+    noise: Noise = NO_NOISE
 
     def with_cache(self, cache: CacheConfig) -> System:
         """The system with what these settings say of memory and KV. Errors: ConfigError for a store
@@ -234,6 +236,7 @@ class System:
             lookahead,
             shape=self.shape,
             platform=self.device,
+            noise=self.noise,
         )
 
 

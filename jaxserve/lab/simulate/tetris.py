@@ -1,20 +1,23 @@
 """Simulates prefill instances that a planner of `lanes.cdsp` plans for as each request
 comes (Tetris and what it is compared with).
 
-A request is planned once, when it arrives, against the queue times that the plans before it left;
-chunks take what the latency model says, so that a plan is also what happens. Moving KV to instances
-that join is hidden behind compute and costs nothing here.
+A request is planned once, when it arrives, against the queue times that the plans before it left.
+Chunks take what the latency model says, so that a plan is also what happens; or, with noise, what
+is drawn around that: plans are then made of predictions, corrected by which chunks have begun and
+ended. Moving KV to instances that join is hidden behind compute and costs nothing here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from jaxserve.lab.simulate.arrival import Arrival
-from jaxserve.lanes.cdsp import Instances, Planning
+from jaxserve.lab.simulate.noise import NO_NOISE, Noise
+from jaxserve.lanes.cdsp import CdspPlan, Instances, Planning
 
 # improvement rates that are tried (Tetris, 7.1)
 IMPROVEMENT_RATES = (0.05, 0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75)
@@ -33,50 +36,156 @@ class PrefillOutcome:
     """Results of a run of arrivals. ttft: [requests] seconds. Of the instances' time from the first
     arrival to the last end, busy: the share in which they computed; idle: the share in which they
     were kept for a group whose others were not free. tokens_per_s: of prompts, over the same
-    time."""
+    time. several: how many of the plans have several chunks."""
 
     ttft: np.ndarray
     busy: float
     idle: float
     tokens_per_s: float
+    several: int
+
+
+class PlanRun(NamedTuple):
+    """Result of a plan. ttft: seconds. computed, idle: instance seconds; see `PrefillOutcome`."""
+
+    ttft: float
+    computed: float
+    idle: float
+
+
+class InstanceQueues(Protocol):
+    """Queues of instances: the work that each was given."""
+
+    def seconds(self, now: float) -> np.ndarray:
+        """Returns the predicted seconds until each instance has done what it was given."""
+
+    def give(self, plan: CdspPlan, now: float) -> PlanRun:
+        """Has instances do a plan, which was made for the queues that `seconds(now)` gave."""
+
+    def hold(self, instance: int, seconds: float) -> None:
+        """Has an instance do something else, for that long, after the plan that was given last."""
+
+
+class PlannedQueues:
+    """Queues of instances whose chunks take what was planned."""
+
+    def __init__(self, count: int):
+        self._free = np.zeros(count)  # clock second at which each is free
+        self._queues = self._free
+
+    def seconds(self, now: float) -> np.ndarray:
+        """See `InstanceQueues`."""
+        self._queues = np.maximum(self._free - now, 0.0)
+        return self._queues
+
+    def give(self, plan: CdspPlan, now: float) -> PlanRun:
+        """See `InstanceQueues`."""
+        computed = idle = 0.0
+        for chunk in plan.chunks:
+            group = list(chunk.group)
+            idle += float((chunk.start - self._queues[group]).sum())
+            computed += (chunk.end - chunk.start) * len(group)
+            self._queues[group] = chunk.end
+        self._free = now + self._queues
+        return PlanRun(plan.ttft, computed, idle)
+
+    def hold(self, instance: int, seconds: float) -> None:
+        """See `InstanceQueues`."""
+        self._free[instance] += seconds
+
+
+@dataclass(frozen=True, slots=True)
+class GivenChunk:
+    """Something that a group of instances does from clock second `start` to `end`. predicted:
+    seconds that it was to take."""
+
+    group: list[int]
+    predicted: float
+    start: float
+    end: float
+
+
+class DrawnQueues:
+    """Queues of instances whose chunks take a drawn factor of what was predicted. An instance does
+    what it was given in order; a chunk begins when all of its group are free."""
+
+    def __init__(self, count: int, noise: Noise):
+        self._free = np.zeros(count)  # clock second at which each will be free, once drawn
+        self._factor = noise.draws()
+        self._given: list[GivenChunk] = []
+
+    def seconds(self, now: float) -> np.ndarray:
+        """See `InstanceQueues`: what has begun is known, how long it and the others take is not."""
+        self._given = [chunk for chunk in self._given if chunk.end > now]
+        free = np.full(len(self._free), now)
+        for chunk in self._given:
+            start = chunk.start if chunk.start <= now else float(free[chunk.group].max())
+            free[chunk.group] = max(start + chunk.predicted, now)
+        return free - now
+
+    def give(self, plan: CdspPlan, now: float) -> PlanRun:
+        """See `InstanceQueues`."""
+        computed = idle = 0.0
+        end = now
+        for chunk in plan.chunks:
+            group = list(chunk.group)
+            free = np.maximum(self._free[group], now)
+            start = float(free.max())
+            predicted = chunk.end - chunk.start
+            end = start + predicted * self._factor()
+            idle += float((start - free).sum())
+            computed += (end - start) * len(group)
+            self._free[group] = end
+            self._given.append(GivenChunk(group, predicted, start, end))
+        return PlanRun(end - now, computed, idle)
+
+    def hold(self, instance: int, seconds: float) -> None:
+        """See `InstanceQueues`."""
+        start = float(self._free[instance])
+        self._free[instance] = start + seconds
+        self._given.append(GivenChunk([instance], seconds, start, start + seconds))
 
 
 @dataclass(frozen=True)
 class PrefillInstances:
     """Prefill instances, `count` of them, and the policy that plans for them. held: None where
-    requests decode elsewhere."""
+    requests decode elsewhere. noise: spread of the times of chunks around their prediction."""
 
     instances: Instances
     count: int
     policy: Planning
     rate: Rate
     held: Held | None = None
+    noise: Noise = NO_NOISE
+
+    def _queues(self) -> InstanceQueues:
+        if self.noise.sigma:
+            return DrawnQueues(self.count, self.noise)
+        return PlannedQueues(self.count)
 
     def run(self, arrivals: Sequence[Arrival]) -> PrefillOutcome:
         """Serves arrivals in the order of their time. Errors: ConfigError, of the policy."""
-        free = np.zeros(self.count)
+        queues = self._queues()
+        several = 0
         computed = 0.0
         idle = 0.0
         ttft = np.empty(len(arrivals))
         for number, arrival in enumerate(arrivals):
             now = arrival.time
-            queues = np.maximum(free - now, 0.0)
-            plan = self.policy(self.instances, queues, arrival.prompt, self.rate(now))
-            ttft[number] = plan.ttft
-            for chunk in plan.chunks:
-                group = list(chunk.group)
-                idle += float((chunk.start - queues[group]).sum())
-                computed += (chunk.end - chunk.start) * len(group)
-                queues[group] = chunk.end
-            free = now + queues
+            waiting = queues.seconds(now)
+            plan = self.policy(self.instances, waiting, arrival.prompt, self.rate(now))
+            done = queues.give(plan, now)
+            ttft[number] = done.ttft
+            idle += done.idle
+            computed += done.computed
+            several += len(plan.chunks) > 1
             if self.held:
-                free[plan.chunks[-1].group[0]] += self.held(arrival)
+                queues.hold(plan.chunks[-1].group[0], self.held(arrival))
         ends = np.array([arrival.time for arrival in arrivals]) + ttft
         span = float(ends.max() - arrivals[0].time)
         time = span * self.count
-        return PrefillOutcome(
-            ttft, computed / time, idle / time, sum(arrival.prompt for arrival in arrivals) / span
-        )
+        tokens = sum(arrival.prompt for arrival in arrivals)
+        return PrefillOutcome(ttft, computed / time, idle / time, tokens / span, several)
 
 
 def best_rates(

@@ -9,7 +9,7 @@ import pytest
 from jaxserve.api.batch import Batch
 from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.lab.simulate.arrival import Arrival
-from jaxserve.lab.simulate.replica import VirtualReplica
+from jaxserve.lab.simulate.replica import StagePassage, VirtualReplica
 from jaxserve.lab.simulate.run import System, execute
 from jaxserve.lanes.dealing import PromptLanes, drawn_shares
 from jaxserve.lanes.placement import PLACEMENTS, Grow, Hashed, Random, RoundRobin, Striped
@@ -36,7 +36,7 @@ class Batches:
         self.issued: list[Batch] = []
         made.listeners.append(self)
 
-    def step_issued(self, batch: Batch, start: float, end: float) -> None:
+    def step_issued(self, batch: Batch, passage: StagePassage) -> None:
         self.issued.append(batch)
 
     def step_read(self, batch: Batch, now: float) -> None:

@@ -18,7 +18,7 @@ from jaxserve.costs.profiles import devices
 from jaxserve.kernels.kv_pages import SCALE_DTYPE
 from jaxserve.lab.research.predicted import lanes as instances
 from jaxserve.lab.simulate.arrival import Arrival
-from jaxserve.lab.simulate.replica import VirtualReplica
+from jaxserve.lab.simulate.replica import StagePassage, VirtualReplica
 from jaxserve.lab.simulate.run import Outcome, System, execute
 from jaxserve.lanes.choice import EXCHANGE_CHOICES, Correction
 from jaxserve.lanes.cost import ExchangeCosts, GatherCosts, moves_per_pair
@@ -84,7 +84,7 @@ def run(made: VirtualReplica, arrivals: list[Arrival] = ARRIVALS) -> tuple[Outco
     batches = []
 
     class Checked:
-        def step_issued(self, batch: Batch, start: float, end: float) -> None:
+        def step_issued(self, batch: Batch, passage: StagePassage) -> None:
             batches.append(batch)
 
         def step_read(self, batch: Batch, now: float) -> None:
