@@ -105,6 +105,7 @@ setup(
         "httpx>=0.27",
         "huggingface_hub>=1.21",  # resumes a download whose connection is cut
         "gguf>=0.10",
+        "safetensors>=0.4",
         "jinja2>=3.1",
         "tqdm>=4.66",
         "scipy>=1.11",
@@ -134,7 +135,6 @@ setup(
             "matplotlib>=3.8",
             "pandas>=2.1",
             "pyarrow>=14",
-            "safetensors>=0.4",
             "selenium>=4.20",
             "pyte>=0.8",
             "psutil>=5.9",  # of experiments.faults: which process a connection belongs to

@@ -3,10 +3,13 @@ extra, in an environment of its own, as a stranger would make it."""
 
 from __future__ import annotations
 
+import ast
+import importlib.metadata
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,9 @@ import pytest
 from jaxserve.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[1]
+# what else brings a package, and rooms of commands that need an extra or another engine
+BROUGHT = {"pydantic_core": "pydantic"}
+APART = (Path("jaxserve/lab/research"), Path("jaxserve/integrations"))
 TINY = ["--model=random:tiny", "--max_model_len=256", "--max_seqs=2", "--profile=none"]
 BENCHMARKS = ["fidelity", "front", "guided", "h200", "load", "overload", "sharing", "store"]
 TRACES = (
@@ -32,6 +38,7 @@ RUNS: dict[str, list[list[str]]] = {
         ["-m", "jaxserve", "generate", "--input={prompts}", *TINY],
         ["-m", "jaxserve", "simulate", "--qps=1", "--requests=2"],
         ["-m", "jaxserve", "doctor", *TINY],
+        ["-c", "import jaxserve.server.supervisor, jaxserve.cluster.conductor"],
         *(["-m", f"experiments.benchmarks.{name}", "--help"] for name in BENCHMARKS),
         ["-m", "experiments.benchmarks.side_by_side", "--help"],
         ["-m", "experiments.examples.offline", "--help"],
@@ -100,6 +107,40 @@ def test_every_extra_that_is_named_exists():
         for extra in re.findall(r"pip install[^\n]*(?:jaxserve|\.)\[(\w+)\]", file.read_text())
     }
     assert named and named <= set(RUNS)
+
+
+def distributions(requirements: Iterable[str]) -> set[str]:
+    names = (re.match(r"[\w.-]+", requirement) for requirement in requirements)
+    return {re.sub(r"[-_.]+", "-", name[0]).lower() for name in names if name}
+
+
+def test_what_modules_import_as_they_load_is_installed_without_extras():
+    """What an extra brings is imported where it is used, but for the room of its commands."""
+    known = importlib.metadata.requires("jaxserve") or []
+    required = distributions(line for line in known if "extra ==" not in line)
+    of_module = importlib.metadata.packages_distributions()
+    missing = set()
+    for folder in ("jaxserve", "server", "kernels", "sharding"):
+        for file in (ROOT / folder).rglob("*.py"):
+            path = file.relative_to(ROOT)
+            if any(path.is_relative_to(room) for room in APART):
+                continue
+            for name in loaded(ast.parse(file.read_text())) - sys.stdlib_module_names:
+                brings = distributions([*of_module.get(name, [name]), BROUGHT.get(name, name)])
+                if not brings & {*required, "jaxserve"}:
+                    missing.add(f"{path}: {name}")
+    assert not missing
+
+
+def loaded(tree: ast.Module) -> set[str]:
+    """Returns the packages that a module imports as it loads."""
+    names = set()
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module)
+    return {name.partition(".")[0] for name in names}
 
 
 @pytest.mark.matrix
