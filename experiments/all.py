@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments import reproduction, runner
-from experiments.figures import made_in
+from experiments.figures import judged, made_in
 from experiments.papers import BUILT, Paper, module, paper
 from experiments.profiles import fit
 from experiments.runner import Done, Task
@@ -160,9 +160,7 @@ def _same(one: Done, out: Path) -> str:
 def _verdicts(found: Paper, name: str, folder: Path) -> list[str]:
     figures = [figure for figure in found.figures() if figure.name == name]
     return [
-        claim.verdict(claim.ours(rows))
-        for figure, rows in made_in(folder, figures)
-        for claim in figure.claims
+        one.verdict for figure, rows in made_in(folder, figures) for one in judged(figure, rows)
     ]
 
 

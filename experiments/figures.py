@@ -1,8 +1,9 @@
 """Parts that the papers' figures share: rows to CSV and back, the paper's numbers beside ours,
 pictures, the summary. `papers` makes one, or all of a paper.
 
-A figure is a file: a sweep that yields rows, claims read off the rows, panels to draw. What a sweep
-is given is up to its paper.
+A figure is a file: a sweep that yields rows, claims read off the rows, what must have run for
+them to mean anything, panels to draw. What a sweep is given is up to its paper. `judged` is the one
+place where verdicts are made.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments import markdown
+from experiments.bounds import sign_of
 from jaxserve.cli.display import table
 from jaxserve.cli.files import figure_class
 
@@ -24,6 +26,12 @@ Row = dict[str, Cell]
 Rows = Sequence[Row]
 
 CLOSE = 1.25  # a ratio to the paper's number within this, either way, is close
+SEED = "seed"  # the column of a figure that is made with several
+NOT_RUN = "did not run"
+GIVEN = "computed from the paper's number"
+ELSEWHERE = "counted elsewhere"
+NOT_REACHED = "limit not reached"
+NOTHING = "nothing to compare"
 
 
 @dataclass(frozen=True)
@@ -31,7 +39,9 @@ class Claim:
     """A number of the paper, where it stands, and how ours is read off the rows.
 
     better: 'higher' or 'lower' where one is better, 'equal' where neither is. limit: the paper says
-    at most (or at least) so much. remark: why ours differs, or what the paper says twice.
+    at most (or at least) so much. remark: why ours differs, or what the paper says twice. given:
+    ours is computed from the paper's own number. counted_in: the figure that has the same number of
+    ours and the paper's, and counts it.
     """
 
     what: str
@@ -42,6 +52,8 @@ class Claim:
     better: str = "equal"
     limit: bool = False
     remark: str = ""
+    given: bool = False
+    counted_in: str = ""
 
     @property
     def said(self) -> str:
@@ -50,15 +62,24 @@ class Claim:
         return sign + number(self.paper, self.unit)
 
     def times(self, ours: float) -> float:
-        """Divides ours by the paper's; NaN for a limit, and without ours."""
-        return math.nan if self.limit else ours / self.paper
+        """Divides ours by the paper's; NaN for a limit, for a bound, for a number that says nothing
+        of ours, and without ours."""
+        if self.limit or self.given or self.counted_in or sign_of(ours):
+            return math.nan
+        return ours / self.paper
 
     def verdict(self, ours: float) -> str:
         """Judges ours: close, better, holds, ..."""
+        if self.counted_in:
+            return ELSEWHERE
+        if self.given:
+            return GIVEN
         if not math.isfinite(ours):
-            return "nothing to compare"
-        ratio = ours / self.paper
+            return NOTHING
+        ratio = float(ours) / self.paper
         ahead = ratio > 1 if self.better == "higher" else ratio < 1
+        if sign_of(ours) and not self._is_clear(ratio, sign_of(ours)):
+            return NOT_REACHED
         if self.limit:
             return "holds" if ahead else "does not hold"
         if 1 / CLOSE <= ratio <= CLOSE:
@@ -66,6 +87,28 @@ class Claim:
         if self.better == "equal":
             return "higher" if ratio > 1 else "lower"
         return "better" if ahead else "worse"
+
+    def _is_clear(self, ratio: float, sign: str) -> bool:
+        """Returns whether every number on that side of a bound has the same verdict."""
+        edge = 1.0 if self.limit else CLOSE
+        return ratio > edge if sign == ">" else ratio < 1 / edge
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """What a figure shows at work: without it, its numbers are of something else. what: counted
+    things, such as 'steps with a spread sequence'. count: of these, read off the rows."""
+
+    what: str
+    count: Callable[[Rows], float]
+
+    def ran(self, rows: Rows) -> bool:
+        """Returns whether the rows show that it ran; without the columns that count it they do
+        not."""
+        try:
+            return self.count(rows) > 0
+        except KeyError:
+            return False
 
 
 @dataclass(frozen=True)
@@ -86,7 +129,8 @@ class Panel:
 class Figure:
     """One figure of the paper. kind: 'simulated', 'computed' where it is closed-form, or
     'measured'. runs: what of jaxserve is run for it, if not what runs for its kind
-    (`papers.Paper.runs`)."""
+    (`papers.Paper.runs`). mechanisms: all must have run for its claims to be judged. seeded: it is
+    made with several seeds."""
 
     name: str
     title: str
@@ -95,6 +139,15 @@ class Figure:
     claims: tuple[Claim, ...]
     panels: tuple[Panel, ...]
     runs: str = ""
+    mechanisms: tuple[Mechanism, ...] = ()
+    seeded: bool = False
+
+    def missing(self, rows: Rows) -> str:
+        """Returns which mechanism did not run with some seed, '' if all did."""
+        for mechanism in self.mechanisms:
+            if not all(mechanism.ran(some) for some in by_seed(rows)):
+                return f"no {mechanism.what} were counted"
+        return ""
 
 
 # --- rows
@@ -106,11 +159,11 @@ def matching(rows: Rows, **where: Cell) -> list[Row]:
 
 def cell(rows: Rows, column: str, **where: Cell) -> float:
     """Returns the number of `column` in the row where the other columns are so; NaN without such a
-    row. Errors: ValueError for several."""
+    row or column. Errors: ValueError for several."""
     found = matching(rows, **where)
     if len(found) > 1:
         raise ValueError(f"{len(found)} rows have {where}")
-    value = found[0][column] if found else math.nan
+    value = found[0].get(column, math.nan) if found else math.nan
     return value if isinstance(value, float | int) else math.nan
 
 
@@ -120,19 +173,20 @@ def ratio(rows: Rows, column: str, above: Row, below: Row) -> float:
     return upper / lower if lower else math.nan
 
 
-def capacity(points: Sequence[tuple[float, float]], limit: float) -> float:
-    """The load at which a time, known in seconds at some loads, reaches the limit: between loads
-    its logarithm is a straight line. The lowest load where it is above the limit there, the highest
-    where it never is."""
-    before = None
-    for load, seconds in points:
-        if seconds > limit:
-            if before is None:
-                return load
-            share = math.log(limit / before[1]) / math.log(seconds / before[1])
-            return before[0] + share * (load - before[0])
-        before = load, seconds
-    return points[-1][0]
+def fewest(column: str, **where: Cell) -> Callable[[Rows], float]:
+    """Returns the count of a mechanism: the least of a column over the rows that are so, 0 without
+    such rows."""
+
+    def count(rows: Rows) -> float:
+        return min((float(row[column]) for row in matching(rows, **where)), default=0.0)
+
+    return count
+
+
+def by_seed(rows: Rows) -> list[Rows]:
+    """Splits rows by their seed; all are of one where there is no such column."""
+    seeds = dict.fromkeys(row.get(SEED, "") for row in rows)
+    return [[row for row in rows if row.get(SEED, "") == seed] for seed in seeds]
 
 
 def write_csv(path: Path, rows: Rows) -> None:
@@ -167,17 +221,66 @@ def number(value: float, unit: str) -> str:
     """A number as people write it: 3.4x, 92 %, 15 s."""
     if not math.isfinite(value):
         return "-"
+    sign = f"{sign_of(value)} " if sign_of(value) else ""
     if unit == "%":
-        return f"{100 * value:.3g} %"
-    return f"{value:.3g}{'' if unit == 'x' else ' '}{unit}"
+        return f"{sign}{100 * value:.3g} %"
+    return f"{sign}{value:.3g}{'' if unit == 'x' else ' '}{unit}"
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A number of the paper and ours. ours: of the seed in the middle; seeds: of all, ascending.
+    verdict: one word or a few, which are counted; why: what is to be said with it."""
+
+    claim: Claim
+    ours: float
+    seeds: tuple[float, ...]
+    verdict: str
+    why: str = ""
+
+    @property
+    def shown(self) -> str:
+        """Ours as people write it, with what other seeds give."""
+        ours = number(self.ours, self.claim.unit)
+        if len(self.seeds) < 2:
+            return ours
+        low, high = (number(end, self.claim.unit) for end in (self.seeds[0], self.seeds[-1]))
+        return f"{ours} ({low} to {high})"
+
+    @property
+    def said(self) -> str:
+        """The verdict, and what is to be said with it."""
+        return f"{self.verdict}: {self.why}" if self.why else self.verdict
+
+    @property
+    def times(self) -> float:
+        """Ours divided by the paper's; NaN where that says nothing."""
+        return math.nan if self.verdict == NOT_RUN else self.claim.times(self.ours)
+
+
+def judged(figure: Figure, rows: Rows) -> list[Judgement]:
+    """Judges all claims of a figure."""
+    missing = figure.missing(rows)
+    return [_judgement(claim, by_seed(rows), missing) for claim in figure.claims]
+
+
+def _judgement(claim: Claim, seeds: Sequence[Rows], missing: str) -> Judgement:
+    found = [claim.ours(rows) for rows in seeds]
+    known = sorted(value for value in found if math.isfinite(value))
+    ours = known[len(known) // 2] if known else math.nan
+    verdict = claim.verdict(ours)
+    same = sum(claim.verdict(value) == verdict for value in found)
+    why = "" if same == len(found) else f"{same} of {len(found)} seeds"
+    if verdict == ELSEWHERE:
+        why = claim.counted_in
+    elif missing:
+        verdict, why = NOT_RUN, missing
+    return Judgement(claim, ours, tuple(known), verdict, why)
 
 
 def compared(figure: Figure, rows: Rows) -> str:
     """The claims as a table for the terminal."""
-    lines = []
-    for claim in figure.claims:
-        ours = claim.ours(rows)
-        lines.append([claim.what, claim.said, number(ours, claim.unit), claim.verdict(ours)])
+    lines = [[one.claim.what, one.claim.said, one.shown, one.said] for one in judged(figure, rows)]
     return table([f"{figure.name}, {figure.kind}", "paper", "ours", ""], lines)
 
 
@@ -201,19 +304,22 @@ def draw(path: Path, figure: Figure, rows: Rows) -> None:
 
 
 def _draw_panel(axes: Any, panel: Panel, rows: Rows) -> None:
-    """Equal values of `by` have equal colours in all panels."""
+    """Equal values of `by` have equal colours in all panels; each seed is a line."""
     for place, value in enumerate(dict.fromkeys(row[panel.by] for row in rows)):
         chosen = matching(rows, **dict(panel.where), **{panel.by: value})
-        points = [(row[panel.x], row[panel.y]) for row in chosen if row[panel.y] != ""]
-        if points:
-            axes.plot(
-                *zip(*points),
-                color=f"C{place}",
-                marker=panel.marker,
-                markersize=3,
-                linewidth=1.2,
-                label=value if isinstance(value, str) else f"{panel.by} {value:g}",
-            )
+        label = value if isinstance(value, str) else f"{panel.by} {value:g}"
+        for some in by_seed(chosen):
+            points = [(row[panel.x], row[panel.y]) for row in some if row[panel.y] != ""]
+            if points:
+                axes.plot(
+                    *zip(*points),
+                    color=f"C{place}",
+                    marker=panel.marker,
+                    markersize=3,
+                    linewidth=1.2,
+                    label=label,
+                )
+                label = "_"  # none for further seeds
     axes.set_xlabel(panel.x, fontsize=9)
     axes.set_ylabel(panel.y, fontsize=9)
     axes.set_title(panel.title, fontsize=9)
@@ -233,18 +339,30 @@ def make(figure: Figure, settings: Any, out: Path) -> str:
     canvas()  # before the sweep, which may take minutes
     out.mkdir(parents=True, exist_ok=True)
     file = out / f"{figure.name}.csv"
-    write_csv(file, list(figure.sweep(settings)))
+    write_csv(file, list(swept(figure, settings)))
     rows = read_csv(file)
     draw(out / f"{figure.name}.png", figure, rows)
     return compared(figure, rows)
+
+
+def swept(figure: Figure, settings: Any) -> Iterator[Row]:
+    """Yields the rows of the sweep, of each seed where it is made with several."""
+    if not figure.seeded:
+        yield from figure.sweep(settings)
+        return
+    for one in settings.each_seed():
+        yield from (row | {SEED: one.seed} for row in figure.sweep(one))
 
 
 # --- the summary
 
 COLUMNS = ("figure", "how", "what", "paper", "where", "ours", "ours / paper", "verdict", "remark")
 VERDICTS = """\
-*close*: within a factor of 1.25 of the paper's number. > and < are limits: the paper gives a \
-direction or a bound, not a number.
+*close*: within a factor of 1.25 of the paper's number. > and < before the paper's are limits: it \
+gives a direction or a bound, not a number; before ours: a sweep ended before its limit was \
+reached. Numbers in brackets: the least and the greatest of the seeds, of which the middle one is \
+judged. *Did not run*: what the figure is to show did not happen. *Counted elsewhere*: the same \
+number is in another figure.
 """
 
 
@@ -267,17 +385,15 @@ def summary(figures: Iterable[Figure], folder: Path, head: str) -> str:
 
 
 def _summed(figure: Figure, rows: Rows) -> Iterator[Sequence[str]]:
-    for claim in figure.claims:
-        ours = claim.ours(rows)
-        times = claim.times(ours)
+    for one in judged(figure, rows):
         yield (
             figure.name.removeprefix("fig"),
             figure.kind,
-            claim.what,
-            claim.said,
-            claim.source,
-            number(ours, claim.unit),
-            f"{times:.2f}" if math.isfinite(times) else "",
-            claim.verdict(ours),
-            claim.remark,
+            one.claim.what,
+            one.claim.said,
+            one.claim.source,
+            one.shown,
+            f"{one.times:.2f}" if math.isfinite(one.times) else "",
+            one.said,
+            one.claim.remark,
         )

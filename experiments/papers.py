@@ -8,8 +8,8 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,6 +17,7 @@ from experiments import runner
 from experiments.figures import Figure, Rows, made_in, make, read_csv, summary
 from experiments.runner import Task
 from experiments.script import command_line
+from jaxserve.lab.simulate.noise import SERVED, Noise
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option
 from jaxserve.settings.schema import ConfigError
@@ -44,23 +45,53 @@ def missing(data: Path, file: str) -> ConfigError:
 @dataclass(frozen=True)
 class SweepSettings:
     """Settings of a sweep. data: folder of recorded data; None to generate. requests: most of a
-    simulation; None for as many as the figure needs. seed: of what is generated."""
+    simulation; None for as many as the figure needs. seed: of what is generated and drawn. noise:
+    sigma of the times of steps around their prediction. seeds: with how many seeds, from `seed` on,
+    a figure is made that has several."""
 
     data: Path | None = None
     requests: int | None = None
     seed: int = 0
+    noise: float = 0.0
+    seeds: int = 1
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
         """Makes settings of the values of `sweep_options`. Errors: ConfigError for a folder without
         the data."""
-        settings = cls(data_folder(values["data"]), values["requests"], values["seed"])
+        drawn = {name: values[name] for name in ("noise", "seeds") if name in values}
+        folder = data_folder(values["data"])
+        settings = cls(data=folder, requests=values["requests"], seed=values["seed"], **drawn)
         if settings.data is not None:
             settings.check(settings.data)
         return settings
 
     def check(self, data: Path) -> None:
         """Checks the data folder. Errors: ConfigError."""
+
+    @property
+    def step_noise(self) -> Noise:
+        """The spread of step times of the sweep's seed."""
+        return Noise(self.noise, self.seed)
+
+    def each_seed(self) -> Iterator[Self]:
+        """Yields the settings of one seed after the other."""
+        for number in range(self.seeds):
+            yield replace(self, seed=self.seed + number, seeds=1)
+
+
+# options of sweeps with noise
+SPREAD = [
+    Option(
+        "noise",
+        float,
+        SERVED,
+        "sigma of the times of simulated steps around their prediction; 0: they take it",
+        0,
+        1,
+    ),
+    Option("seeds", int, 3, "from --seed on, with which figures under load are made", 1),
+]
 
 
 def sweep_options(data: str, otherwise: str, requests: Option, seed: str) -> list[Option]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.figures import Claim, Figure, number
+from experiments.figures import ELSEWHERE, GIVEN, NOT_REACHED, NOT_RUN, Figure, Judgement, judged
 from experiments.markdown import plain, table
 from experiments.papers import BUILT, Paper, module, paper
 from experiments.script import command_line
@@ -35,7 +35,10 @@ steps take what public measurements say,
 ran. *What ran* says which of jaxserve's
 own parts did: where no real scheduler, planner, routing or cache is named, none was. \
 ×2.28 is ours by the paper's; *close* is within a factor
-of 1.25 either way. > and < are limits, where the paper gives a direction or a bound. \
+of 1.25 either way. > and < are limits, where the paper gives a direction or a bound; before \
+ours, a sweep that ended before its limit was reached. In brackets: the least and the greatest of \
+the seeds, of which the middle one is judged. *Did not run*: what the figure is to show did not \
+happen. A number that two figures share is counted once. \
 *Fitted to*: numbers of tables
 to which a model's constants are fitted; they show the fit, no prediction. A number of requests \
 in a command is what the kept
@@ -43,7 +46,18 @@ results have: fewer than the paper's. Remarks, why a number differs among them, 
 paper's summary.
 """
 COLUMNS = ("figure", "what", "paper", "ours", "verdict", "how", "what ran")
-COUNTED = ("close", "better", "holds", "worse", "does not hold", "higher", "lower")
+COUNTED = (
+    "close",
+    "better",
+    "holds",
+    "worse",
+    "does not hold",
+    "higher",
+    "lower",
+    NOT_REACHED,
+    NOT_RUN,
+    GIVEN,
+)
 
 Row = Sequence[str]
 
@@ -72,9 +86,8 @@ def _source(one: Paper) -> str:
 
 def _counted(one: Paper, folder: Path) -> Row:
     made = one.made_in(folder)
-    found = Counter(
-        claim.verdict(claim.ours(rows)) for figure, rows in made for claim in figure.claims
-    )
+    found = Counter(one.verdict for figure, rows in made for one in judged(figure, rows))
+    del found[ELSEWHERE]
     fitted = sum(len(figure.claims) for figure, _ in made if FITTED in one.what_runs(figure))
     unmade = sum(NOT_MADE in why for why in one.others.values())
     left = f"{unmade}, and {len(one.others) - unmade} without a number of their own"
@@ -94,7 +107,7 @@ def _rows(one: Paper, folder: Path) -> Iterator[Row]:
             figure, rows = made[module(name)]
             yield _called(name), _titled(one, name, figure), "", "", "", "", ""
             how = (figure.kind, one.what_runs(figure))
-            yield from ((*_claimed(claim, claim.ours(rows)), *how) for claim in figure.claims)
+            yield from ((*_claimed(one), *how) for one in judged(figure, rows))
 
 
 def _titled(one: Paper, name: str, figure: Figure) -> str:
@@ -104,11 +117,10 @@ def _titled(one: Paper, name: str, figure: Figure) -> str:
     return f"**{plain(figure.title)}**, {command}"
 
 
-def _claimed(claim: Claim, ours: float) -> Row:
-    times = claim.times(ours)
-    verdict = claim.verdict(ours)
-    shown = f"{verdict}, ×{times:.2f}" if math.isfinite(times) else verdict
-    return "", plain(claim.what), plain(claim.said), number(ours, claim.unit), shown
+def _claimed(one: Judgement) -> Row:
+    shown = f"{one.verdict}, ×{one.times:.2f}" if math.isfinite(one.times) else one.verdict
+    said = f"{shown}: {one.why}" if one.why else shown
+    return "", plain(one.claim.what), plain(one.claim.said), plain(one.shown), plain(said)
 
 
 def _unmade(why: str) -> str:

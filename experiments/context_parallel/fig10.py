@@ -152,7 +152,7 @@ FIGURE = Figure(
             "table 4",
             "%",
             "higher",
-            remark=BASE,
+            counted_in="figure 9",
         ),
         Claim(
             "rows of table 4 classified right by a line fitted to them",
@@ -161,6 +161,7 @@ FIGURE = Figure(
             "table 4",
             "%",
             "higher",
+            counted_in="figure 9",
             remark="all of the table has one length, so T and its share cannot be told apart: "
             "away from it the line means nothing",
         ),

@@ -67,7 +67,7 @@ FIGURE = Figure(
             lambda rows: cell(rows, "ttft_s", hosts=8, tokens=128_000),
             "4.2.1",
             "s",
-            remark=ISSUE,
+            counted_in="figure 6",
         ),
         Claim(
             "FLOP of 1M tokens, 10^18", 4.9, lambda rows: flops(1_000_000) / 1e18, "appendix A", "x"

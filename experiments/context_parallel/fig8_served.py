@@ -12,8 +12,9 @@ from collections.abc import Iterator
 
 from experiments.context_parallel.paper import HEADS, MODEL
 from experiments.context_parallel.system import PaperHost, calibrated, fastest
-from experiments.figures import Claim, Figure, Panel, Row, Rows, cell
+from experiments.figures import Claim, Figure, Mechanism, Panel, Row, Rows, cell, fewest
 from experiments.papers import main
+from experiments.step_counts import StepCounts
 from jaxserve.cache import CacheManager, LaneRules
 from jaxserve.costs.coefficients import Costs
 from jaxserve.lab.simulate.arrival import Arrival
@@ -73,7 +74,10 @@ def sweep(settings: None) -> Iterator[Row]:
     for hosts, tokens in CASES:
         formula = calibrated().ttft(0, tokens, hosts)
         for exchange in ("pass_kv", "pass_q", "auto"):
-            outcome = execute(replica(hosts, exchange), [Arrival(0.0, tokens, 1)], keep_steps=True)
+            made = replica(hosts, exchange)
+            counts = StepCounts()
+            made.listeners.append(counts)
+            outcome = execute(made, [Arrival(0.0, tokens, 1)], keep_steps=True)
             yield {
                 "hosts": hosts,
                 "tokens": tokens,
@@ -81,6 +85,7 @@ def sweep(settings: None) -> Iterator[Row]:
                 "formula_s": min(formula.values()) if exchange == "auto" else formula[exchange],
                 "served_s": outcome.records[0].ttft,
                 "steps": len(outcome.steps),
+                "spread_steps": counts.spread,
             }
 
 
@@ -93,11 +98,26 @@ def _over_formula(rows: Rows, hosts: int, tokens: int, exchange: str) -> float:
     return cell(rows, "served_s", **where) / cell(rows, "formula_s", **where)
 
 
+def _farthest(rows: Rows) -> float:
+    found = [
+        _over_formula(rows, hosts, tokens, exchange)
+        for hosts, tokens in OVER
+        for exchange in ("pass_kv", "pass_q", "auto")
+    ]
+    return max(found, key=lambda ratio: abs(ratio - 1))
+
+
+# what is computed there, without a scheduler
+COUNTED = {1: "table 6", 2: "table 6", 4: "table 7", 8: "figure 6", 16: "figure 8"}
+OVER = [(8, 128_000), (16, 1_000_000)]
 FIGURE = Figure(
     "fig8_served",
     "Full prefill through the scheduler and the cache",
     "simulated",
     sweep,
+    mechanisms=(
+        Mechanism("steps with a prompt on several lanes", fewest("spread_steps", hosts=8)),
+    ),
     claims=(
         *(
             Claim(
@@ -106,6 +126,7 @@ FIGURE = Figure(
                 lambda rows, hosts=hosts: _served(rows, hosts, 128_000),
                 "table 7" if hosts < 8 else "4.2",
                 "s",
+                counted_in=COUNTED[hosts],
             )
             for hosts, paper in ((1, 42.01), (2, 21.04), (4, 10.95), (8, 5.85), (16, 3.8))
         ),
@@ -115,6 +136,7 @@ FIGURE = Figure(
             lambda rows: _served(rows, 16, 1_000_000),
             "4.2.3",
             "s",
+            counted_in="figure 8",
         ),
         Claim(
             "1M on 16 hosts, pass-KV",
@@ -122,18 +144,15 @@ FIGURE = Figure(
             lambda rows: _served(rows, 16, 1_000_000, "pass_kv"),
             "4.2.3",
             "s",
+            counted_in="figure 8",
         ),
-        *(
-            Claim(
-                f"served / formula, {tokens // 1000}K on {hosts} hosts, {exchange}",
-                1,
-                lambda rows, hosts=hosts, tokens=tokens, exchange=exchange: _over_formula(
-                    rows, hosts, tokens, exchange
-                ),
-                "the formula",
-            )
-            for hosts, tokens in ((8, 128_000), (16, 1_000_000))
-            for exchange in ("pass_kv", "pass_q", "auto")
+        Claim(
+            "served / formula, farthest from 1 of 128K on 8 and 1M on 16 hosts, all exchanges",
+            1,
+            _farthest,
+            "the formula; not in the paper",
+            remark="the scheduler serves the prompt in few steps, whose costs and exchanges are "
+            "the formula's: it shows that the two agree, no more",
         ),
     ),
     panels=(

@@ -86,6 +86,7 @@ def _speed(rows: Rows, new: int) -> float:
     return cell(rows, "value", what="speed", name="ours", new=new)
 
 
+IN_TABLE4 = (4160, 12_800, 128_000)  # new tokens of the speeds that are claims there
 RULES = (ROOFLINE, "alg1", "alg5", "the paper's fit", "fit to table 4")
 REMARKS = {
     "alg1": "differs at 5 %, where the paper's times differ by 0.3 %",
@@ -108,6 +109,7 @@ FIGURE = Figure(
                 "rows",
                 "higher",
                 remark=REMARKS.get(rule, ""),
+                counted_in="table 4" if rule == ROOFLINE else "",
             )
             for rule in RULES
         ),
@@ -139,6 +141,7 @@ FIGURE = Figure(
                 row.pass_q / row.pass_kv,
                 lambda rows, row=row: _speed(rows, row.new),
                 "figure 9",
+                counted_in="table 4" if row.new in IN_TABLE4 else "",
             )
             for row in TABLE4
         ),

@@ -12,6 +12,7 @@ from experiments.papers import Paper
 
 NUMBERS = (
     "1",
+    "2",
     "5b",
     "6",
     "8",
@@ -34,10 +35,11 @@ HEAD = """\
 
 Made by `python -m experiments.medha`. Nothing here was measured on a GPU. *simulated*: the real \
 scheduler on a virtual clock, where a step
-takes what coefficients say that were fitted to public measurements; *computed*: read off these \
-coefficients alone. Baselines are
-simulated over the same arrivals, with the same coefficients. Runs under load last an hour, \
-those of figures 17 and 18 ten minutes.
+takes a drawn factor (`--noise`, lognormal, sigma 0.13, of mean 1) of what coefficients say that \
+were fitted to public measurements; *computed*: read off these
+coefficients alone. Baselines are simulated over the same arrivals, with the same coefficients and \
+noise. Runs under load last
+200 s, those of figures 17 and 18 20 s, each with three seeds; the paper's last an hour.
 """
 PAPER = Paper(
     "medha",
@@ -52,7 +54,6 @@ PAPER = Paper(
     settings_of=MedhaSettings.of,
     together=(("1", "15", "16", "21", "22", "23"), ("17", "18")),
     others={
-        "2": "bounds by the data sheet of one DGX-H100; not made",
         "3": "a drawing",
         "4": "a drawing of the pools' load over time, without axes to compare with",
         "5a": "a drawing",

@@ -5,21 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from experiments.figures import Claim, Figure, Panel, Row, Rows, capacity, cell, ratio
+from experiments.bounds import greatest, load_of_share
+from experiments.figures import Claim, Figure, Panel, Row, Rows, cell, ratio
 from experiments.medha.figure import MedhaSettings
-from experiments.medha.systems import LOADS, LoadCase, rows_of
+from experiments.medha.systems import LOADS, SHARED, LoadCase, rows_of
 from experiments.papers import main
 
-SYSTEMS = {
-    "medha": (*LOADS, 2.5, 3.5),
-    "loongserve": (0.25, 0.5, 0.75, 1.25, 1.75),
-    "fcfs": (0.25, 0.75, 1.75),
-    "sarathi-512": (0.25, 0.75),
-    "sarathi-2048": (0.75,),
-}
+COMPARED = ("medha", "loongserve", "fcfs", "sarathi-512")  # whose capacities are, at all loads
+SYSTEMS = {**dict.fromkeys(COMPARED, LOADS), "sarathi-2048": (0.75,)}
 # without long requests
 SHORT = {"medha": (0.25, 1.75), "loongserve": (0.25, 1.75), "sarathi-512": (1.75,)}
-ACCEPTABLE = 2.0  # seconds: the median TTFT up to which a load counts as served
+SERVED = 0.9  # share of each class in its objectives, at a load that counts as served
 
 
 def cases() -> Iterator[tuple[str, LoadCase]]:
@@ -37,14 +33,22 @@ def row(system: str, qps: float, long_percent: int = 5, percent: int = 50) -> Ro
     return dict(system=system, qps=qps, long_percent=long_percent, percent=percent)
 
 
+def capacity(rows: Rows, name: str) -> float:
+    """The load up to which both classes of requests are in their objectives."""
+    met = lambda qps: min(
+        cell(rows, column, **row(name, qps)) for column in ("met_short", "met_long")
+    )
+    return load_of_share([(qps, met(qps)) for qps in LOADS], SERVED)
+
+
 def _capacity_ratio(rows: Rows) -> float:
-    found = {
-        name: capacity(
-            [(qps, cell(rows, "ttft_s", **row(name, qps))) for qps in SYSTEMS[name]], ACCEPTABLE
-        )
-        for name in ("medha", "loongserve", "fcfs", "sarathi-512")
-    }
-    return found.pop("medha") / max(found.values())
+    return capacity(rows, "medha") / greatest(capacity(rows, name) for name in COMPARED[1:])
+
+
+def _short_ratio(rows: Rows) -> float:
+    """Medha's share of short requests in their objectives over the best baseline's, at 1.25 q/s."""
+    met = lambda name: cell(rows, "met_short", **row(name, 1.25))
+    return met("medha") / max(met(name) for name in COMPARED[1:])
 
 
 FIGURE = Figure(
@@ -52,6 +56,8 @@ FIGURE = Figure(
     "TTFT under load, Llama-3 8B, 16 A100",
     "simulated",
     sweep,
+    mechanisms=(SHARED,),
+    seeded=True,
     claims=(
         Claim(
             "median TTFT, LoongServe / Medha, 0.75 q/s, 5 % long",
@@ -78,16 +84,33 @@ FIGURE = Figure(
             limit=True,
         ),
         Claim(
-            "capacity by median TTFT within 2 s, Medha / best baseline",
+            "capacity, 90 % of short and of long requests in their objectives, Medha / best "
+            "baseline",
             5,
             _capacity_ratio,
             "5.2",
             better="higher",
-            remark="the paper's measure: it calls 1.25 q/s acceptable for Medha and 0.25 for "
-            "the others, and gives no limit; 2 s is our default objective. Interpolated between "
-            "loads; Medha is within it at the highest, 3.5 q/s. It is a median, of which 19 in "
-            "20 are short: long prompts alone keep up to about 1.25 q/s, and beyond that the "
-            "policy serves the short ones",
+            remark="the paper calls 1.25 q/s acceptable for Medha and 0.25 for the others by the "
+            "median TTFT, and gives no limit. Here a load counts where 90 % of each class have "
+            "their first token and their tokens in time (our default objectives), at the same four "
+            "loads for all; > and <: not passed at the highest, or passed at the lowest",
+        ),
+        Claim(
+            "capacity of Medha, 90 % of short and of long requests in their objectives",
+            1.25,
+            lambda rows: capacity(rows, "medha"),
+            "5.2: 'acceptable' at 1.25 q/s",
+            "q/s",
+            better="higher",
+        ),
+        Claim(
+            "share of short requests in their objectives, 1.25 q/s, 5 % long, Medha / best "
+            "baseline",
+            1,
+            _short_ratio,
+            "5.2",
+            better="higher",
+            limit=True,
         ),
         Claim(
             "median TTFT, LoongServe / Medha, 0.25 q/s, none long",

@@ -9,7 +9,7 @@ from experiments.figures import Claim, Figure, Panel, Row, cell, ratio
 from experiments.medha import fig15
 from experiments.medha.fig15 import row
 from experiments.medha.figure import MedhaSettings
-from experiments.medha.systems import LOADS, rows_of
+from experiments.medha.systems import LOADS, SHARED, rows_of
 from experiments.papers import main
 
 
@@ -23,6 +23,8 @@ FIGURE = Figure(
     "Decode latency under load, Llama-3 8B, 16 A100",
     "simulated",
     sweep,
+    mechanisms=(SHARED,),
+    seeded=True,
     claims=(
         Claim(
             "median TPOT, LoongServe / Medha, 1.75 q/s, none long",

@@ -1,4 +1,4 @@
-"""Figure 21: active requests over an hour, waiting ones included."""
+"""Figure 21: active requests over the run, waiting ones included."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from experiments.figures import Claim, Figure, Panel, Row, Rows, matching
 from experiments.medha.figure import MedhaSettings
-from experiments.medha.systems import CaseRun, LoadCase, run
+from experiments.medha.systems import SHARED, CaseRun, LoadCase, run
 from experiments.papers import main
 
 QPS = 0.75
@@ -25,6 +25,8 @@ def sweep(settings: MedhaSettings) -> Iterator[Row]:
                 "qps": QPS,
                 "time_s": float(time),
                 "active": int(active),
+                "long_percent": 5,
+                "shared_steps": result.counts.shared,
             }
 
 
@@ -51,6 +53,8 @@ FIGURE = Figure(
     "Active requests, Llama-3 8B, 16 A100, 5 % long",
     "simulated",
     sweep,
+    mechanisms=(SHARED,),
+    seeded=True,
     claims=(
         Claim(
             "most active requests, LoongServe / Medha",

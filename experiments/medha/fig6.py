@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.figures import Claim, Figure, Panel, Row, Rows, cell, matching
+from experiments.figures import Claim, Figure, Mechanism, Panel, Row, Rows, cell, fewest, matching
 from experiments.medha.figure import MedhaSettings
 from experiments.papers import main
 from jaxserve.lab.cli.simulate import configs, scheduling_options
@@ -26,11 +26,12 @@ CHUNKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 def sweep(settings: MedhaSettings) -> Iterator[Row]:
     """An adaptive prefill for each static one, with its P95 of decode latency as the objective.
-    chunk: the largest, in tokens."""
+    chunk: the largest, in tokens; sizes: how many sizes of chunks the long prompt has."""
     prompt = min(PROMPT, 1000 * (settings.requests or PROMPT))
     for chunk in CHUNKS:
-        prefill, decode = _prefill(prompt, dict(chunking="static", chunk_tokens=chunk))
-        yield _row("static", prompt, chunk, decode, prefill, decode)
+        static = _prefill(prompt, dict(chunking="static", chunk_tokens=chunk))
+        decode = static[1]
+        yield _row("static", prompt, chunk, decode, *static)
         adaptive = _prefill(
             prompt, dict(chunking="adaptive", chunk_tokens=4096, tpot=decode, step_time=decode)
         )
@@ -38,7 +39,7 @@ def sweep(settings: MedhaSettings) -> Iterator[Row]:
 
 
 def _row(
-    chunking: str, prompt: int, chunk: int, target: float, prefill: float, decode: float
+    chunking: str, prompt: int, chunk: int, target: float, prefill: float, decode: float, sizes: int
 ) -> Row:
     return {
         "chunking": chunking,
@@ -47,12 +48,13 @@ def _row(
         "target_s": target,
         "prefill_s": prefill,
         "decode_p95_s": decode,
+        "sizes": sizes,
     }
 
 
-def _prefill(prompt: int, scheduling: dict[str, Any]) -> tuple[float, float]:
-    """Seconds to the first token of the long prompt, and the P95 of the steps in which it
-    shared."""
+def _prefill(prompt: int, scheduling: dict[str, Any]) -> tuple[float, float, int]:
+    """Seconds to the first token of the long prompt, the P95 of the steps in which it shared, and
+    how many sizes its chunks have."""
     scheduler, cache = configs({option.name: option.default for option in scheduling_options()})
     steps = prompt // 32 + 100  # more than any prefill here has, so the decodes outlast it
     arrivals = [Arrival(0.0, 1000, steps) for _ in range(DECODES)] + [
@@ -65,9 +67,9 @@ def _prefill(prompt: int, scheduling: dict[str, Any]) -> tuple[float, float]:
         for step in outcome.steps
         if step.decodes and step.start >= BEGIN and step.chunks
     ]
-    return next(record.ttft for record in outcome.records if record.kind == "long"), float(
-        np.percentile(shared, 95)
-    )
+    ttft = next(record.ttft for record in outcome.records if record.kind == "long")
+    sizes = {tokens for step in outcome.steps for _, start, tokens in step.chunks if start}
+    return ttft, float(np.percentile(shared, 95)), len(sizes)
 
 
 def _gain(rows: Rows, chunk: int) -> float:
@@ -83,6 +85,11 @@ FIGURE = Figure(
     "Prefill of 1M tokens against decodes in its steps, Llama-3 8B, 8 H100",
     "simulated",
     sweep,
+    mechanisms=(
+        Mechanism(
+            "chunks of several sizes", lambda rows: fewest("sizes", chunking="adaptive")(rows) - 1
+        ),
+    ),
     claims=(
         Claim(
             "prefill, chunks of 32 / 4096",

@@ -5,19 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.papers import SweepSettings, missing, sweep_options
+from experiments.papers import SPREAD, SweepSettings, missing, sweep_options
 from jaxserve.settings.options import Option
 
 LENGTHS = {
     5: "medha_mixed/merged_df_5_percent_long_context_mixed.csv.gz",
     0: "medha_mixed/merged_df_0_percent_long_context_mixed.csv.gz",
 }
-OPTIONS = sweep_options(
-    "medha_mixed",
-    "generated lengths",
-    Option("requests", int, None, "most requests of a simulation; default: as the figure needs", 1),
-    "of arrivals and lengths",
-)
+OPTIONS = [
+    *sweep_options(
+        "medha_mixed",
+        "generated lengths",
+        Option(
+            "requests", int, None, "most requests of a simulation; default: as the figure needs", 1
+        ),
+        "of arrivals, lengths and noise",
+    ),
+    *SPREAD,
+]
 
 
 @dataclass(frozen=True)

@@ -34,9 +34,11 @@ HEAD = """\
 
 Made by `python -m experiments.mooncake`. Nothing here was measured on a GPU. *simulated*: the \
 real cache, scheduler and routing on a virtual clock,
-where a step takes what coefficients say that were fitted to public measurements of A100; \
-*computed*: read off these coefficients, the
-paper's equations or the traces alone.
+where a step takes a drawn factor (`--noise`, lognormal, sigma 0.13, of mean 1) of what \
+coefficients say that were fitted to public
+measurements of A100; figures 1, 13 to 15, 17, 18 and 21 with three seeds, of routing and noise, \
+and of traces that are generated; *computed*:
+read off these coefficients, the paper's equations or the traces alone.
 """
 PAPER = Paper(
     "mooncake",

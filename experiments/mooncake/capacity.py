@@ -5,8 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from experiments.figures import Claim, Figure, Panel, Row, Rows, cell
-from experiments.mooncake.clusters import DECODED_REQUESTS, SYSTEMS, TTFT, simulated
+from experiments.figures import Claim, Figure, Mechanism, Panel, Row, Rows, cell, fewest
+from experiments.mooncake.clusters import (
+    DECODED_REQUESTS,
+    HANDED_ON,
+    SYSTEMS,
+    TTFT,
+    at_work,
+    fetching,
+    simulated,
+)
 from experiments.mooncake.figure import MooncakeSettings
 
 OBJECTIVES = (100, 200, 300)  # milliseconds between tokens (7.1)
@@ -21,6 +29,11 @@ def figure(name: str, workload: str, gains: Sequence[float], source: str) -> Fig
         f"Requests within the objectives, {workload}, 16 nodes",
         "simulated",
         _sweep(workload),
+        mechanisms=(
+            fetching(system="mooncake"),
+            Mechanism(HANDED_ON, fewest("handed_on", system="mooncake")),
+        ),
+        seeded=True,
         claims=tuple(_claims(gains, source)),
         panels=(
             Panel("share in time", "tbt_ms", "in_time", "system"),
@@ -41,6 +54,7 @@ def _sweep(workload: str) -> Callable[[MooncakeSettings], Iterator[Row]]:
                     "in_time": report.effective(TTFT, objective / 1000),
                     "ttft_s": float(report.ttft().mean()),
                     "hit": report.hit_rate(),
+                    **at_work(report),
                 }
 
     return sweep

@@ -11,6 +11,7 @@ import functools
 from dataclasses import replace
 from typing import Any
 
+from experiments.figures import Mechanism, Row, fewest
 from experiments.mooncake.cache_replay import NODE_TOKENS
 from experiments.mooncake.figure import MooncakeSettings
 from experiments.mooncake.node import CHUNK, SYSTEM, TRANSFER_BYTES_PER_S
@@ -18,6 +19,16 @@ from experiments.virtual_cluster.cluster import ClusterReport, ClusterSpec, run
 from jaxserve.cluster.roles import Role
 from jaxserve.lab.simulate.arrival import BLOCK
 from jaxserve.settings.schema import CacheConfig, SchedulerConfig
+
+FETCHES = "prompts with blocks that were fetched"
+HANDED_ON = "prompts whose KV went to where they are decoded"
+REFUSED = "requests that were refused"
+
+
+def fetching(**where: str) -> Mechanism:
+    """The mechanism of a figure with a cache that nodes share, in the rows that have one."""
+    return Mechanism(FETCHES, fewest("fetches", **where))
+
 
 NODES = 16
 TTFT = 30.0  # seconds, the objective of 7.1
@@ -78,7 +89,9 @@ def simulated(
 ) -> ClusterReport:
     """Simulates a cluster with the first `most` requests of a workload, replayed at `speed` times
     its recorded rate."""
-    return _simulated(spec, workload, settings, speed, most)
+    system = replace(spec.system, noise=settings.step_noise)
+    drawn = replace(spec, system=system, seed=settings.seed)
+    return _simulated(drawn, workload, settings, speed, most)
 
 
 @functools.cache
@@ -90,6 +103,16 @@ def _simulated(
     most: int | None,
 ) -> ClusterReport:
     return run(spec, settings.arrivals(workload, speed)[:most])
+
+
+def at_work(report: ClusterReport) -> Row:
+    """Columns that count what a cluster did: prompts with fetched blocks, prompts whose KV went to
+    where they are decoded, requests that were refused."""
+    return {
+        "fetches": sum(record.fetched > 0 for record in report.records),
+        "handed_on": sum(record.transferred > 0 for record in report.records),
+        "turned_away": sum(report.refused.values()),
+    }
 
 
 def gpu_seconds(report: ClusterReport) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from experiments.figures import Claim, Figure, Panel, Row, ratio
+from experiments.figures import Claim, Figure, Mechanism, Panel, Row, fewest, ratio
 from experiments.mooncake.clusters import (
     DECODE_CHUNK,
     NODES,
@@ -84,6 +84,8 @@ FIGURE = Figure(
     "Prefill time of a request",
     "simulated",
     sweep,
+    mechanisms=(Mechanism("cached tokens", fewest("hit", system="mooncake")),),
+    seeded=True,
     claims=tuple(_claims()),
     panels=(
         Panel("seconds", "place", "gpu_s", "system"),

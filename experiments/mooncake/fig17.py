@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from experiments.figures import Claim, Figure, Panel, Row, ratio
-from experiments.mooncake.clusters import gpu_seconds, prefill_only, simulated
+from experiments.mooncake.clusters import at_work, fetching, gpu_seconds, prefill_only, simulated
 from experiments.mooncake.figure import WORKLOADS, MooncakeSettings
 from experiments.papers import main
 
@@ -35,6 +35,7 @@ def sweep(settings: MooncakeSettings) -> Iterator[Row]:
                 "hit": report.hit_rate(),
                 "gpu_s": gpu_seconds(report),
                 "ttft_s": float(report.ttft().mean()),
+                **at_work(report),
             }
 
 
@@ -65,6 +66,8 @@ FIGURE = Figure(
     "Global and local caches, 10 nodes",
     "simulated",
     sweep,
+    mechanisms=(fetching(cache="global"),),
+    seeded=True,
     claims=tuple(_claims()),
     panels=(
         Panel("hit rate", "place", "hit", "cache"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from experiments.figures import Claim, Figure, Panel, Row, Rows, cell
-from experiments.mooncake.clusters import prefill_only, simulated
+from experiments.mooncake.clusters import at_work, fetching, prefill_only, simulated
 from experiments.mooncake.fig17 import PREFILL
 from experiments.mooncake.figure import WORKLOADS, MooncakeSettings
 from experiments.papers import main
@@ -15,13 +15,15 @@ RANKS = (10, 100, 1000, 10_000)
 
 def sweep(settings: MooncakeSettings) -> Iterator[Row]:
     for workload in WORKLOADS:
-        holders = simulated(prefill_only(PREFILL), workload, settings).holders
+        report = simulated(prefill_only(PREFILL), workload, settings)
+        holders = report.holders
         for rank in RANKS:
             yield {
                 "lengths": settings.source(workload),
                 "workload": workload,
                 "rank": rank,
                 "replicas": int(holders[rank - 1]) if len(holders) >= rank else 0,
+                **at_work(report),
             }
 
 
@@ -35,6 +37,8 @@ FIGURE = Figure(
     "Nodes that hold the hottest blocks, 10 nodes",
     "simulated",
     sweep,
+    mechanisms=(fetching(),),
+    seeded=True,
     claims=(
         *(
             Claim(

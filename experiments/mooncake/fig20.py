@@ -58,6 +58,7 @@ FIGURE = Figure(
                 "GB/s",
                 "higher",
                 remark="the paper's measurement is what the simulated network is given",
+                given=True,
             )
             for transport, paper in (
                 ("transfer engine, 4x200 Gbps", 87),

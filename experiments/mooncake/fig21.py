@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from experiments.figures import Claim, Figure, Panel, Row, Rows, cell, ratio
-from experiments.mooncake.clusters import SPEC, UNCACHED, prefill_only, simulated
+from experiments.figures import Claim, Figure, Mechanism, Panel, Row, Rows, cell, fewest, ratio
+from experiments.mooncake.clusters import FETCHES, SPEC, UNCACHED, prefill_only, simulated
 from experiments.mooncake.fig17 import PREFILL
 from experiments.mooncake.figure import MooncakeSettings
 from experiments.mooncake.node import GBPS, KV_BYTES
@@ -48,6 +48,8 @@ FIGURE = Figure(
     "TTFT by bandwidth, synthetic",
     "simulated",
     sweep,
+    mechanisms=(Mechanism(FETCHES, fewest("fetched_tb", system=FETCHED)),),
+    seeded=True,
     claims=(
         *(
             Claim(

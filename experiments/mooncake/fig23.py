@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from experiments.figures import Claim, Figure, Panel, Row, Rows, cell, ratio
-from experiments.mooncake.clusters import DECODED_REQUESTS, NODES, disaggregated, simulated
+from experiments.figures import Claim, Figure, Mechanism, Panel, Row, Rows, cell, fewest, ratio
+from experiments.mooncake.clusters import (
+    DECODED_REQUESTS,
+    NODES,
+    disaggregated,
+    simulated,
+)
 from experiments.mooncake.figure import MooncakeSettings
 from experiments.papers import main
 
@@ -43,6 +48,7 @@ FIGURE = Figure(
     "Ratio of prefill to decode nodes, synthetic",
     "simulated",
     sweep,
+    mechanisms=(Mechanism("seconds between tokens of nodes that decode", fewest("tbt_s")),),
     claims=(
         Claim(
             f"best P/D ratio, requests replayed at {SPEEDS[-1]:g}x",

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from experiments.figures import Claim, Figure, Panel, Row, Rows, cell, ratio
-from experiments.mooncake.clusters import gpu_seconds, prefill_only, simulated
+from experiments.figures import Claim, Figure, Mechanism, Panel, Row, Rows, cell, fewest, ratio
+from experiments.mooncake.clusters import FETCHES, gpu_seconds, prefill_only, simulated
 from experiments.mooncake.figure import MooncakeSettings
 from experiments.papers import main
 
@@ -71,6 +71,7 @@ FIGURE = Figure(
     "TTFT by routing, conversation, Llama-3 70B",
     "simulated",
     sweep,
+    mechanisms=(Mechanism(FETCHES, fewest("fetched_tb", routing="cache_aware")),),
     claims=tuple(_claims()),
     panels=(
         Panel("mean TTFT", "nodes", "ttft_s", "routing", log="y"),

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from experiments.figures import Claim, Figure, Panel, Row, Rows, cell, matching
-from experiments.mooncake.clusters import TTFT, disaggregated, simulated
+from experiments.figures import Claim, Figure, Mechanism, Panel, Row, Rows, cell, fewest, matching
+from experiments.mooncake.clusters import REFUSED, TTFT, disaggregated, simulated
 from experiments.mooncake.figure import MooncakeSettings
 from experiments.papers import main
 
@@ -78,6 +78,16 @@ FIGURE = Figure(
     "Load at overload, conversation, 4P1D",
     "simulated",
     sweep,
+    mechanisms=(
+        Mechanism(REFUSED, fewest("refused", second=TOTAL)),
+        Mechanism(
+            "requests that were refused before their decode",
+            lambda rows: max(
+                fewest("refused_late", second=TOTAL, policy=policy)(rows)
+                for policy in CHECKED.values()
+            ),
+        ),
+    ),
     claims=(
         Claim(
             "early: 1 + correlation of prefill and decode load",

@@ -6,19 +6,22 @@ import functools
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.papers import SweepSettings, missing, sweep_options
+from experiments.papers import SPREAD, SweepSettings, missing, sweep_options
 from jaxserve.lab.simulate.arrival import Arrival
 from jaxserve.lab.simulate.workload import parse
 from jaxserve.settings.options import Option
 
 FOLDER = "mooncake"  # of the traces, in the folder of the data
 ENDINGS = ("_trace.jsonl.gz", "_trace.jsonl")
-OPTIONS = sweep_options(
-    "mooncake",
-    "generated traces",
-    Option("requests", int, None, "most requests of a trace; default: all, as in the paper", 1),
-    "of generated traces",
-)
+OPTIONS = [
+    *sweep_options(
+        "mooncake",
+        "generated traces",
+        Option("requests", int, None, "most requests of a trace; default: all, as in the paper", 1),
+        "of generated traces, routing and noise",
+    ),
+    *SPREAD,
+]
 
 
 @dataclass(frozen=True)

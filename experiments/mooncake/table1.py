@@ -75,6 +75,7 @@ FIGURE = Figure(
             "7.4.3",
             "%",
             "higher",
+            counted_in="figure 22",
         ),
     ),
     panels=(

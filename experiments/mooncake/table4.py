@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from experiments.figures import Claim, Figure, Panel, Row, Rows, cell, ratio
+from experiments.figures import Claim, Figure, Mechanism, Panel, Row, Rows, cell, fewest, ratio
+from experiments.mooncake.clusters import REFUSED as REFUSED_ONES
 from experiments.mooncake.clusters import TTFT
 from experiments.mooncake.figure import MooncakeSettings
 from experiments.mooncake.overload import (
@@ -79,6 +80,7 @@ FIGURE = Figure(
     "Refused at overload, tool and agent",
     "simulated",
     sweep,
+    mechanisms=(Mechanism(REFUSED_ONES, fewest("refused", setting=SHORT)),),
     claims=(
         _refused("early"),
         _refused("predicted"),

@@ -8,7 +8,15 @@ from collections.abc import Callable, Iterator
 from experiments.figures import Claim, Figure, Panel, Row, Rows, cell
 from experiments.papers import main
 from experiments.tetris.figure import TRACES, TetrisSettings
-from experiments.tetris.systems import BASELINES, MODELS, SYSTEMS, critical, possible, row_of
+from experiments.tetris.systems import (
+    BASELINES,
+    MODELS,
+    SEVERAL,
+    SYSTEMS,
+    critical,
+    possible,
+    row_of,
+)
 
 SMALL, LARGE = MODELS
 
@@ -43,6 +51,8 @@ FIGURE = Figure(
     "Throughput at each system's critical load",
     "simulated",
     sweep,
+    mechanisms=(SEVERAL,),
+    seeded=True,
     claims=(
         Claim(
             "throughput, 8B, Tetris / a baseline, least",

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from experiments.figures import Claim, Figure, Panel, Row, Rows, matching
 from experiments.papers import main
 from experiments.tetris.figure import TRACES, TetrisSettings
-from experiments.tetris.systems import MODELS, PATIENCE, loads, row_of
+from experiments.tetris.systems import MODELS, PATIENCE, SEVERAL, loads, row_of
 
 FIXED = (0.1, 0.3, 0.5, 0.7)  # as in the paper's figures
 NEAR = 1.15  # over the best fixed rate: near-optimal
@@ -114,6 +114,8 @@ FIGURE = Figure(
     sweep,
     CLAIMS,
     PANELS,
+    mechanisms=(SEVERAL,),
+    seeded=True,
 )
 
 if __name__ == "__main__":

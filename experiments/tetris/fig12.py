@@ -5,7 +5,7 @@ from __future__ import annotations
 from experiments.figures import Figure
 from experiments.papers import main
 from experiments.tetris.fig11 import CLAIMS, PANELS, sweep
-from experiments.tetris.systems import MODELS
+from experiments.tetris.systems import MODELS, SEVERAL
 
 FIGURE = Figure(
     "fig12",
@@ -14,6 +14,8 @@ FIGURE = Figure(
     lambda settings: sweep(settings, MODELS[1]),
     CLAIMS,
     PANELS,
+    mechanisms=(SEVERAL,),
+    seeded=True,
 )
 
 if __name__ == "__main__":

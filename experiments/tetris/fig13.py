@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from experiments.figures import Claim, Figure, Panel, Row, Rows, cell, matching
 from experiments.papers import main
 from experiments.tetris.figure import TRACES, TetrisSettings
-from experiments.tetris.systems import MODELS, loads, row_of
+from experiments.tetris.systems import MODELS, SEVERAL, loads, row_of
 
 SMALL, LARGE = MODELS
 
@@ -68,6 +68,8 @@ FIGURE = Figure(
     "One chunk over several, TTFT",
     "simulated",
     sweep,
+    mechanisms=(SEVERAL,),
+    seeded=True,
     claims=(
         *(
             Claim(

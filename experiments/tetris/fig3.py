@@ -90,6 +90,7 @@ FIGURE = Figure(
             _ttft("queue", "SP16", 32),
             "2.4 (2)",
             "s",
+            given=True,
         ),
         Claim(
             "32k, then 16k: SP16 for the first, TTFT of 16k",
@@ -97,6 +98,7 @@ FIGURE = Figure(
             _ttft("queue", "SP16", 16),
             "2.4 (2)",
             "s",
+            given=True,
         ),
         Claim(
             "32k, then 16k: SP8 for both, TTFT of 32k",
@@ -104,6 +106,7 @@ FIGURE = Figure(
             _ttft("queue", "SP8", 32),
             "2.4 (2)",
             "s",
+            given=True,
         ),
         Claim(
             "32k, then 16k: SP8 for both, TTFT of 16k",
@@ -111,6 +114,7 @@ FIGURE = Figure(
             _ttft("queue", "SP8", 16),
             "2.4 (2)",
             "s",
+            given=True,
         ),
         Claim(
             "32k, then 16k: CDSP, TTFT of 16k",
@@ -127,6 +131,7 @@ FIGURE = Figure(
             lambda rows: GAP["SP8"](rows) - GAP["SP16"](rows),
             "2.4 (3)",
             "s",
+            given=True,
         ),
         Claim(
             "128k beside 16k on SP8: CDSP",

@@ -11,14 +11,16 @@ place of 2.0). A hop costs what Table 1 implies.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from experiments.figures import Claim, Figure, Panel, Row, Rows, cell
+from experiments.figures import Claim, Figure, Mechanism, Panel, Row, Rows, cell, fewest
 from experiments.papers import main
+from experiments.step_counts import StepCounts
 from experiments.tetris.figure import TetrisSettings
 from experiments.tetris.model import hop
+from jaxserve.lab.simulate.noise import Noise
 from jaxserve.lab.simulate.replica import VirtualReplica
 from jaxserve.lab.simulate.run import System, execute, shape_of
 from jaxserve.lab.simulate.tetris import PrefillInstances, constant
@@ -44,8 +46,8 @@ class RingSystem(System):
         return Link(hop(LANES), super().link(lanes).bytes_per_s)
 
 
-def replica(planner: str) -> VirtualReplica:
-    system = RingSystem(shape_of("llama3-8b"), "a100", MeshConfig(kvp=LANES))
+def replica(planner: str, noise: Noise) -> VirtualReplica:
+    system = RingSystem(shape_of("llama3-8b"), "a100", MeshConfig(kvp=LANES), noise=noise)
     return system.replica(
         dataclasses.replace(SCHEDULER, planner=planner),
         CacheConfig(block_size=BLOCK, placement="striped"),
@@ -53,27 +55,36 @@ def replica(planner: str) -> VirtualReplica:
 
 
 def sweep(settings: TetrisSettings) -> Iterator[Row]:
-    few = dataclasses.replace(settings, requests=min(settings.requests, REQUESTS))
     for load in LOADS:
-        arrivals = [
-            dataclasses.replace(arrival, output=1) for arrival in few.arrivals("short", load)
-        ]
-        for planner in PLANNERS:
-            made = replica(planner)
-            plans = made.scheduler.packer.prefill.chunks.planner
-            assert isinstance(plans, LanePlanner)
-            outcome = execute(made, arrivals)
-            apart = PrefillInstances(
-                plans.instances, LANES, cdsp.PLANNERS[planner], constant(IMPROVEMENT)
-            ).run(arrivals)
-            yield {
-                "lengths": "generated: tetris mixes",
-                "planner": planner,
-                "load": load,
-                "served_s": float(np.mean([record.ttft for record in outcome.records])),
-                "served_busy": outcome.busy,
-                "instances_s": float(apart.ttft.mean()),
-            }
+        yield from rows_at(load, settings, PLANNERS)
+
+
+def rows_at(load: float, settings: TetrisSettings, planners: Sequence[str]) -> Iterator[Row]:
+    """A row for each planner at a load."""
+    few = dataclasses.replace(settings, requests=min(settings.requests, REQUESTS))
+    arrivals = [dataclasses.replace(arrival, output=1) for arrival in few.arrivals("short", load)]
+    for planner in planners:
+        made = replica(planner, few.step_noise)
+        counts = StepCounts()
+        made.listeners.append(counts)
+        plans = made.scheduler.packer.prefill.chunks.planner
+        assert isinstance(plans, LanePlanner)
+        outcome = execute(made, arrivals)
+        policy = cdsp.PLANNERS[planner]
+        rate = constant(IMPROVEMENT)
+        apart = PrefillInstances(plans.instances, LANES, policy, rate, noise=few.step_noise).run(
+            arrivals
+        )
+        yield {
+            "lengths": "generated: tetris mixes",
+            "planner": planner,
+            "load": load,
+            "served_s": float(np.mean([record.ttft for record in outcome.records])),
+            "served_busy": outcome.busy,
+            "instances_s": float(apart.ttft.mean()),
+            "several": apart.several,
+            "grown": counts.grown,
+        }
 
 
 def _against(rows: Rows, column: str, load: float, other: str) -> float:
@@ -94,6 +105,11 @@ FIGURE = Figure(
     "TTFT by load, through the scheduler and the cache",
     "simulated",
     sweep,
+    mechanisms=(
+        Mechanism("plans of several chunks", fewest("several", planner="cdsp", load=LOADS[-1])),
+        Mechanism("groups of lanes that grew", fewest("grown", planner="cdsp", load=LOADS[-1])),
+    ),
+    seeded=True,
     claims=tuple(
         Claim(
             f"mean TTFT, {other} / cdsp, {load:g}/s, {where}",

@@ -16,6 +16,7 @@ from experiments.tetris.systems import (
     MODELS,
     PATIENCE,
     PERCENTS,
+    SEVERAL,
     SYSTEMS,
     critical,
     possible,
@@ -40,9 +41,8 @@ def distributions(model: str, trace: str, limit: float, settings: TetrisSettings
     }
     best = max(highest, key=lambda name: highest[name])
     for name in possible(SYSTEMS, model):
-        ttft = np.percentile(
-            run(name, model, trace, highest[best], settings).ttft, PERCENTS
-        ).tolist()
+        served = run(name, model, trace, highest[best], settings)
+        ttft = np.percentile(served.ttft, PERCENTS).tolist()
         for percent, seconds in zip(PERCENTS, ttft):
             yield {
                 "lengths": settings.lengths,
@@ -54,6 +54,7 @@ def distributions(model: str, trace: str, limit: float, settings: TetrisSettings
                 "system": name,
                 "percent": percent,
                 "ttft_s": seconds,
+                "several": served.several,
             }
 
 
@@ -122,6 +123,8 @@ FIGURE = Figure(
     "TTFT at the baselines' critical load",
     "simulated",
     sweep,
+    mechanisms=(SEVERAL,),
+    seeded=True,
     claims=(*claims(LOW), *claims(10), *FIXED_4),
     panels=tuple(
         Panel(

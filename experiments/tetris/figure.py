@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from experiments.papers import SweepSettings, missing, sweep_options
+from experiments.papers import SPREAD, SweepSettings, missing, sweep_options
 from jaxserve.lab.simulate.arrival import Arrival
 from jaxserve.lab.simulate.workload import parse
 from jaxserve.settings.options import Option
@@ -17,19 +17,22 @@ RECORDED = "mooncake/synthetic_trace.jsonl.gz"
 LOW = 4_000
 HIGH = 95_000
 TRACES = ("short", "medium", "long")  # the paper's, of which limits and mean are known (7.1)
-OPTIONS = sweep_options(
-    "mooncake",
-    "generated lengths only",
-    Option("requests", int, 2000, "of a simulation", 1),
-    "of arrivals and lengths",
-)
+OPTIONS = [
+    *sweep_options(
+        "mooncake",
+        "generated lengths only",
+        Option("requests", int, 400, "of a simulation", 1),
+        "of arrivals, lengths and noise",
+    ),
+    *SPREAD,
+]
 
 
 @dataclass(frozen=True)
 class TetrisSettings(SweepSettings):
     """Settings of a sweep of Tetris' figures."""
 
-    requests: int = 2000
+    requests: int = 400
 
     def check(self, data: Path) -> None:
         self.file()

@@ -21,8 +21,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from experiments import figures
-from experiments.figures import Row, Rows, matching
+from experiments.bounds import load_of_time
+from experiments.figures import Mechanism, Row, Rows, matching
 from experiments.tetris.figure import TetrisSettings
 from experiments.tetris.model import NODE, TP, instances
 from jaxserve.costs.profiles import costs
@@ -53,7 +53,8 @@ MOST = {  # requests per second: about where no system keeps up
 LOADS = 16  # that a sweep goes through up to MOST
 # requests per second between rows of a table of improvement rates
 STEP = {"llama3-8b": 0.5, "llama3-70b": 0.125}
-PROFILED = 1500  # requests of a sample, as the table is made
+PROFILED = 300  # requests of a sample, as the table is made
+OTHER = 1000  # between the seed of what is served and that of the sample
 PATIENCE = 25  # mean TTFT over light-load latency up to which a load counts as served (7.2)
 LOW = 5  # the same, for what 7.3 calls low latency without a number
 PERCENTS = (5, 10, 25, 50, 75, 90, 95, 99)  # at which distributions are noted
@@ -123,22 +124,28 @@ def server(
             POLICY[name],
             constant(0.0),
             functools.partial(decode_seconds, model),
+            settings.step_noise,
         )
+    made = functools.partial(
+        PrefillInstances, instances(model), count, POLICY[name], noise=settings.step_noise
+    )
     if name not in ("tetris", "single-chunk"):
-        return PrefillInstances(instances(model), count, POLICY[name], constant(0.0))
+        return made(constant(0.0))
+    exact = replace(settings, noise=0.0)
     follows = (
         constant(rate)
         if rate is not None
-        else ImprovementRate(rates(name, model, trace, settings), load).arrived
+        else ImprovementRate(rates(name, model, trace, exact), load).arrived
     )
-    return PrefillInstances(instances(model), count, POLICY[name], follows)
+    return made(follows)
 
 
 @functools.cache
 def rates(name: str, model: str, trace: str, settings: TetrisSettings) -> dict[float, float]:
     """The improvement rate that was best at each load, for another sample than the one that is
-    served."""
-    sample = replace(settings, seed=settings.seed + 1, requests=min(PROFILED, settings.requests))
+    served. It is found without noise, as predicted."""
+    requests = min(PROFILED, settings.requests)
+    sample = replace(settings, seed=settings.seed + OTHER, requests=requests)
     grid = np.arange(STEP[model], MOST[model, trace] + STEP[model] / 2, STEP[model]).tolist()
     return best_rates(
         instances(model),
@@ -213,7 +220,20 @@ def row_of(
         "busy": served.busy,
         "idle": served.idle,
         "tokens_per_s": served.tokens_per_s,
+        "several": served.several,
     }
+
+
+def _several(rows: Rows) -> float:
+    """The fewest plans of several chunks, of any model and trace, over all loads."""
+    found: dict[tuple[object, object], float] = {}
+    for row in matching(rows, system="tetris"):
+        key = row["model"], row["trace"]
+        found[key] = found.get(key, 0.0) + float(row["several"])
+    return min(found.values(), default=0.0)
+
+
+SEVERAL = Mechanism("plans of several chunks", _several)
 
 
 def swept(name: str, model: str, trace: str, settings: TetrisSettings) -> Iterator[Row]:
@@ -226,7 +246,7 @@ def capacity(rows: Rows, system: str, model: str, trace: str, limit: float = PAT
     system is not in the rows."""
     chosen = matching(rows, system=system, model=model, trace=trace)
     points = [(float(row["load"]), float(row["mean_s"]) / float(row["light_s"])) for row in chosen]
-    return figures.capacity(points, limit) if points else math.nan
+    return load_of_time(points, limit) if points else math.nan
 
 
 def critical(

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from experiments import figures, papers
+from experiments import bounds, figures, papers
+from experiments.bounds import Bound
 from experiments.figures import Claim, Figure, Panel, cell, ratio
 from experiments.medha.figure import LENGTHS, MedhaSettings
 from experiments.papers import BUILT, paper
@@ -30,7 +31,7 @@ MADE = {
 }
 # the first figure, and a file of the data
 KNOWN = {
-    "medha": ("1, 5b", "medha_mixed/merged_df"),
+    "medha": ("1, 2", "medha_mixed/merged_df"),
     "mooncake": ("table1", "mooncake/conversation"),
     "tetris": ("table1", "mooncake/synthetic"),
 }
@@ -76,7 +77,7 @@ def test_the_command_makes_figures_and_summary(name, tmp_path, capsys):
     "argument, message",
     [
         ("--data={folder}", "data: {folder} has no {file}"),
-        ("--figures=2", "figures: 2: known are {first}"),
+        ("--figures=99", "figures: 99: known are {first}"),
         ("--requests=0", "requests"),
         ("--dta=x", "unknown flag --dta; did you mean --data?"),
     ],
@@ -165,8 +166,95 @@ def test_a_picture_is_drawn_and_the_summary_is_made_of_the_csv(tmp_path):
     )
 
 
-def test_capacity_is_where_the_line_between_two_loads_reaches_the_limit():
+# --- what no verdict may rest on
+
+
+def test_a_figure_whose_mechanism_did_not_run_has_no_verdict(tmp_path):
+    spread = figures.Mechanism("spread steps", figures.fewest("steps", name="kvp"))
+    made = replace(TINY, mechanisms=(spread,))
+    rows = lambda steps: [
+        {"x": 1, "y": 2.0, "name": "a", "steps": 0},
+        {"x": 2, "y": 6.0, "name": "kvp", "steps": steps},
+    ]
+    (ran,) = figures.judged(made, rows(7))
+    assert (ran.verdict, ran.times) == ("worse", 0.75)
+    (not_run,) = figures.judged(made, rows(0))
+    assert (not_run.verdict, not_run.why) == ("did not run", "no spread steps were counted")
+    assert math.isnan(not_run.times)
+    assert "did not run: no spread steps were counted" in figures.compared(made, rows(0))
+    (absent,) = figures.judged(made, rows(7)[:1])
+    assert absent.verdict == "did not run"
+
+
+def test_a_mechanism_must_have_run_with_every_seed():
+    made = replace(TINY, mechanisms=(figures.Mechanism("steps", figures.fewest("steps")),))
+    rows = [
+        {"x": x, "y": 2.0 * x, "name": "a", "steps": steps, "seed": seed}
+        for seed, steps in ((0, 3), (1, 0))
+        for x in (1, 2)
+    ]
+    assert [one.verdict for one in figures.judged(made, rows)] == ["did not run"]
+    assert [one.verdict for one in figures.judged(made, rows[:2])] == ["worse"]
+
+
+def test_the_seed_in_the_middle_is_judged_and_the_others_are_shown():
+    rows = [
+        {"x": x, "y": y, "seed": seed}
+        for seed, last in enumerate((9.0, 3.0, 4.0))
+        for x, y in ((1, 1.0), (2, last))
+    ]
+    (one,) = figures.judged(TINY, rows)
+    assert (one.ours, one.shown) == (4.0, "4x (3x to 9x)")
+    assert (one.verdict, one.why) == ("close", "1 of 3 seeds")
+
+
+def test_a_figure_with_several_seeds_has_a_column_of_them():
+    made = replace(TINY, seeded=True, sweep=lambda settings: iter([{"y": float(settings.seed)}]))
+    rows = list(figures.swept(made, papers.SweepSettings(seed=4, seeds=2)))
+    assert rows == [{"y": 4.0, "seed": 4}, {"y": 5.0, "seed": 5}]
+
+
+def test_a_limit_that_is_not_reached_is_a_bound():
     points = ((1.0, 0.01), (2.0, 1.0), (3.0, 100.0))
-    assert [
-        figures.capacity(points, limit) for limit in (0.001, 0.1, 10.0, 200.0)
-    ] == pytest.approx([1.0, 1.5, 2.5, 3.0])
+    found = [bounds.load_of_time(points, limit) for limit in (0.001, 0.1, 10.0, 200.0)]
+    assert found == pytest.approx([1.0, 1.5, 2.5, 3.0])
+    assert [bounds.sign_of(load) for load in found] == ["<", "", "", ">"]
+    shares = ((1.0, 1.0), (2.0, 0.8), (3.0, 0.4))
+    found = [bounds.load_of_share(shares, share) for share in (1.1, 0.9, 0.6, 0.3)]
+    assert found == pytest.approx([1.0, 1.5, 2.5, 3.0])
+    assert [bounds.sign_of(load) for load in found] == ["<", "", "", ">"]
+
+
+def test_quotients_of_bounds_are_bounds_or_unknown():
+    above = Bound(4.0, ">")
+    below = Bound(2.0, "<")
+    signs = [bounds.sign_of(value) for value in (above / 2, 2 / above, above / below, 8 / below)]
+    assert signs == [">", "<", ">", ">"]
+    assert above / below == 2.0 and math.isnan(above / above)
+    assert bounds.sign_of(bounds.greatest([5.0, above])) == ">"
+    assert bounds.sign_of(bounds.least([1.0, above])) == ""
+
+
+def test_where_a_sweep_ended_is_no_number():
+    """A bound is judged only where all that it leaves open has the same verdict."""
+    verdicts = [CLAIM.verdict(Bound(value, ">")) for value in (3.0, 4.0, 5.2)]
+    assert verdicts == ["limit not reached", "limit not reached", "better"]
+    assert [CLAIM.verdict(Bound(value, "<")) for value in (3.0, 5.0)] == [
+        "worse",
+        "limit not reached",
+    ]
+    assert math.isnan(CLAIM.times(Bound(4.0, ">"))) and figures.number(Bound(4.0, ">"), "x") == (
+        "> 4x"
+    )
+    bound = replace(CLAIM, limit=True)
+    assert bound.verdict(Bound(4.1, ">")) == "holds"
+    assert bound.verdict(Bound(3.9, ">")) == "limit not reached"
+
+
+def test_numbers_that_are_the_papers_own_or_counted_before_are_named():
+    given = replace(CLAIM, given=True)
+    shared = replace(CLAIM, counted_in="figure 6")
+    assert given.verdict(4.0) == "computed from the paper's number" and math.isnan(given.times(4.0))
+    rows = [{"x": 1, "y": 1.0}, {"x": 2, "y": 4.0}]
+    (one,) = figures.judged(replace(TINY, claims=(shared,)), rows)
+    assert (one.verdict, one.why) == ("counted elsewhere", "figure 6")

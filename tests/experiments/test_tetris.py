@@ -30,8 +30,12 @@ def few_loads(monkeypatch):
 @pytest.mark.parametrize("made", FIGURES.values(), ids=FIGURES)
 def test_a_figure_in_miniature_gives_csv_and_table(made, tmp_path, monkeypatch):
     rows = made_small(made, SMALL, tmp_path, monkeypatch)
+    # so few requests never fill a cluster: two bounds have no quotient
+    open_ones = ("recorded", "max load")
     assert all(
-        math.isfinite(claim.ours(rows)) for claim in made.claims if "recorded" not in claim.what
+        math.isfinite(claim.ours(rows))
+        for claim in made.claims
+        if not any(word in claim.what for word in open_ones)
     )
     if made.kind == "simulated":
         assert {row["lengths"] for row in rows} == {"generated: tetris mixes"}

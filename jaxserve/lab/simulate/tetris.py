@@ -3,12 +3,14 @@ comes (Tetris and what it is compared with).
 
 A request is planned once, when it arrives, against the queue times that the plans before it left.
 Chunks take what the latency model says, so that a plan is also what happens; or, with noise, what
-is drawn around that: plans are then made of predictions, corrected by which chunks have begun and
-ended. Moving KV to instances that join is hidden behind compute and costs nothing here.
+is drawn around that: plans are then made of predictions, corrected by when chunks have ended.
+Moving KV to instances that join is hidden behind compute and costs nothing here.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -94,56 +96,61 @@ class PlannedQueues:
         self._free[instance] += seconds
 
 
-@dataclass(frozen=True, slots=True)
-class GivenChunk:
-    """Something that a group of instances does from clock second `start` to `end`. predicted:
-    seconds that it was to take."""
+class GivenWork(NamedTuple):
+    """Something that a group of instances does until clock second `end`. predicted: [group] clock
+    seconds at which it was to end, less what was known to be late then. Ordered by `end`."""
 
-    group: list[int]
-    predicted: float
-    start: float
     end: float
+    number: int
+    group: np.ndarray
+    predicted: np.ndarray
 
 
 class DrawnQueues:
     """Queues of instances whose chunks take a drawn factor of what was predicted. An instance does
-    what it was given in order; a chunk begins when all of its group are free."""
+    what it was given in order; a chunk begins when all of its group are free. When something ends
+    later or earlier than was predicted, all that its instances were given after it shifts."""
 
     def __init__(self, count: int, noise: Noise):
-        self._free = np.zeros(count)  # clock second at which each will be free, once drawn
         self._factor = noise.draws()
-        self._given: list[GivenChunk] = []
+        self._free = np.zeros(count)  # clock second at which each will be free, once drawn
+        self._predicted = np.zeros(count)  # the same as predicted, less how late it is
+        self._late = np.zeros(count)  # seconds by which each is known to be late
+        self._given: list[GivenWork] = []  # a heap
+        self._count = itertools.count()
 
     def seconds(self, now: float) -> np.ndarray:
-        """See `InstanceQueues`: what has begun is known, how long it and the others take is not."""
-        self._given = [chunk for chunk in self._given if chunk.end > now]
-        free = np.full(len(self._free), now)
-        for chunk in self._given:
-            start = chunk.start if chunk.start <= now else float(free[chunk.group].max())
-            free[chunk.group] = max(start + chunk.predicted, now)
-        return free - now
+        """See `InstanceQueues`: what has ended is known, how long the rest takes is not."""
+        while self._given and self._given[0].end <= now:
+            done = heapq.heappop(self._given)
+            self._late[done.group] = done.end - done.predicted
+        return np.maximum(self._predicted + self._late - now, 0.0)
 
     def give(self, plan: CdspPlan, now: float) -> PlanRun:
         """See `InstanceQueues`."""
         computed = idle = 0.0
         end = now
         for chunk in plan.chunks:
-            group = list(chunk.group)
+            group = np.array(chunk.group)
             free = np.maximum(self._free[group], now)
             start = float(free.max())
-            predicted = chunk.end - chunk.start
-            end = start + predicted * self._factor()
+            end = start + (chunk.end - chunk.start) * self._factor()
             idle += float((start - free).sum())
             computed += (end - start) * len(group)
-            self._free[group] = end
-            self._given.append(GivenChunk(group, predicted, start, end))
+            self._give(group, end, now + chunk.end)
         return PlanRun(end - now, computed, idle)
 
     def hold(self, instance: int, seconds: float) -> None:
         """See `InstanceQueues`."""
-        start = float(self._free[instance])
-        self._free[instance] = start + seconds
-        self._given.append(GivenChunk([instance], seconds, start, start + seconds))
+        group = np.array([instance])
+        predicted = float(self._predicted[instance] + self._late[instance])
+        self._give(group, float(self._free[instance]) + seconds, predicted + seconds)
+
+    def _give(self, group: np.ndarray, end: float, predicted: float) -> None:
+        self._free[group] = end
+        self._predicted[group] = predicted - self._late[group]
+        work = GivenWork(end, next(self._count), group, self._predicted[group])
+        heapq.heappush(self._given, work)
 
 
 @dataclass(frozen=True)

@@ -104,9 +104,9 @@ def test_a_planner_knows_what_has_ended_and_predicts_the_rest():
     busy = plan.chunks[0].group[0]
     half = min(run.ttft, 10.0) / 2
     assert queues.seconds(half)[busy] == pytest.approx(10.0 - half)
-    assert queues.seconds(run.ttft)[busy] == 0.0
     late = run.ttft - 1e-6
     assert queues.seconds(late)[busy] == pytest.approx(max(10.0 - late, 0.0))
+    assert queues.seconds(run.ttft)[busy] == 0.0
 
 
 def test_a_group_waits_for_the_slowest_of_what_was_drawn():
