@@ -70,13 +70,17 @@ class Policy:
     order in the end, as far as it is known now; keys are compared among prompts of similar size,
     as much shorter ones may share a long one's steps, but those near `LAST` go behind prompts
     of any size. It is `rank` by default, which is right for keys that do not change with time, such
-    as those made of arrival or tokens.
+    as those made of arrival or tokens. by_deadlines: whether a prompt that would be late may go
+    before the rest of a step that has begun, see `scheduling.interruption`.
     """
 
-    def __init__(self, help: str, rank: Key, forecast: Key | None = None):
+    def __init__(
+        self, help: str, rank: Key, forecast: Key | None = None, by_deadlines: bool = False
+    ):
         self.help = help
         self.rank = rank
         self.forecast = forecast or rank
+        self.by_deadlines = by_deadlines
 
 
 def by_deadline(view: PromptView) -> np.ndarray:
@@ -110,18 +114,23 @@ def late_apart(view: PromptView, shift: float) -> np.ndarray:
 
 POLICIES: dict[str, Policy] = {
     "fcfs": Policy("first come, first served", lambda view: view.arrival),
-    "edf": Policy("earliest deadline first", by_deadline),
+    "edf": Policy("earliest deadline first", by_deadline, by_deadlines=True),
     "llf": Policy(
-        "least slack in seconds", lambda view: view.deadline - view.now - view.work, by_deadline
+        "least slack in seconds",
+        lambda view: view.deadline - view.now - view.work,
+        by_deadline,
+        by_deadlines=True,
     ),
     "relative-slack": Policy(
         "least slack as a share of the time to the deadline",
         lambda view: view.relative_slack,
         lambda view: late_apart(view, -LAST),  # before those in time
+        by_deadlines=True,
     ),
     "slack": Policy(
         "the same, but prompts that can no longer be in time make way for those that can",
         demoting_late,
         lambda view: late_apart(view, LAST),  # behind all others
+        by_deadlines=True,
     ),
 }

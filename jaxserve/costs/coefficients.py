@@ -89,6 +89,7 @@ class Costs:
     # of its own; costs are those of lanes that are all at work
     shared: float = 0.0
     longest: bool = False  # decodes cost as if all of the shape's had the longest context of them
+    layer_groups: int = 1  # programs as which the layers run, for all of which `launch` is
 
     def linear(self, tokens: float) -> float:
         """Seconds of one layer's linear parts and the sums over ranks."""

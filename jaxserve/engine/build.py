@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable
 
@@ -146,7 +147,10 @@ def make_engine(
 ) -> Engine:
     """Makes the host's side of a replica: cache, scheduler, engine. model: as the checkpoint says.
     profile: what steps cost; None for nominal costs."""
-    scheduler = make_scheduler(config, worker.plan, model, profile, worker.lower_tiers)
+    plan = worker.plan
+    if not worker.goes_by_groups:
+        plan = dataclasses.replace(plan, layer_groups=1)
+    scheduler = make_scheduler(config, plan, model, profile, worker.lower_tiers)
     return Engine(config, worker, scheduler)
 
 

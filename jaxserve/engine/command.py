@@ -24,12 +24,12 @@ from jaxserve.cache.tiers import Fetch, SourceBlocks
 from jaxserve.engine.sampling_rows import SamplingAdmission
 from jaxserve.engine.step_shapes import StepShape, layout
 
-VERSION = 7  # of the byte form
+VERSION = 8  # of the byte form
 NO_STEP = -1  # in place of a shape: nothing is computed, only what else the command says
 NO_SAMPLING = -1  # in place of a variant: no token is sampled after this step
 SAMPLE_LATER = -2  # tokens are sampled by a later command, once their masks are known
 SCORES = 64  # prompt tokens whose log-probabilities or embeddings one launch computes
-_HEAD = struct.Struct("<BBiiiiHIIHHH")  # fields of `_Head`
+_HEAD = struct.Struct("<BBiiiiBHIIHHH")  # fields of `_Head`
 _ARRAY = struct.Struct("<BBI")  # kind of number, how it is written, bytes
 _WIDTH = struct.Struct("<I")
 _RAW, _RUNS = 0, 1
@@ -66,7 +66,10 @@ class StepCommand:
     see `step_shapes.layout`. reads: the version of the sampled tokens that the step feeds (0:
     none).
     variant: index in VARIANTS, NO_SAMPLING or SAMPLE_LATER; with NO_STEP it samples for the newest
-    step that was to be sampled later. masks [lanes, samples, words]: bits of the tokens that may be
+    step that was to be sampled later. groups: of layers of each stage, to be run now; 0: all. With
+    NO_STEP they are the next ones of the step that is issued in part; what
+    follows the layers follows the last group, and other steps may come in between, with other slots
+    and pages. masks [lanes, samples, words]: bits of the tokens that may be
     sampled, for the guided variant. loads [m, 4]: ticket and number of a piece of a fetch, how many
     of its blocks are written, and whether that is the last of its fetch (`fetched_pieces`).
     table_updates [m, 5]: lane, slot, index in the row, page, block. scores
@@ -79,6 +82,7 @@ class StepCommand:
     shape: int = NO_STEP
     reads: int = 0
     variant: int = NO_SAMPLING
+    groups: int = 0
     reset: bool = False
     admissions: tuple[SamplingAdmission, ...] = ()
     stores: PageStores = NO_STORES
@@ -119,6 +123,7 @@ class _Head(NamedTuple):
     shape: int
     reads: int
     variant: int
+    groups: int
     admissions: int
     stores: int
     computed: int
@@ -144,6 +149,7 @@ class CommandCodec:
             command.shape,
             command.reads,
             command.variant,
+            command.groups,
             len(command.admissions),
             len(command.stores),
             len(command.computed),
@@ -232,7 +238,13 @@ class CommandCodec:
         }
         reader.end()
         return StepCommand(
-            head.number, head.shape, head.reads, head.variant, bool(head.reset), **parts
+            head.number,
+            head.shape,
+            head.reads,
+            head.variant,
+            head.groups,
+            bool(head.reset),
+            **parts,
         )
 
     def _masks(self, masks: np.ndarray, head: _Head) -> np.ndarray:

@@ -59,18 +59,24 @@ class CommandBuilder:
         return StepCommand(number=-1, reset=True)
 
     def step(
-        self, batch: Batch, fetches: Sequence[Fetch] = (), computed: PageStores = NO_STORES
+        self,
+        batch: Batch,
+        fetches: Sequence[Fetch] = (),
+        computed: PageStores = NO_STORES,
+        groups: int = 0,
     ) -> tuple[StepCommand, InFlightBatch]:
         """Makes the command of a batch, and what reads its result. fetches: to begin. computed:
-        pages that others want as soon as the batch has filled them. Guided sampling is left for a
-        later command: masks are made while the devices compute."""
+        pages that others want as soon as the batch has filled them. groups: of layers, if others
+        follow by `go_on`; 0: all. Guided sampling is left for a later command: masks are made while
+        the devices compute."""
         lanes = self._plan.mesh.kvp
         admissions = [launch for row in batch.admitted for launch in self._admissions(batch, row)]
         variant = self._sampling_of(batch)
         later = variant == GUIDED
         demand = self._plan.demand(batch)
         shape = self._shape(demand, batch.exchange)
-        arrays = StepRows(batch, demand, shape, self._plan.block_size).arrays()
+        # a table that is updated late, by layers that run late, could lose what others wrote since
+        arrays = StepRows(batch, demand, shape, self._plan.block_size, early=groups > 0).arrays()
         scores, pending = score_rows(self._scheduler, batch, arrays, lanes)
         pools, embeddings = pool_rows(self._scheduler, batch, arrays, lanes)
         command = StepCommand(
@@ -78,6 +84,7 @@ class CommandBuilder:
             shape=self._shape_index[shape],
             reads=int(self._sampled_at[batch.slot[batch.is_decode]].max(initial=0)),
             variant=SAMPLE_LATER if later else variant,
+            groups=groups,
             reset=self._begins,
             admissions=tuple(admissions),
             stores=batch.stores,
@@ -89,9 +96,16 @@ class CommandBuilder:
             pools=pools,
         )
         self._begins = False
-        if variant not in (NO_SAMPLING, GUIDED):
-            self._note_sampled(batch)
+        if not groups:
+            self._note_sampling(batch, variant)
         return command, InFlightBatch(batch, arrays, pending, embeddings, sample_later=later)
+
+    def go_on(self, batch: Batch, last: bool) -> StepCommand:
+        """Makes the command that runs the next group of a batch's layers, the last one or
+        another."""
+        if last:
+            self._note_sampling(batch, self._sampling_of(batch))
+        return StepCommand(number=batch.number, groups=1)
 
     def moves(self, stores: PageStores, fetches: Sequence[Fetch]) -> StepCommand:
         """Makes the command that only reads pages, and begins fetches."""
@@ -136,6 +150,11 @@ class CommandBuilder:
         shape = shape or self._plan.shape_for(demand, but=but)
         assert shape is not None, f"no compiled shape holds {demand}"
         return shape
+
+    def _note_sampling(self, batch: Batch, variant: int) -> None:
+        """Notes what the devices sample when all layers of a batch have run."""
+        if variant not in (NO_SAMPLING, GUIDED):
+            self._note_sampled(batch)
 
     def _note_sampled(self, batch: Batch) -> None:
         self._version += 1

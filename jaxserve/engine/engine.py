@@ -287,8 +287,13 @@ class Engine(ReplicaCore):
             now = self.clock.now()
             self._notify(self.scheduler.expire(now))
             pause = self.steps.pause(now)
-            issued = not pause and in_flight.has_room and self.steps.start_batch(now)
-        if issued and not in_flight.full:
+            if in_flight.partial is not None:
+                issued = not pause
+                if issued:
+                    self.steps.go_on(now)
+            else:
+                issued = not pause and in_flight.has_room and self.steps.start_batch(now)
+        if issued and (in_flight.partial is not None or not in_flight.full):
             return True
         if pause and not self.worker.ready():
             time.sleep(min(pause, TICK))

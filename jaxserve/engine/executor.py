@@ -21,9 +21,11 @@ class CommandExecutor(Protocol):
     """Devices behind commands. Errors of any method: DeviceError, where the devices fail and can be
     used again after a reset; WorkersLost, where processes are gone. Executors are made from this
     class: what it does by itself is right where there are no tiers below the devices, no other
-    process, and all programs are compiled."""
+    process, and all programs are compiled. goes_by_groups: whether steps may be issued group by
+    group of their layers."""
 
     plan: StagePlan
+    goes_by_groups: bool = False
 
     @property
     def platform(self) -> str: ...
@@ -48,6 +50,11 @@ class CommandExecutor(Protocol):
     def compile_others(self) -> None:
         """Begins to compile, beside traffic, what the warm-up left."""
         return None
+
+    def groups_ahead(self) -> int:
+        """Counts groups of layers that were issued and have not run, of a step whose last group is
+        not issued."""
+        return 0
 
     def check(self) -> None:
         """Raises WorkersLost where what was computed is lost."""

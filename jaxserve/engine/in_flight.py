@@ -18,6 +18,8 @@ class InFlight:
         self._flights: deque[InFlightBatch] = deque()
         self._read_at = -1.0  # when the last batch was read
         self._free_at = 0.0  # when the first stage should be free again
+        self._in_part = 0.0  # predicted seconds of groups of layers issued after the newest batch
+        self.partial: InFlightBatch | None = None  # some groups of its layers are to be issued
 
     def __len__(self) -> int:
         return len(self._flights)
@@ -47,14 +49,26 @@ class InFlight:
     def seconds_to_spare(self, now: float) -> float:
         """Seconds until the first stage should be free; 0 where a stage waits for a batch, or a
         batch for a token."""
-        if self.samples_later or self.full or len(self._flights) < self._stages:
+        starved = self.full or len(self._flights) < self._stages
+        if self.samples_later or (starved and self.partial is None):
             return 0.0
         return max(0.0, self._free_at - now)
 
+    def issue_part(self, seconds: float, now: float) -> None:
+        """Counts predicted seconds of a batch's layers that are issued at `now`."""
+        self._in_part += seconds
+        self._free_at = max(now, self._free_at) + seconds
+
     def issue(self, flight: InFlightBatch, now: float) -> None:
         """Adds a batch whose issue began at `now`."""
+        self.issue_part(flight.batch.seconds, now)
+        self.add(flight)
+
+    def add(self, flight: InFlightBatch) -> None:
+        """Adds a batch of which all parts are issued."""
+        flight.seconds = self._in_part
+        self._in_part = 0.0
         self._flights.append(flight)
-        self._free_at = max(now, self._free_at) + flight.batch.seconds
 
     def take(self) -> InFlightBatch:
         """Takes the oldest batch, to be read."""
@@ -67,10 +81,13 @@ class InFlight:
         began = max(self._read_at, flight.issued)
         self._read_at = now
         waiting = list(self._flights)[self._stages - 1 :]  # they have not left the first stage
-        self._free_at = now + sum(other.batch.seconds for other in waiting)
-        return now - began, self._stages == 1 or began > flight.issued
+        self._free_at = now + sum(other.seconds for other in waiting) + self._in_part
+        unmixed = self._stages == 1 or began > flight.issued
+        return now - began, unmixed and not flight.mixed
 
     def clear(self) -> None:
         """Forgets all batches: what they computed is lost."""
         self._flights.clear()
         self._free_at = 0.0
+        self._in_part = 0.0
+        self.partial = None

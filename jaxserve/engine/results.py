@@ -39,7 +39,9 @@ class PendingEmbedding:
 @dataclasses.dataclass
 class InFlightBatch:
     """A batch that was issued and not yet read. issued: clock second. sample_later: its tokens are
-    still to be sampled, once their masks are known."""
+    still to be sampled, once their masks are known. seconds: predicted, of all that was issued
+    since the batch before it was. mixed: whether it shared its time with a batch that ran
+    within it, or it within one."""
 
     batch: Batch
     arrays: StepArrays
@@ -47,6 +49,8 @@ class InFlightBatch:
     embeddings: list[PendingEmbedding] = dataclasses.field(default_factory=list)
     sample_later: bool = False
     issued: float = 0.0
+    seconds: float = 0.0
+    mixed: bool = False
 
 
 class StepOutcome(NamedTuple):

@@ -135,9 +135,23 @@ class Stages:
         """Issues a step to all stages. rows [lanes, size] int32: see `step_shapes.layout`. reads:
         the version of `sampled` with the newest token that this step feeds (0: none). after: called
         when a stage here was issued the step, and those behind it were not."""
-        x: Any = self._feed(reads)
+        x = self.run(range(len(self.meshes)), shape, rows, self.feed(reads), after)
+        return HiddenStates(*x) if self.has_last else None
+
+    def run(
+        self,
+        groups: range,
+        shape: StepShape,
+        rows: np.ndarray,
+        x: Any,
+        after: Callable[[Stage], None] = lambda stage: None,
+    ) -> Any:
+        """Issues some consecutive groups of a step's layers, of those of all stages. x: what the
+        group before them returned; for the first one, what `feed` did. Returns what the last of
+        them does: the fields of `HiddenStates` after all layers."""
         extent = (self.plan.mesh.kvp, shape.tokens, self.plan.model.d_model)
-        for index, target in enumerate(self.meshes):
+        for index in groups:
+            target = self.meshes[index]
             source = self.meshes[max(index - 1, 0)]
             if target is not source:
                 x = hand_over(x, source, target, extent, self.plan.dtype)
@@ -149,9 +163,9 @@ class Stages:
             x, stage.caches, stage.table = program(stage.values, stage.caches, stage.table, rows, x)
             self.newest = x
             after(stage)
-        return HiddenStates(*x) if self.has_last else None
+        return x
 
-    def _feed(self, reads: int) -> jax.Array | None:
+    def feed(self, reads: int) -> jax.Array | None:
         """The sampled tokens on the first stage, of the version `reads` or a later one. What came
         there for a step before serves this one too, if it is new enough."""
         version, x = next(entry for entry in self._sampled if entry[0] >= reads)

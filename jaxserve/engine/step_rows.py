@@ -52,7 +52,8 @@ class StepArrays:
     rows [lanes, size]: see `step_shapes.layout`. last [n]: index of each chunk's last token among
     its home lane's tokens. sampled [n]: where among its lane's samples a chunk's token will be; -1:
     it samples none. slices: of the chunks of more than one token. early_updates [m, 5]: page-table
-    entries (after a long prefix hit) for which the rows have no room.
+    entries that are set before the step: those (after a long prefix hit) for which the rows have no
+    room, or all.
     """
 
     shape: StepShape
@@ -92,14 +93,17 @@ def _spans(shape: StepShape) -> _Spans:
 
 
 class StepRows:
-    """The rows of a batch, in a shape that holds its demand, on all lanes. block: tokens of a
-    page."""
+    """The rows of a batch, in a shape that holds its demand, on all lanes. block: tokens of a page.
+    early: whether all page-table entries are set before the step, for all of its layers."""
 
-    def __init__(self, batch: Batch, demand: StepDemand, shape: StepShape, block: int):
+    def __init__(
+        self, batch: Batch, demand: StepDemand, shape: StepShape, block: int, early: bool = False
+    ):
         place = layout(shape, block)
         self._batch = batch
         self._demand = demand
         self._shape = shape
+        self._early = early
         self._lanes = demand.lanes
         self._spans = _spans(shape)
         self._rows = np.zeros((demand.lanes, place.size), np.int32)
@@ -238,11 +242,11 @@ class StepRows:
         return place
 
     def _write_updates(self) -> np.ndarray:
-        """Writes the newest updates of page tables; returns those for which there is no room."""
+        """Writes the newest updates of page tables; returns those that are set before the step."""
         out = self._view["deltas"]
         updates = self._batch.table_updates
         out[:, :, DELTA_SLOT] = NOWHERE
-        if not len(updates):
+        if self._early or not len(updates):
             return updates
         early = []
         for lane in range(self._lanes):

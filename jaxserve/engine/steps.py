@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 
+from jaxserve.api.batch import NO_STORES, Batch
 from jaxserve.api.errors import RequestError
 from jaxserve.cache.tiers import Fetch
 from jaxserve.engine.command_builder import CommandBuilder
@@ -17,6 +19,7 @@ from jaxserve.replica.registry import Registry
 from jaxserve.scheduling import Scheduler
 from jaxserve.scheduling.batch_reader import Events
 from jaxserve.scheduling.events import StepFinished, StepIssued, StepRead, StepsLost
+from jaxserve.scheduling.interruption import PartialStep
 from jaxserve.scheduling.sequence import Sequence as TokenSequence
 from jaxserve.settings.schema import EngineConfig
 
@@ -45,6 +48,7 @@ class Steps:
         self._notify = notify
         self._builder = CommandBuilder(worker.plan, scheduler, registry, lambda: worker.uncompiled)
         self._compiles = 0
+        self._unpublished: StepIssued | None = None  # of the batch that is issued in part
         self._bus = scheduler.bus
         self._bus.subscribe(StepRead, self._correct_predictor)
 
@@ -52,10 +56,25 @@ class Steps:
         """Seconds until the next batch should be started: what is decided late serves requests that
         came late."""
         spare = self.in_flight.seconds_to_spare(now)
+        step = self._scheduler.partial
+        if step is not None:
+            return self._pause_between_groups(step, spare)
         if not spare:
             return 0.0
         early = self._scheduler.predictor.early(self.in_flight.newest.batch.seconds)
         return max(0.0, spare - early)
+
+    def _pause_between_groups(self, step: PartialStep, spare: float) -> float:
+        """Seconds until it is decided what follows the groups of layers that are issued: shortly
+        before the last of them should have run, but not before the others have."""
+        if self.in_flight.samples_later:
+            return math.inf
+        ahead = self._worker.groups_ahead()
+        if ahead > 1:
+            return math.inf
+        if not ahead and not len(self.in_flight):  # nothing runs
+            return 0.0
+        return max(0.0, spare - self._scheduler.predictor.early(step.group_seconds))
 
     # --- issuing
 
@@ -63,36 +82,85 @@ class Steps:
         """Has the scheduler decide the next batch, and issues it. False without a batch."""
         began = time.perf_counter()
         batch = self._scheduler.start(now)
-        fetches = self._scheduler.cache.below.take_fetches()
         if batch is None:
-            self._move_blocks(fetches)
+            self._move_blocks(self._scheduler.cache.below.take_fetches())
             return False
+        self._issue(batch, now, began, self._scheduler.partial)
+        return True
+
+    def go_on(self, now: float) -> None:
+        """Issues what follows while some groups of a batch's layers are not issued: another batch
+        that the scheduler puts before them, or the next group."""
+        began = time.perf_counter()
+        flight = self.in_flight.partial
+        step = self._scheduler.partial
+        assert flight is not None and step is not None
+        if self.in_flight.has_room:
+            batch = self._scheduler.interrupt(self.in_flight.seconds_to_spare(now), now)
+            if batch is not None:
+                flight.mixed = True
+                self._issue(batch, now, began, None)
+                return
+        last = self._scheduler.go_on()
+        self.watchdog.watch(flight.batch, now)
+        self._worker.execute(self._builder.go_on(flight.batch, last))
+        self.in_flight.issue_part(step.group_seconds, now)
+        if last:
+            self.in_flight.partial = None
+            self.in_flight.add(flight)
+            self._all_issued(flight)
+            self.watchdog.clear()
+            assert self._unpublished is not None
+            self._bus.publish(self._unpublished)
+
+    def _issue(self, batch: Batch, now: float, began: float, step: PartialStep | None) -> None:
+        """Issues a batch that was decided from `began` on (host seconds): whole, or the first group
+        of its layers where it is a `step` of several."""
         self.watchdog.watch(batch, now)
         decided = time.perf_counter()
-        # what is pending now is on pages that the batch fills, or that are filled already
-        computed = self._scheduler.cache.stores.take()
-        command, flight = self._builder.step(batch, fetches, computed)
+        fetches = self._scheduler.cache.below.take_fetches()
+        computed = NO_STORES
+        if step is None:  # what is pending is on pages that the batch fills, or that are filled
+            computed = self._scheduler.cache.stores.take()
+        groups = 0 if step is None else step.issued
+        command, flight = self._builder.step(batch, fetches, computed, groups)
         built = time.perf_counter()
         # devices of the CPU may compute while a command is issued
         flight.issued = self._now()
         self._worker.execute(command)
-        self.in_flight.issue(flight, now)
+        if step is None:
+            flight.mixed = self.in_flight.partial is not None
+            self.in_flight.issue(flight, now)
+            self._all_issued(flight)
+            self._watch_partial()
+        else:
+            self.in_flight.partial = flight
+            self.in_flight.issue_part(step.group_seconds, now)
+        shape = flight.arrays.shape
+        event = StepIssued(
+            batch,
+            command,
+            flight.issued,
+            exchange=shape.exchange if shape.spread else "",
+            schedule=decided - began,
+            build=built - decided,
+            dispatch=time.perf_counter() - built,
+        )
+        if step is None:
+            self._bus.publish(event)
+        else:
+            self._unpublished = event  # others may be issued, and read, before all of it is
+
+    def _all_issued(self, flight: InFlightBatch) -> None:
+        """Samples a batch whose layers are issued, if its masks are known."""
         if flight.sample_later:
             self._sample_with_masks(flight)
+
+    def _watch_partial(self) -> None:
+        """Watches the batch that is issued in part, if any: the loop waits for its groups."""
         self.watchdog.clear()
-        shape = flight.arrays.shape
-        self._bus.publish(
-            StepIssued(
-                batch,
-                command,
-                flight.issued,
-                exchange=shape.exchange if shape.spread else "",
-                schedule=decided - began,
-                build=built - decided,
-                dispatch=time.perf_counter() - built,
-            )
-        )
-        return True
+        if self.in_flight.partial is not None:
+            self.watchdog.watch(self.in_flight.partial.batch, self._now())
 
     def _move_blocks(self, fetches: Sequence[Fetch]) -> None:
         """Has wanted pages read, and fetches begun, while no batch comes that would do it."""
@@ -151,7 +219,7 @@ class Steps:
             newest = self.in_flight.newest
             self.watchdog.watch(newest.batch, now)
             self._sample_with_masks(newest)
-            self.watchdog.clear()
+        self._watch_partial()
 
     def _publish_read(self, flight: InFlightBatch, now: float) -> None:
         seconds, unmixed = self.in_flight.read(flight, now)

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
+from typing import Any
 
 import jax
 import numpy as np
@@ -63,6 +64,18 @@ class _Pending:
     pooled: list[tuple[jax.Array, int]] = dataclasses.field(default_factory=list)
 
 
+@dataclasses.dataclass
+class _Partial:
+    """A step of which some groups of layers are not issued. x: what the last group that was issued
+    returns; ahead: the same of all that were not known to have run; next: the group to be issued
+    next."""
+
+    command: StepCommand
+    x: Any
+    ahead: deque[Any]
+    next: int = 0
+
+
 class Worker(CommandExecutor):
     """The devices of a replica, behind commands.
 
@@ -71,6 +84,8 @@ class Worker(CommandExecutor):
     other replicas that are asked for blocks. Errors of the devices come as DeviceError from every
     method.
     """
+
+    goes_by_groups = True
 
     def __init__(
         self,
@@ -86,6 +101,7 @@ class Worker(CommandExecutor):
         self._compiler: threading.Thread | None = None
         self._closed = False
         self._pending: deque[_Pending] = deque()
+        self._partial: _Partial | None = None
         self._arrived: Callable[[Arrival], None] = lambda arrival: None
         self._settled: Callable[[Sequence[bytes]], None] = lambda keys: None
         self.mover: BlockMover | None = None
@@ -181,6 +197,7 @@ class Worker(CommandExecutor):
         with _device_errors():
             if command.reset:
                 self._pending.clear()
+                self._partial = None
                 self.stages.reset()
             for admission in command.admissions:
                 self.stages.admit(admission)
@@ -191,8 +208,14 @@ class Worker(CommandExecutor):
             for fetch in command.fetches:
                 self._mover.fetch(fetch)
             self.stages.set_table(command.table_updates)
-            if command.shape != NO_STEP:
+            if command.shape != NO_STEP and command.groups:
+                assert self._partial is None, "one step is issued in part already"
+                self._partial = _Partial(command, self.stages.feed(command.reads), deque())
+                self._run_groups(command.groups)
+            elif command.shape != NO_STEP:
                 self._run_layers(command)
+            elif command.groups:
+                self._run_groups(command.groups)
             elif command.variant >= 0:
                 self._sample(self._pending[-1], command)
 
@@ -203,6 +226,34 @@ class Worker(CommandExecutor):
                 hidden = self.stages.step(shape, command.rows, command.reads, issued)
         else:
             hidden = self.stages.step(shape, command.rows, command.reads)
+        self._leave(command, hidden)
+
+    def _run_groups(self, count: int) -> None:
+        """Runs the next groups of layers of the step that is issued in part, and after the last one
+        what follows the layers."""
+        step = self._partial
+        assert step is not None, "no step is issued in part"
+        shape = self.plan.shapes[step.command.shape]
+        stop = step.next + count
+        x = self.stages.run(range(step.next, stop), shape, step.command.rows, step.x)
+        if stop == len(self.stages.meshes):
+            self._partial = None
+            self._leave(step.command, HiddenStates(*x))
+            return
+        step.x = x
+        step.next = stop
+        step.ahead.append(x)
+
+    def groups_ahead(self) -> int:
+        step = self._partial
+        if step is None:
+            return 0
+        while step.ahead and step.ahead[0].is_ready():
+            step.ahead.popleft()
+        return len(step.ahead)
+
+    def _leave(self, command: StepCommand, hidden: HiddenStates | None) -> None:
+        """Issues what follows the layers of a step."""
         done = self.stages.newest if hidden is None else hidden.ints
         unsampled = None if command.variant == NO_SAMPLING else hidden
         step = _Pending(command.number, done, unsampled)
@@ -263,6 +314,8 @@ class Worker(CommandExecutor):
 
     def ready(self) -> bool:
         """Returns whether the oldest step has left the last stage."""
+        if not self._pending:
+            return False
         return self._pending[0].done.is_ready()  # type: ignore[attr-defined]
 
     def wait(self) -> StepResult:

@@ -45,9 +45,10 @@ Spans = list[tuple[float, float]]  # per stage: from when to when
 
 @dataclass(slots=True)
 class JournalStep:
-    """A batch that was issued. Arrays are the batch's; `spread_blocks` where prompts on several
-    lanes are in it. `spans` and `took` (seconds since the step before it was read, or since it was
-    issued where that was later) are known once it was read."""
+    """A batch that was issued, all of its layers. number: counts all that were. Arrays are the
+    batch's; `spread_blocks` where prompts on several lanes are in it. `spans` and `took` (seconds
+    since the step before it was read, or since it was issued where that was later) are known once
+    it was read."""
 
     number: int
     issued: float
@@ -96,6 +97,7 @@ class Journal:
         self._until = [born] * stages  # until when each stage was busy
         self._read = born
         self.rows = 0  # chunks of `steps`
+        self._issued = 0  # steps
 
     @property
     def newest(self) -> int:
@@ -125,7 +127,7 @@ class Journal:
         spread_blocks = batch.blocks_per_lane if batch.block_lane.size else None
         self.flying.append(
             JournalStep(
-                batch.number,
+                self._issued,
                 event.now,
                 batch.seconds,
                 batch.seq,
@@ -137,6 +139,7 @@ class Journal:
                 [],
             )
         )
+        self._issued += 1
         self.rows += batch.seq.size
 
     def _step_read(self, event: StepRead) -> None:

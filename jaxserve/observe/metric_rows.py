@@ -36,6 +36,9 @@ READ_GAUGES: Mapping[str, str] = {
 }
 READ_COUNTERS: Mapping[str, str] = {
     "num_preemptions": "Sequences that lost their slot to others and had to wait again",
+    "num_step_interruptions": (
+        "Long steps between whose layers another step ran, for prompts that would have been late"
+    ),
     "kv_promises_given_up": "Prompts that waited and lost the KV blocks that were kept for them",
     "kv_blocks_stored": "KV blocks that left the devices and were kept in host memory",
     "kv_blocks_from_host": "KV blocks read from host memory",

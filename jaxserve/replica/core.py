@@ -167,6 +167,7 @@ class ReplicaCore:
             "queued_prefill_seconds": load.queued_prefill_seconds,
             "predictor_scale": self.scheduler.predictor.scale,
             "num_preemptions": self.scheduler.slots.preemptions,
+            "num_step_interruptions": self.scheduler.interruptions,
             "kv_blocks_promised": len(self.scheduler.cache.promises),
             "kv_blocks_leased": len(self.scheduler.cache.leases),
             "kv_promises_given_up": self.scheduler.cache.promises.given_up,

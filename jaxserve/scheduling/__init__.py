@@ -16,6 +16,7 @@ contains it. Nothing here knows text, devices or threads.
     packing          BatchPacker: decodes, preemption, and the batch as arrays
     prefill_packing  PrefillPacker: prefill chunks, in the order of `prefill_order` and `policies`;
                      `prefill_chunks` finds where one would run, and gives it pages
+    interruption     InterruptionRule: prompts for which a step is interrupted between its layers
     batch_reader     BatchReader: results of a batch as events
     fetches          Fetches: blocks brought from lower tiers instead of computed
     prefetch         QueuePrefetch: what waiting prompts will hit comes up from slower tiers

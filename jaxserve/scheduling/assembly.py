@@ -46,7 +46,8 @@ class ReplicaProfile:
 @dataclasses.dataclass(frozen=True)
 class ReplicaSizes:
     """Settings and sizes of a replica. cache: with its pages per lane. heads: of one rank. max_len:
-    tokens of a sequence. planned_len: tokens of the longest prompt that plans are fitted to."""
+    tokens of a sequence. planned_len: tokens of the longest prompt that plans are fitted to.
+    layer_groups: programs that run one after the other in each step."""
 
     mesh: MeshConfig
     cache: CacheConfig
@@ -54,6 +55,7 @@ class ReplicaSizes:
     heads: Heads
     max_len: int
     planned_len: int
+    layer_groups: int = 1
 
     @property
     def planned(self) -> bool:
@@ -152,6 +154,9 @@ def assemble(
 ) -> Scheduler:
     """Makes a scheduler and its cache, both empty. profile: None if it is not known what steps
     cost. lower: tiers below the devices."""
+    costs = NOMINAL
+    if profile is not None:
+        costs = dataclasses.replace(profile.costs, layer_groups=sizes.layer_groups)
     config = sizes.cache
     if model.states:
         config = dataclasses.replace(config, prefix_caching=False)
@@ -169,7 +174,7 @@ def assemble(
         sizes.mesh,
         sizes.max_len,
         model.eos_ids,
-        costs=profile.costs if profile else NOMINAL,
+        costs=costs,
         planner=sizes.planner(profile) if profile else None,
         chooser=sizes.chooser(profile) if profile else None,
     )

@@ -30,6 +30,7 @@ from jaxserve.lanes.exchange import EXCHANGES
 from jaxserve.scheduling.budget import StepBudget
 from jaxserve.scheduling.prefill_packing import PrefillPacker
 from jaxserve.scheduling.prefill_step import PrefillChunk
+from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.slots import DECODE, LEAVING, SlotTable
 from jaxserve.settings.schema import SchedulerConfig
 
@@ -69,6 +70,24 @@ class BatchPacker:
             budget = self._budget(decodes)
         if not chunks and not decodes.size:
             return None
+        return self._packed(number, decodes, chunks, budget)
+
+    def pack_beside(
+        self, number: int, now: float, partial: Batch, prompts: list[Sequence]
+    ) -> tuple[Batch, list[PrefillChunk]] | None:
+        """Returns batch `number` of these prompts, to their ends, and of the decodes that are not
+        in the `partial` batch; None where no prompt can be computed to its end now. Nothing is
+        preempted for it."""
+        decodes = self._decodes_beside(partial)
+        budget = self._budget(decodes)
+        chunks = self.prefill.pack_whole(self.config, now, budget, prompts)
+        if not chunks:
+            return None
+        return self._packed(number, decodes, chunks, budget)
+
+    def _packed(
+        self, number: int, decodes: np.ndarray, chunks: list[PrefillChunk], budget: StepBudget
+    ) -> tuple[Batch, list[PrefillChunk]]:
         batch = self._batch(number, decodes, chunks, max(budget.lane_seconds))
         if self.mesh.kvp > 1:
             batch = self._exchanged(batch, budget)
@@ -156,6 +175,19 @@ class BatchPacker:
                 self._preempt_for(slot)
         has_page = slots.issued[ready] < cache.capacity[ready]
         return ready[(slots.phase[ready] == DECODE) & has_page]
+
+    def _decodes_beside(self, partial: Batch) -> np.ndarray:
+        """Returns slots outside a batch whose next token is to be decoded, with a page for it; none
+        that has no page where there are not enough for all."""
+        slots = self.slots
+        cache = self.cache
+        ready = slots.decodable
+        ready = ready[~np.isin(ready, partial.slot)]
+        short = ready[slots.issued[ready] == cache.capacity[ready]]
+        if short.size <= cache.available:
+            for slot in short.tolist():
+                cache.extend(slot, 1)
+        return ready[slots.issued[ready] < cache.capacity[ready]]
 
     def _preempt_for(self, slot: int) -> None:
         """Gives a decode a page, if need be by preempting a younger sequence; none while pages are

@@ -77,6 +77,25 @@ class PrefillPacker:
             self._pack_decided(self.pool, self.scheduler, step, order)
         return step.chunks
 
+    def pack_whole(
+        self, config: SchedulerConfig, now: float, budget: StepBudget, prompts: Iterable[Sequence]
+    ) -> list[PrefillChunk]:
+        """Packs what is left of these prompts, in this order; none of which the step cannot take
+        all, or whose next blocks are fetched."""
+        step = self._new_step(config, now, budget)
+        for sequence in filter(self._may, prompts):
+            candidate = self.chunks.find(step, sequence)
+            if candidate is None or (candidate.first is not None and candidate.first.fetch):
+                continue
+            length = sequence.prefill_len - candidate.start
+            fits = self._capacity(step, candidate) >= length
+            if fits and candidate.first is None:
+                pages = self.chunks.length_with_pages(sequence, length, step.reserve)
+                fits = pages == length
+            if fits:
+                self.chunks.add(step, candidate, length)
+        return step.chunks
+
     def _match_homes(self, pool: Pool, step: PrefillStep, order: PrefillOrder) -> None:
         """Finds homes for the prompts that may be admitted, all of them at once."""
         most = min(len(self.slots.free), 2 * pool.lanes)
@@ -128,13 +147,17 @@ class PrefillPacker:
         return sequence.slot != NO_SLOT or self.admission.may(sequence)
 
     def _begin(self, config: SchedulerConfig, now: float, budget: StepBudget) -> PrefillStep:
+        step = self._new_step(config, now, budget)
+        if not step.reserve:
+            self._preempt_for_oldest()
+        return step
+
+    def _new_step(self, config: SchedulerConfig, now: float, budget: StepBudget) -> PrefillStep:
         reserve = int(np.count_nonzero(self.slots.phase == DECODE))
         step = PrefillStep(config, now, budget, reserve, [0.0] * len(budget.lanes))
         for sequence in self.slots.prefilling:
             step.count_pending(sequence, self.cache.prefill_lanes(sequence.slot))
         self.admission.begin(reserve)
-        if not reserve:
-            self._preempt_for_oldest()
         return step
 
     def _preempt_for_oldest(self) -> None:

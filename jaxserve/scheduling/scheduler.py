@@ -1,5 +1,8 @@
 """The four verbs: add, start, finish, cancel. Time is an argument.
 
+A long step may be issued in part, by groups of its layers (`partial`): between two of them
+`interrupt` may return another batch that runs first, and `go_on` notes each group.
+
 `packing` decides what a batch contains, `slots` knows who waits and who runs, `request_table` which
 requests live, `batch_reader` turns results into events; here requests become sequences, and batches
 are issued and read.
@@ -28,10 +31,12 @@ from jaxserve.scheduling.completion_lengths import CompletionLengths
 from jaxserve.scheduling.decode_reserve import DecodeReserve
 from jaxserve.scheduling.events import Admitted, BatchPacked, EventBus
 from jaxserve.scheduling.fetches import Fetches
+from jaxserve.scheduling.interruption import InterruptionRule, PartialStep
 from jaxserve.scheduling.packing import BatchPacker
 from jaxserve.scheduling.page_admission import PageAdmission
 from jaxserve.scheduling.pool.interface import Pool, PoolScheduler
 from jaxserve.scheduling.prefill_packing import PrefillPacker
+from jaxserve.scheduling.prefill_step import PrefillChunk
 from jaxserve.scheduling.prefill_times import PrefillTimes
 from jaxserve.scheduling.request_table import LiveEntry, RequestTable
 from jaxserve.scheduling.sequence import Sequence, SequenceLimits
@@ -60,8 +65,8 @@ class Scheduler:
     costs: what steps cost; NOMINAL if unknown. planner: plans which lanes compute which part of a
     prompt, or which prompts run together on how many lanes; None: the cache chooses. chooser:
     chooses how lanes exchange what spread chunks need; None if no rates are known. What happens is
-    published on `bus`.
-    """
+    published on `bus`. `partial`: the newest batch, while some groups of its layers are to be
+    issued; `interruptions`: how often another batch ran before the rest of one."""
 
     def __init__(
         self,
@@ -106,6 +111,9 @@ class Scheduler:
             copies,
         )
         self._reader = BatchReader(cache, self.slots, self.requests, self.times, self.bus)
+        self.interruption_rule = InterruptionRule(config, self.slots, self.predictor)
+        self.partial: PartialStep | None = None
+        self.interruptions = 0
         self._planner = None if isinstance(planner, PoolScheduler) else planner
         self._eos = frozenset(eos_ids)
         self._flight: deque[Batch] = deque()
@@ -250,27 +258,72 @@ class Scheduler:
 
     def start(self, now: float) -> Batch | None:
         """Returns the next batch, to be run after all batches before it; None if nothing can be
-        issued now."""
+        issued now. If it is `partial` then, it is issued by groups of its layers: the first one
+        now, the others with `go_on`. No other is started before the last of them."""
+        assert self.partial is None, "the newest batch is not issued to its end"
         backlog = self.slots.backlog
         packed = self.packer.pack(self._batches, now)
         if packed is None:
             return None
         batch, chunks = packed
+        self._flight.append(batch)
+        self._publish_packed(batch, backlog)
+        if self.interruption_rule.applies(batch):
+            self.partial = PartialStep(batch, chunks, self.interruption_rule.groups)
+        else:
+            self._publish_blocks(chunks)
+        return batch
+
+    def _publish_packed(self, batch: Batch, backlog: float) -> None:
         self.bus.publish(BatchPacked(batch, backlog))
         self._batches += 1
-        self._flight.append(batch)
         for row in batch.admitted:
             slot = int(batch.slot[row])
             self.bus.publish(Admitted(self.slots.by_slot[slot], slot))
+
+    def _publish_blocks(self, chunks: Iterable[PrefillChunk]) -> None:
+        """Lets later batches share what issued chunks compute."""
         size = self.cache.block_size
-        for chunk in chunks:  # only now: what a batch computes serves later batches
+        for chunk in chunks:
             sequence = self.slots.by_slot[chunk.slot]
             self.cache.publish(
                 chunk.slot, chunk.start // size, chunk.stop // size, sequence.block_hashes
             )
-            if chunk.stop == sequence.prefill_len:
+            if chunk.stop == sequence.prefill_len and self.requests.alive(sequence):
                 self.requests.queue_later(sequence)
+
+    def interrupt(self, begins: float, now: float) -> Batch | None:
+        """Returns a batch to be run before the rest of the `partial` one, issued whole and read
+        before it; None where that one goes on. begins: seconds until the devices have run what is
+        issued."""
+        step = self.partial
+        assert step is not None
+        prompts = self.interruption_rule.prompts(step, begins, now)
+        if not prompts:
+            return None
+        backlog = self.slots.backlog
+        packed = self.packer.pack_beside(self._batches, now, step.batch, prompts)
+        if packed is None:
+            return None
+        batch, chunks = packed
+        step.interrupted_after = step.issued
+        self.interruptions += 1
+        self._flight.insert(len(self._flight) - 1, batch)
+        self._publish_packed(batch, backlog)
+        self._publish_blocks(chunks)
         return batch
+
+    def go_on(self) -> bool:
+        """Notes that the next group of the `partial` batch's layers is issued. Returns whether it
+        was the last: then nothing is `partial` any more."""
+        step = self.partial
+        assert step is not None
+        step.issued += 1
+        if step.issued < step.groups:
+            return False
+        self.partial = None
+        self._publish_blocks(step.chunks)
+        return True
 
     def finish(self, batch: Batch, results: StepResults, now: float) -> Events:
         """Returns the events of the oldest batch in flight, which was read at clock second `now`.
@@ -326,6 +379,7 @@ class Scheduler:
         slots = self.slots
         events: Events = []
         self._flight.clear()
+        self.partial = None
         slots.in_flight[:] = 0
         for slot, sequence in sorted(slots.by_slot.items()):
             if slots.phase[slot] >= LEAVING:

@@ -54,6 +54,7 @@ def engine(
     planned: bool = False,
     profiled: bool = True,
     expert_parallel: bool = False,
+    layer_groups: int = 1,
     **cache,
 ) -> Engine:
     """An engine whose programs are compiled when first used. planned: those that move pages are
@@ -78,6 +79,7 @@ def engine(
             decode_exchange=decode_exchange,
             planner=planner,
         ),
+        layer_groups=layer_groups,
     )
     return build(config, progress=False, warm_up=False, profiled=profiled and not planned)
 
@@ -105,7 +107,7 @@ def fresh(
         plan.mesh,
         old.info.max_model_len,
         plan.model.eos_ids,
-        costs,
+        dataclasses.replace(costs, layer_groups=plan.layer_groups),
         planner,
         chooser=chooser,
     )

@@ -49,6 +49,7 @@ COUNTERS = {
     "xla_compiles",
     "xla_recompiles",
     "num_preemptions",
+    "num_step_interruptions",
     "kv_promises_given_up",
     "kv_blocks_stored",
     "kv_blocks_from_host",

@@ -68,6 +68,7 @@ def replica_sizes(
         heads_of(plan.model, plan.mesh.tp, item, plan.kv_dtype == FP8),
         max_len,
         min(max_len, plan.width * plan.block_size * plan.mesh.kvp),
+        plan.layer_groups,
     )
 
 
@@ -205,6 +206,7 @@ def identity(
         "block_size": plan.block_size,
         "max_len": max_len,
         "shapes": shapes,
+        **({"layer_groups": plan.layer_groups} if plan.layer_groups > 1 else {}),
     }
 
 

@@ -79,6 +79,7 @@ class Pipeline:
         self.free = [0.0] * stages
         self._left = np.zeros(slots)
         self._factor = noise.draws()
+        self._partial = StagePassage(0.0, 0.0, 0.0)  # of the batch that enters in parts
 
     def enter(self, now: float, batch: Batch) -> StagePassage:
         """Puts a batch into the stages."""
@@ -96,6 +97,19 @@ class Pipeline:
             at += 0.0 if last else hop
         self._left[batch.slot[batch.sample]] = at
         return StagePassage(began, at, batch.seconds * factor)
+
+    def enter_part(self, now: float, batch: Batch, parts: int, first: bool) -> StagePassage:
+        """Puts one of `parts` equal parts of a batch into the only stage, the `first` or another.
+        Returns the passage of the batch up to the end of this part."""
+        if first:
+            fed = self._left[batch.slot[batch.is_decode]]
+            began = max(now, self.free[0], float(fed.max(initial=0.0)))
+            self._partial = StagePassage(began, began, batch.seconds * self._factor())
+        passage = self._partial
+        end = max(now, self.free[0], passage.start) + passage.seconds / parts
+        self.free[0] = end
+        self._left[batch.slot[batch.sample]] = end
+        return StagePassage(passage.start, end, passage.seconds)
 
 
 class VirtualReplica(ReplicaCore):
@@ -193,7 +207,11 @@ class VirtualReplica(ReplicaCore):
     @property
     def _issue_due(self) -> float:
         """Clock second from which on the next batch may be issued: at once, unless it would wait
-        for the stages."""
+        for the stages; where one is issued in part, from which on it is decided what follows its
+        last group of layers."""
+        step = self.scheduler.partial
+        if step is not None:
+            return self._pipeline.free[0] - self.scheduler.predictor.early(step.group_seconds)
         if len(self._flights) < self._stages:
             return 0.0
         early = self.scheduler.predictor.early(self._flights[-1][1].seconds)
@@ -203,16 +221,44 @@ class VirtualReplica(ReplicaCore):
         if not self._started:
             return
         self._asked_at = now = self.clock.now()
-        while len(self._flights) < self._depth and self._issue_due <= now:
+        while self._issue_due <= now:
+            if self.scheduler.partial is not None:
+                self._go_on(now)
+                continue
+            if len(self._flights) >= self._depth:
+                return
             batch = self.scheduler.start(now)
             self._move_blocks(self.scheduler.cache.stores.take() if batch is None else batch.stores)
             if batch is None:
                 return
-            passage = self._pipeline.enter(now, batch)
-            self._flights.append((passage, batch))
-            self.bus.publish(StepIssued(batch, None, now))
-            for listener in self.listeners:
-                listener.step_issued(batch, passage)
+            step = self.scheduler.partial
+            if step is None:
+                self._issued(batch, self._pipeline.enter(now, batch))
+            else:
+                self._pipeline.enter_part(now, batch, step.groups, first=True)
+
+    def _go_on(self, now: float) -> None:
+        """Issues what follows while some groups of a batch's layers are not issued: another batch
+        before them, or the next group."""
+        step = self.scheduler.partial
+        assert step is not None
+        if len(self._flights) < self._depth:
+            batch = self.scheduler.interrupt(max(0.0, self._pipeline.free[0] - now), now)
+            if batch is not None:
+                self._move_blocks(batch.stores)
+                self._issued(batch, self._pipeline.enter(now, batch))
+                return
+        last = self.scheduler.go_on()
+        passage = self._pipeline.enter_part(now, step.batch, step.groups, first=False)
+        if last:
+            self._issued(step.batch, passage)
+
+    def _issued(self, batch: Batch, passage: StagePassage) -> None:
+        """Takes in a batch of which all is issued."""
+        self._flights.append((passage, batch))
+        self.bus.publish(StepIssued(batch, None, self.clock.now()))
+        for listener in self.listeners:
+            listener.step_issued(batch, passage)
 
     def _read(self, now: float) -> None:
         passage, batch = self._flights.popleft()

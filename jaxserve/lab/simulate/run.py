@@ -69,7 +69,8 @@ class System:
     """A simulated system: a model's shape on `mesh` of `device`s. A replica has no limit on a
     sequence but its pages. memory: share of a device's that weights and KV may fill. kv_gib: memory
     for KV per device, where it is given. kv_cache_dtype: see CacheConfig. node_devices: that one
-    node has; all ranks of a lane are in one. expert_parallel: lanes share experts out."""
+    node has; all ranks of a lane are in one. expert_parallel: lanes share experts out.
+    layer_groups: programs that run one after the other in each step, each with a launch."""
 
     shape: ModelConfig
     device: str
@@ -80,6 +81,7 @@ class System:
     node_devices: int = NODE_DEVICES
     expert_parallel: bool = False
     noise: Noise = NO_NOISE
+    layer_groups: int = 1
 
     def with_cache(self, cache: CacheConfig) -> System:
         """The system with what these settings say of memory and KV. Errors: ConfigError for a store
@@ -108,6 +110,7 @@ class System:
         bytes_ = self.heads.stored / (ITEM * self.heads.head_dim)
         return dataclasses.replace(
             measured,
+            launch=measured.launch * self.layer_groups,
             experts_sent=once,
             experts_sent_token=token,
             read=measured.read * bytes_,
@@ -138,7 +141,9 @@ class System:
     ) -> ReplicaSizes:
         """Returns the sizes of a replica with these settings. cache: with its pages. longest:
         tokens of the longest prompt that plans are fitted to."""
-        return ReplicaSizes(self.mesh, cache, scheduler, self.heads, UNLIMITED, longest)
+        return ReplicaSizes(
+            self.mesh, cache, scheduler, self.heads, UNLIMITED, longest, self.layer_groups
+        )
 
     def check(self) -> None:
         """Checks the mesh. Errors: ConfigError if the model cannot run on it."""

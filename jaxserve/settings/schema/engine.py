@@ -43,8 +43,9 @@ class EngineConfig(Settings):
     )
     layer_groups: int = option(
         1,
-        "groups into which the layers of a stage are cut: KV of a group goes to other replicas "
-        "while the layers behind it compute, at the cost of a launch a group in each step",
+        "groups into which the layers of a stage are cut, at the cost of a launch a group in each "
+        "step: KV of a group goes to other replicas while the layers behind it compute, and with a "
+        "policy by deadlines a prompt that would be late interrupts a long step between two groups",
         low=1,
         high=64,
     )

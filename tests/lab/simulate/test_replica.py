@@ -7,6 +7,7 @@ tokens at most.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 
 import numpy as np
@@ -47,6 +48,11 @@ class Watched(Scheduler):
         self.batches += [batch] if batch else []
         return batch
 
+    def interrupt(self, begins: float, now: float) -> Batch | None:
+        batch = super().interrupt(begins, now)
+        self.check()
+        return batch
+
     def finish(self, *outcome, **more):
         events = super().finish(*outcome, **more)
         self.check()
@@ -60,13 +66,23 @@ def made(
     pages: int = 1000,
     scheduler: type[Scheduler] = Scheduler,
     prefix_caching: bool = False,
+    layer_groups: int = 1,
     **settings_,
 ) -> VirtualReplica:
     config = SchedulerConfig(**{"chunking": "static", "chunk_tokens": 64, **settings_})
     cache = CacheConfig(16, pages, prefix_caching=prefix_caching)
     manager = CacheManager(cache, mesh.kvp, config.max_seqs)
     return VirtualReplica(
-        scheduler(config, manager, mesh, MAX_LEN, costs=costs), cache, mesh, lookahead
+        scheduler(
+            config,
+            manager,
+            mesh,
+            MAX_LEN,
+            costs=dataclasses.replace(costs, layer_groups=layer_groups),
+        ),
+        cache,
+        mesh,
+        lookahead,
     )
 
 
@@ -443,9 +459,10 @@ MESHES = st.builds(MeshConfig, spp=st.integers(1, 4), kvp=st.integers(1, 3))
     pages=st.integers(70, 200),
     slots=st.integers(1, 12),
     gap=st.sampled_from([0.0, 0.1, 1.0]),
+    groups=st.sampled_from([1, 1, 2, 5]),
 )
 def test_invariants_hold_and_nothing_starves(
-    policy, chunking, mesh, seed, lookahead, pages, slots, gap
+    policy, chunking, mesh, seed, lookahead, pages, slots, gap, groups
 ):
     """Under load that never ends while it lasts, with little memory: every request ends once, with
     all its tokens."""
@@ -456,6 +473,7 @@ def test_invariants_hold_and_nothing_starves(
         pages,
         Watched,
         True,
+        groups,
         policy=policy,
         chunking=chunking,
         max_seqs=slots,

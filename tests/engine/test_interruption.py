@@ -1,0 +1,144 @@
+"""Prompts that would be late interrupt long steps between two groups of their layers: they have
+their tokens before the step ends, and no token of either changes."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from jaxserve.api.events import Finished, Token
+from jaxserve.api.request import Slo
+from jaxserve.costs.coefficients import Costs
+from jaxserve.engine.command import DeviceError
+from jaxserve.engine.engine import Engine
+from jaxserve.scheduling.events import StepRead
+from tests.engine.harness import Runner, assert_empty, engine, fresh
+from tests.engine.test_golden import submit, with_tokens
+
+# with these a chunk of 512 tokens is predicted to take half a second, a group of its layers a fifth
+SLOW = Costs(layers=5, linear_token=2e-4)
+# a chunk of 128 tokens 130 ms
+TINY = Costs(layers=2, linear_token=5e-4)
+MATRIX = pytest.mark.matrix
+SOON = dict(slo=Slo(ttft=0.25))
+LATE = dict(slo=Slo(ttft=60.0))
+SIZES = dict(chunk=512, pages=320)
+
+
+def interrupted(model, groups: int = 5, mesh: str = "") -> Engine:
+    real = engine(model, mesh, layer_groups=groups, profiled=False, **SIZES)
+    return fresh(real, "grow", costs=SLOW, policy="edf")
+
+
+def until_in_part(runner: Runner) -> None:
+    """Runs until a step is issued of which some groups of layers are not."""
+    while runner.engine.steps.in_flight.partial is None:
+        assert runner.engine.step()
+
+
+def of_length(cases: list[dict], tokens: int) -> dict:
+    case = next(case for case in cases if len(case["prompt_ids"]) == tokens)
+    return with_tokens(case, 8)
+
+
+@pytest.mark.parametrize(
+    "groups, mesh",
+    [
+        pytest.param(5, "", id="a layer each"),
+        pytest.param(2, "", id="two groups", marks=MATRIX),
+        pytest.param(3, "kvp=2,tp=3", id="lanes and ranks", marks=MATRIX),
+    ],
+)
+def test_a_short_prompt_runs_within_a_long_step_and_no_token_changes(
+    groups, mesh, golden_first_layers, smollm2_first_layers
+):
+    real = interrupted(smollm2_first_layers, groups, mesh)
+    read: list[list[int]] = []
+    real.bus.subscribe(StepRead, lambda step: read.append(step.batch.seq.tolist()))
+    runner = Runner(real)
+    long, *shorts = (of_length(golden_first_layers["cases"], tokens) for tokens in (1500, 37, 5))
+    first = submit(runner, long, rest=LATE)
+    others = []
+    for number, case in enumerate(shorts, 1):
+        until_in_part(runner)
+        before = len(read)
+        others.append(submit(runner, case, rest=SOON))
+        while real.steps.in_flight.partial is not None:
+            real.step()
+            real.scheduler.check()
+        assert [number in step for step in read[before:]].count(True), "it waited for the step"
+        assert not any(0 in step for step in read[before:])
+    runner.run()
+    assert real.scheduler.interruptions >= 2
+    assert runner.ids(first) == long["output_ids"]
+    assert [runner.ids(id) for id in others] == [case["output_ids"] for case in shorts]
+    assert_empty(real)
+    real.close()
+
+
+def test_a_step_that_fails_in_part_is_forgotten_and_the_next_requests_are_served():
+    real = fresh(engine(layer_groups=2, **SIZES), "grow", costs=TINY, policy="edf")
+    runner = Runner(real)
+    lost = runner.submit(range(3, 403), max_tokens=4, rest=LATE)
+    until_in_part(runner)
+    run = real.worker.stages.run
+
+    def failing(*work):
+        real.worker.stages.run = run
+        raise DeviceError("a fault between two groups of layers")
+
+    real.worker.stages.run = failing
+    while runner.engine._safe_step():
+        pass
+    assert runner.events[lost][-1].error.status == "INTERNAL"
+    assert real.scheduler.partial is None
+    again = runner.submit(range(3, 403), max_tokens=4, rest=LATE)
+    runner.run()
+    assert len(runner.ids(again)) == 4
+    assert_empty(real)
+    real.close()
+
+
+KINDS = ({}, dict(temperature=1.0, seed=1), dict(n=2), dict(top_p=0.5, seed=2))
+
+
+def random_tokens(real: Engine, policy: str) -> tuple[list[list[tuple[int, int]]], int]:
+    """Tokens of random requests that come while others run, many with prefixes of others, some with
+    objectives that they miss behind a long step; and how often a step was interrupted."""
+    rng = random.Random(0)
+    real = fresh(real, "grow", costs=TINY, policy=policy)
+    real.scheduler.predictor.seen = lambda predicted, seconds: None  # the steps seem slow to it
+    runner = Runner(real)
+    for number in range(60):
+        length = rng.choice((3, 20, 40, 300, 400))
+        prompt = range(3, 3 + length)
+        if rng.random() < 0.5:
+            prompt = [rng.randrange(3, 500) for _ in range(length)]
+        kind = {"ignore_eos": True, "max_tokens": rng.choice((1, 5, 12)), **rng.choice(KINDS)}
+        slo = Slo(ttft=rng.choice((0.12, 0.16, 0.2)) if length < 50 else 60.0)
+        runner.submit(np.array(prompt), id=str(number), rest=dict(slo=slo), **kind)
+        for _ in range(rng.randrange(20)):
+            real.step()
+            real.scheduler.check()
+    runner.run()
+    assert_empty(real)
+    return [tokens_of(events) for events in runner.events.values()], real.scheduler.interruptions
+
+
+def tokens_of(events: list) -> list[tuple[int, int]]:
+    """Completion and id of each token, by completion."""
+    assert all(event.error is None for event in events if isinstance(event, Finished))
+    found = [(event.index, event.id) for event in events if isinstance(event, Token)]
+    return sorted(found, key=lambda token: token[0])
+
+
+@pytest.mark.parametrize("mesh", ["", pytest.param("kvp=2", marks=MATRIX)])
+def test_random_requests_have_the_tokens_that_whole_steps_give(mesh):
+    real = engine(mesh=mesh, layer_groups=2, chunk=128, pages=90, max_len=512)
+    whole, never = random_tokens(real, "fcfs")
+    parts, often = random_tokens(real, "slack")
+    assert not never and often > 1
+    assert parts == whole
+    real.close()
