@@ -28,6 +28,7 @@ Rows = Sequence[Row]
 CLOSE = 1.25  # a ratio to the paper's number within this, either way, is close
 SEED = "seed"  # the column of a figure that is made with several
 NOT_RUN = "did not run"
+NOT_COUNTED = "not counted yet"
 GIVEN = "computed from the paper's number"
 ELSEWHERE = "counted elsewhere"
 NOT_REACHED = "limit not reached"
@@ -102,13 +103,14 @@ class Mechanism:
     what: str
     count: Callable[[Rows], float]
 
-    def ran(self, rows: Rows) -> bool:
-        """Returns whether the rows show that it ran; without the columns that count it they do
-        not."""
+    def fault(self, rows: Rows) -> tuple[str, str]:
+        """Returns the verdict on numbers of these rows and why, where they do not show that it ran;
+        ('', '') where they do."""
         try:
-            return self.count(rows) > 0
-        except KeyError:
-            return False
+            counts = [self.count(some) for some in by_seed(rows)]
+        except KeyError:  # results of before there was a column for it
+            return NOT_COUNTED, f"{self.what} (the kept results are older)"
+        return ("", "") if min(counts) > 0 else (NOT_RUN, f"no {self.what}")
 
 
 @dataclass(frozen=True)
@@ -142,12 +144,10 @@ class Figure:
     mechanisms: tuple[Mechanism, ...] = ()
     seeded: bool = False
 
-    def missing(self, rows: Rows) -> str:
-        """Returns which mechanism did not run with some seed, '' if all did."""
-        for mechanism in self.mechanisms:
-            if not all(mechanism.ran(some) for some in by_seed(rows)):
-                return f"no {mechanism.what} were counted"
-        return ""
+    def fault(self, rows: Rows) -> tuple[str, str]:
+        """Returns the first fault of its mechanisms; see `Mechanism`."""
+        faults = (mechanism.fault(rows) for mechanism in self.mechanisms)
+        return next((fault for fault in faults if fault[0]), ("", ""))
 
 
 # --- rows
@@ -255,16 +255,18 @@ class Judgement:
     @property
     def times(self) -> float:
         """Ours divided by the paper's; NaN where that says nothing."""
-        return math.nan if self.verdict == NOT_RUN else self.claim.times(self.ours)
+        if self.verdict in (NOT_RUN, NOT_COUNTED):
+            return math.nan
+        return self.claim.times(self.ours)
 
 
 def judged(figure: Figure, rows: Rows) -> list[Judgement]:
     """Judges all claims of a figure."""
-    missing = figure.missing(rows)
-    return [_judgement(claim, by_seed(rows), missing) for claim in figure.claims]
+    fault = figure.fault(rows)
+    return [_judgement(claim, by_seed(rows), fault) for claim in figure.claims]
 
 
-def _judgement(claim: Claim, seeds: Sequence[Rows], missing: str) -> Judgement:
+def _judgement(claim: Claim, seeds: Sequence[Rows], fault: tuple[str, str]) -> Judgement:
     found = [claim.ours(rows) for rows in seeds]
     known = sorted(value for value in found if math.isfinite(value))
     ours = known[len(known) // 2] if known else math.nan
@@ -273,8 +275,8 @@ def _judgement(claim: Claim, seeds: Sequence[Rows], missing: str) -> Judgement:
     why = "" if same == len(found) else f"{same} of {len(found)} seeds"
     if verdict == ELSEWHERE:
         why = claim.counted_in
-    elif missing:
-        verdict, why = NOT_RUN, missing
+    elif fault[0]:
+        verdict, why = fault
     return Judgement(claim, ours, tuple(known), verdict, why)
 
 
@@ -361,8 +363,8 @@ VERDICTS = """\
 *close*: within a factor of 1.25 of the paper's number. > and < before the paper's are limits: it \
 gives a direction or a bound, not a number; before ours: a sweep ended before its limit was \
 reached. Numbers in brackets: the least and the greatest of the seeds, of which the middle one is \
-judged. *Did not run*: what the figure is to show did not happen. *Counted elsewhere*: the same \
-number is in another figure.
+judged. *Did not run*: what the figure is to show did not happen. *Not counted yet*: the kept \
+results do not say whether it did. *Counted elsewhere*: the same number is in another figure.
 """
 
 

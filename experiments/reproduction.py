@@ -14,7 +14,16 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.figures import ELSEWHERE, GIVEN, NOT_REACHED, NOT_RUN, Figure, Judgement, judged
+from experiments.figures import (
+    ELSEWHERE,
+    GIVEN,
+    NOT_COUNTED,
+    NOT_REACHED,
+    NOT_RUN,
+    Figure,
+    Judgement,
+    judged,
+)
 from experiments.markdown import plain, table
 from experiments.papers import BUILT, Paper, module, paper
 from experiments.script import command_line
@@ -38,7 +47,8 @@ own parts did: where no real scheduler, planner, routing or cache is named, none
 of 1.25 either way. > and < are limits, where the paper gives a direction or a bound; before \
 ours, a sweep that ended before its limit was reached. In brackets: the least and the greatest of \
 the seeds, of which the middle one is judged. *Did not run*: what the figure is to show did not \
-happen. A number that two figures share is counted once. \
+happen. *Not counted yet*: the kept results do not say whether it did. A number that two figures \
+share is counted once. \
 *Fitted to*: numbers of tables
 to which a model's constants are fitted; they show the fit, no prediction. A number of requests \
 in a command is what the kept
@@ -56,6 +66,7 @@ COUNTED = (
     "lower",
     NOT_REACHED,
     NOT_RUN,
+    NOT_COUNTED,
     GIVEN,
 )
 

@@ -115,8 +115,9 @@ def test_plans_of_several_chunks_gain_more_where_steps_are_drawn():
 def test_no_kept_verdict_rests_on_what_did_not_run(name):
     one = paper(name)
     for figure, rows in one.made_in(one.results):
-        if figure.missing(rows):
-            assert {each.verdict for each in judged(figure, rows)} <= {NOT_RUN, ELSEWHERE}
+        verdict, _ = figure.fault(rows)
+        if verdict:
+            assert {each.verdict for each in judged(figure, rows)} <= {verdict, ELSEWHERE}
 
 
 def test_simulated_figures_say_what_must_have_run():

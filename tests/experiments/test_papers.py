@@ -179,11 +179,14 @@ def test_a_figure_whose_mechanism_did_not_run_has_no_verdict(tmp_path):
     (ran,) = figures.judged(made, rows(7))
     assert (ran.verdict, ran.times) == ("worse", 0.75)
     (not_run,) = figures.judged(made, rows(0))
-    assert (not_run.verdict, not_run.why) == ("did not run", "no spread steps were counted")
+    assert (not_run.verdict, not_run.why) == ("did not run", "no spread steps")
     assert math.isnan(not_run.times)
-    assert "did not run: no spread steps were counted" in figures.compared(made, rows(0))
+    assert "did not run: no spread steps" in figures.compared(made, rows(0))
     (absent,) = figures.judged(made, rows(7)[:1])
     assert absent.verdict == "did not run"
+    older = [{key: value for key, value in row.items() if key != "steps"} for row in rows(7)]
+    (unknown,) = figures.judged(made, older)
+    assert unknown.verdict == "not counted yet" and math.isnan(unknown.times)
 
 
 def test_a_mechanism_must_have_run_with_every_seed():
