@@ -92,8 +92,10 @@ class Pipeline:
         )
         for stage, free in enumerate(self.free):
             last = stage + 1 == len(self.free)
-            seconds = batch.seconds * factor - (0.0 if last else head * factor)
-            self.free[stage] = at = max(at, free) + seconds
+            begun = max(at, free)
+            self.free[stage] = at = (
+                begun + batch.seconds * factor - (0.0 if last else head * factor)
+            )
             at += 0.0 if last else hop
         self._left[batch.slot[batch.sample]] = at
         return StagePassage(began, at, batch.seconds * factor)
