@@ -25,7 +25,7 @@ from jaxserve.lab.simulate.replica import VirtualReplica
 from jaxserve.lab.simulate.run import System, execute, shape_of
 from jaxserve.lab.simulate.tetris import PrefillInstances, constant
 from jaxserve.lanes import cdsp
-from jaxserve.lanes.planner import IMPROVEMENT, LanePlanner
+from jaxserve.lanes.planner import LanePlanner
 from jaxserve.lanes.rates import Link
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 
@@ -37,6 +37,7 @@ BLOCK = 64  # tokens of a page
 SCHEDULER = SchedulerConfig(
     chunk_tokens=8_192, max_seqs=256, max_queue=10**6, exchange="pass_q", planner="fixed-8"
 )
+IMPROVEMENT = 0.1  # share of a prompt's time that more lanes must save, in both
 
 
 class RingSystem(System):
@@ -48,8 +49,9 @@ class RingSystem(System):
 
 def replica(planner: str, noise: Noise) -> VirtualReplica:
     system = RingSystem(shape_of("llama3-8b"), "a100", MeshConfig(kvp=LANES), noise=noise)
+    rate = IMPROVEMENT if planner in ("single", "cdsp") else None
     return system.replica(
-        dataclasses.replace(SCHEDULER, planner=planner),
+        dataclasses.replace(SCHEDULER, planner=planner, improvement=rate),
         CacheConfig(block_size=BLOCK, placement="striped"),
     )
 

@@ -28,15 +28,10 @@ from experiments.tetris.model import NODE, TP, instances
 from jaxserve.costs.profiles import costs
 from jaxserve.lab.simulate.arrival import Arrival
 from jaxserve.lab.simulate.run import shape_of
-from jaxserve.lab.simulate.tetris import (
-    IMPROVEMENT_RATES,
-    PrefillInstances,
-    PrefillOutcome,
-    best_rates,
-    constant,
-)
+from jaxserve.lab.simulate.tetris import PrefillInstances, PrefillOutcome, constant
 from jaxserve.lanes.cdsp import PLANNERS, Planning
 from jaxserve.lanes.improvement import ImprovementRate
+from jaxserve.lanes.improvement_search import IMPROVEMENT_RATES, best_rates
 
 MODELS = ("llama3-8b", "llama3-70b")
 NODES = {"llama3-8b": 4, "llama3-70b": 8}

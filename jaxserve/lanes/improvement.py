@@ -2,7 +2,7 @@
 It is small while instances idle, and large when other prompts wait for them.
 
 A table gives the improvement rate that was best at each arrival rate (see
-`lab.simulate.tetris.best_rates`); online, the arrival rate is that of a sliding window, and the
+`improvement_search`); online, the arrival rate is that of a sliding window, and the
 table is looked up at intervals.
 """
 

@@ -17,7 +17,6 @@ from jaxserve.lanes.groups import group_sizes
 from jaxserve.lanes.improvement import ImprovementRate
 
 ELASTIC = "elastic"  # the planner of batches over a pool of KV; it plans no prompt by itself
-IMPROVEMENT = 0.1  # share of a prompt's time that more lanes must save, where none was profiled
 LENGTHS = 8  # lengths of chunks and of histories to predict, each twice the one before
 
 
@@ -53,15 +52,6 @@ def instances_of(
     return Instances(cdsp.fit(points), lanes, block, aligned=True)
 
 
-def improvement_rates(
-    chosen: float | None, profiled: Mapping[float, float] = {}
-) -> Mapping[float, float]:
-    """Improvement rate by requests per second: as it is chosen, else as it was profiled."""
-    if chosen is not None:
-        return {0.0: chosen}
-    return profiled or {0.0: IMPROVEMENT}
-
-
 class LanePlanner:
     """Plans which lanes compute which part of a prompt, by one of `cdsp.PLANNERS`. rates:
     improvement rate by requests per second; the rate follows the load."""
@@ -69,6 +59,7 @@ class LanePlanner:
     def __init__(self, name: str, instances: Instances, rates: Mapping[float, float]):
         self.instances = instances
         self._plan = cdsp.PLANNERS[name]
+        self.rates = rates
         self._rate = ImprovementRate(rates)
 
     def arrived(self, now: float) -> None:

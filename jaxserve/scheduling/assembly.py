@@ -19,10 +19,11 @@ from jaxserve.lanes.dealing import PromptLanes
 from jaxserve.lanes.exchange import PIECE_TOKENS
 from jaxserve.lanes.groups import group_sizes
 from jaxserve.lanes.placement import PLACEMENTS, Striped
-from jaxserve.lanes.planner import ELASTIC, LanePlanner, improvement_rates, instances_of
+from jaxserve.lanes.planner import ELASTIC, LanePlanner, instances_of
 from jaxserve.lanes.rates import GroupLinks, links_of
 from jaxserve.lanes.segments import least_segment
 from jaxserve.lanes.work import Heads
+from jaxserve.scheduling.improvement_file import improvement_rates
 from jaxserve.scheduling.pool.elastic import BatchTimes
 from jaxserve.scheduling.pool.elastic_scheduler import ElasticScheduler
 from jaxserve.scheduling.pool.interface import PoolScheduler
@@ -130,8 +131,13 @@ class ReplicaSizes:
         if not self.planned:
             return None
         policy = self.scheduler.planner
-        rates = improvement_rates(self.scheduler.improvement, profile.improvement.get(policy, {}))
-        return LanePlanner(policy, self.instances(profile), rates)
+        instances = self.instances(profile)
+        rates = profile.improvement.get(policy)
+        if self.scheduler.improvement is not None:
+            rates = {0.0: self.scheduler.improvement}
+        if not rates:
+            rates = improvement_rates(policy, instances, self.mesh.kvp, self.planned_len)
+        return LanePlanner(policy, instances, rates)
 
 
 @dataclasses.dataclass(frozen=True)

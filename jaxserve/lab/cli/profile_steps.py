@@ -105,8 +105,9 @@ def improvement(values: dict[str, Any], config: EngineConfig, plan: Any, max_len
     """Returns a search for the improvement rates with the least mean TTFT, by simulation, at loads
     up to where all lanes are busy (Tetris, 5.1)."""
     from jaxserve.engine.profiling.profile_file import replica_sizes
-    from jaxserve.lab.simulate import tetris, workload
+    from jaxserve.lab.simulate import workload
     from jaxserve.lanes.cdsp import PLANNERS
+    from jaxserve.lanes.improvement_search import best_rates
 
     planner = config.scheduler.planner
     sample = lambda qps: [
@@ -123,7 +124,7 @@ def improvement(values: dict[str, Any], config: EngineConfig, plan: Any, max_len
             instances.latencies[one](0, arrival.prompt) for arrival in sample(1.0)
         )
         loads = [lanes / seconds * step / STEPS for step in range(1, STEPS + 1)]
-        return {planner: tetris.best_rates(instances, lanes, PLANNERS[planner], sample, loads)}
+        return {planner: best_rates(instances, lanes, PLANNERS[planner], sample, loads)}
 
     return search
 

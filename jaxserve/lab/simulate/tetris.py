@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -20,9 +20,6 @@ import numpy as np
 from jaxserve.lab.simulate.arrival import Arrival
 from jaxserve.lab.simulate.noise import NO_NOISE, Noise
 from jaxserve.lanes.cdsp import CdspPlan, Instances, Planning
-
-# improvement rates that are tried (Tetris, 7.1)
-IMPROVEMENT_RATES = (0.05, 0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75)
 
 Rate = Callable[[float], float]  # improvement rate for a request that comes at this second
 # seconds for which a request keeps one of its instances after its first token
@@ -193,25 +190,3 @@ class PrefillInstances:
         time = span * self.count
         tokens = sum(arrival.prompt for arrival in arrivals)
         return PrefillOutcome(ttft, computed / time, idle / time, tokens / span, several)
-
-
-def best_rates(
-    instances: Instances,
-    count: int,
-    policy: Planning,
-    arrivals: Callable[[float], Sequence[Arrival]],
-    loads: Iterable[float],
-    rates: Sequence[float] = IMPROVEMENT_RATES,
-) -> dict[float, float]:
-    """Finds the improvement rate with the least mean TTFT at each load (Tetris, 5.1). arrivals: a
-    sample of requests at a number of them per second."""
-
-    def best(sample: Sequence[Arrival]) -> float:
-        return min(
-            rates,
-            key=lambda rate: (
-                PrefillInstances(instances, count, policy, constant(rate)).run(sample).ttft.mean()
-            ),
-        )
-
-    return {load: best(arrivals(load)) for load in loads}

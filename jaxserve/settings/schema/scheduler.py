@@ -95,7 +95,7 @@ class SchedulerConfig(Objectives):
     improvement: float | None = option(
         None,
         "share of a prompt's time that more lanes must save to be used (planner single or cdsp); "
-        "default: by the load, as `jaxserve profile` measured, else 0.1",
+        "default: by the load, as `jaxserve profile` or a short simulation at the start found",
         low=0,
         high=0.99,
     )

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from jaxserve.lab.simulate.arrival import Arrival
-from jaxserve.lab.simulate.tetris import PrefillInstances, best_rates, constant
+from jaxserve.lab.simulate.tetris import PrefillInstances, constant
 from jaxserve.lab.simulate.workload import parse
 from jaxserve.lanes.cdsp import PLANNERS, Instances, Latency
 from jaxserve.lanes.improvement import ImprovementRate
+from jaxserve.lanes.improvement_search import best_rates
 from jaxserve.settings.schema import ConfigError
 
 # A token takes 1 s on one instance; groups share the work, and each one more than doubles what is
