@@ -38,15 +38,15 @@ class Costs:
     """Seconds of one model, on one kind of device, at one degree of tp. All but `launch`, `head`
     and `hop` are per layer.
 
-    Linear parts of n tokens: the greater of `linear_floor` (weights are read) and `linear_base +
-    linear_token n` (they are used); with experts both grow by `expert_floor` and `expert_base`
-    times the share of the experts that n tokens use, 1 - (1 - `active_experts`)^n. Where lanes
-    share experts out, they get the tokens of all, in messages. Attention of a
-    chunk of new tokens after cached ones: the greater of `pair (cached + new / 2) new` and `read
-    (cached + new)`, plus `chunk` and `chunk_token new`. Of decodes: `decode` once, `decode_seq`
-    each, `decode_kv` per token of context. In a share `windowed` of the layers that attend, a token
-    sees no more than `window` tokens. In a batch with both, `mixed` times the smaller of the
-    two is added (below 0: they overlap).
+    Linear parts of n tokens: the 4-norm (`smooth_max`) of `linear_floor` (weights are read) and
+    `linear_base + linear_token n` (they are used); with experts both grow by `expert_floor` and
+    `expert_base` times the share of the experts that n tokens use, 1 - (1 - `active_experts`)^n.
+    Where lanes share experts out, they get the tokens of all, in messages. Attention of a chunk of
+    new tokens after cached ones: the greater of `pair (cached + new / 2) new` and `read (cached +
+    new)`, plus `chunk` and `chunk_token new`. Of decodes: `decode` once, `decode_seq` each,
+    `decode_kv` per token of context. In a share `windowed` of the layers that attend, a token sees
+    no more than `window` tokens. In a batch with both, `mixed` times the smaller of the two is
+    added (below 0: they overlap).
     """
 
     layers: int
@@ -176,10 +176,10 @@ class Costs:
     def attended(self, pairs: float, read: float, queries: float) -> float:
         """Seconds of one layer's pairs of query and key, or of reading `read` tokens of KV for
         them, whichever takes longer."""
-        everywhere = smooth_max(self.pair * pairs, self.read * read)
+        everywhere = max(self.pair * pairs, self.read * read)
         if not self.windowed:
             return everywhere
-        near = smooth_max(
+        near = max(
             self.pair * min(pairs, self.window * queries),
             self.read * min(read, self.window + queries),
         )

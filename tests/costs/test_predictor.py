@@ -102,7 +102,9 @@ def test_a_chunk_attends_to_all_before_it_and_to_half_of_itself():
     assert Costs(layers=1, pair=1).attend_chunk(10, 4) == (10 + 2) * 4
     assert Costs(layers=1, read=1).attend_chunk(10, 4) == 14
     assert Costs(layers=1, chunk=5, chunk_token=0.25).attend_chunk(10, 4) == 6
-    assert Costs(layers=1, pair=1, read=48 / 14).attend_chunk(10, 4) == pytest.approx(48 * ROOT)
+    for read, seconds in ((0.9, 48), (1, 48), (1.1, 48 * 1.1)):
+        made = Costs(layers=1, pair=1, read=read * 48 / 14)
+        assert made.attend_chunk(10, 4) == pytest.approx(seconds), "the greater of both"
 
 
 def test_decodes_cost_once_each_and_by_their_context():
