@@ -10,14 +10,16 @@ from jaxserve.kernels.kv_pages import KVPages
 from jaxserve.sharding.lane_groups import LaneGroups
 
 
-def move_pages(caches: list[Any], pages: jax.Array, lanes: LaneGroups) -> list[Any]:
-    """Moves pages of every layer that has some between the lanes of each group, in place; inside
-    shard_map, each rank moves its own heads.
+def move_pages(cache: Any, pages: jax.Array, lanes: LaneGroups) -> Any:
+    """Moves pages of a layer between the lanes of each group, in place, and returns them; what is
+    no pages stays as it is. Inside shard_map, each rank moves its own heads.
 
     pages [2, size, m] int32: pages that this lane sends to each lane of its group, and where it
     puts those that each lane sends; numbers out of range are skipped. All pages are read before any
     is written.
     """
+    if not isinstance(cache, KVPages):
+        return cache
     targets = pages[1].reshape(-1)
 
     def move(pool: jax.Array) -> jax.Array:
@@ -25,4 +27,4 @@ def move_pages(caches: list[Any], pages: jax.Array, lanes: LaneGroups) -> list[A
         received = lanes.all_to_all(pool[0, pages[0].clip(0, count - 1)])  # [size, m, ...]
         return pool.at[0, targets].set(received.reshape(-1, *pool.shape[2:]), mode="drop")
 
-    return [jax.tree.map(move, cache) if isinstance(cache, KVPages) else cache for cache in caches]
+    return jax.tree.map(move, cache)

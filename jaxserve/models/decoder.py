@@ -171,9 +171,9 @@ def run_layers(
     """Runs hidden states x [T, D] at positions [T] (-1: padding) through the stage's layers.
 
     caches: KV pages or states, one pool per layer. moves [2, size, m]: pages to move between lanes
-    before attention, as in `move_pages`; they do not depend on the hidden states, so the compiler
-    may overlap them with the layers' matrix products (Tetris, section 4.1). Returns x and the
-    caches.
+    before attention, as in `move_pages`. Those of a layer are issued beside the layer before it,
+    on which they do not depend: in the order in which layers need them, and no earlier, so that
+    only one layer's are under way (Tetris, section 4.1). Returns x and the caches.
     """
     clipped = jnp.maximum(positions, 0)
     cos_sin: dict[Rope | None, tuple[jax.Array, jax.Array]] = {
@@ -181,8 +181,13 @@ def run_layers(
         for rope in dict.fromkeys(block.rope for block in stage.layers)
         if rope is not None
     }
-    caches = list(caches) if moves is None else move_pages(caches, moves, groups.lanes)
+    caches = list(caches)
+    if moves is not None:
+        caches[0] = move_pages(caches[0], moves, groups.lanes)
     for i, block in enumerate(stage.layers):
+        if moves is not None and i + 1 < len(caches):
+            x, moves = jax.lax.optimization_barrier((x, moves))  # not before x is there
+            caches[i + 1] = move_pages(caches[i + 1], moves, groups.lanes)
         table = cos_sin.get(block.rope)
         x, caches[i] = _run_block(*nnx.split(block), x, positions, table, groups, caches[i])
     return x, caches
