@@ -182,7 +182,7 @@ class PrefixCopies:
         if layout.group != (layout.home,) or layout.group_size == 1:
             del self._settling[slot]  # another sequence has the slot, or all is at home
             return
-        if not layout.surplus and before != full:
+        if not layout.target and before != full:
             self.cache.regroup(slot, layout.group)
         self.cache.rebalance(slot, before)
         self._settling[slot] = before

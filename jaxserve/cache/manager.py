@@ -23,7 +23,7 @@ from jaxserve.cache.tiers import LowerTiers, SourceBlocks
 from jaxserve.lanes.dealing import PromptLanes
 from jaxserve.lanes.groups import group_around
 from jaxserve.lanes.layout import SequenceLayout
-from jaxserve.lanes.moves import PageMoves, Rebalance, regroup
+from jaxserve.lanes.moves import PageMoves, Rebalance, deal_anew
 from jaxserve.lanes.placement import PLACEMENTS, UNLIMITED
 from jaxserve.settings.schema import CacheConfig, ConfigError
 
@@ -293,13 +293,19 @@ class CacheManager:
     def regroup(self, slot: int, group: tuple[int, ...]) -> None:
         """Deals the slot's blocks out over the lanes of `group`: the next ones, and those so far by
         calls of `rebalance`."""
-        regroup(self.layouts[slot], group, self.pages)
+        self.layouts[slot].group = group
+        self.deal_anew(slot, group)
+
+    def deal_anew(self, slot: int, lanes: tuple[int, ...]) -> None:
+        """Has the slot's blocks so far dealt out over `lanes` by calls of `rebalance`, wherever the
+        next ones go."""
+        deal_anew(self.layouts[slot], lanes, self.pages)
 
     def rebalance(self, slot: int, before: int) -> int:
         """Moves blocks of a regrouped slot, of those before number `before`, as many as the next
         batch has room for; returns how many. No page more or less is available after it."""
         layout = self.layouts[slot]
-        if not layout.surplus:
+        if not layout.target:
             return 0
         moved = Rebalance(layout, before, self.pages, self.moves)
         if moved.sources:
@@ -339,8 +345,8 @@ class CacheManager:
             self.table_updates.rewrite(lane, slot, start, layout.entries(lane, start))
         self.pages.unref([old])
         self.stores.retain_longer([page], self._retention[slot])
-        if layout.surplus:
-            regroup(layout, layout.group, self.pages)
+        if layout.target:
+            self.deal_anew(slot, layout.target)
         self._changed(layout, [page], [old])
 
     def fetch(

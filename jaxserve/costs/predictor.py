@@ -79,10 +79,10 @@ class Predictor:
             loads[index] = load
 
     def seconds(self, batch: Batch, exchanged: ExchangedChunks | None = None) -> float:
-        """Seconds of a batch's pace: see `stage`. exchanged: see `LaneCosts.loads`. Pages change
-        lanes beside the layers."""
-        stage = self.stage(self.lane_costs.loads(batch, exchanged))
-        return self.lane_costs.with_moves(batch, stage, self.layers, self.scale)
+        """Seconds of a batch's pace: see `stage`. exchanged: see `LaneCosts.loads`."""
+        loads = self.lane_costs.loads(batch, exchanged)
+        moves = self.lane_costs.exposed_moves(batch, loads, self.layers)
+        return self.stage(loads) + moves * self.scale
 
     # --- a whole prompt
 

@@ -115,6 +115,7 @@ def shapes(
         every += made.pooled(pool, lanes) if pool > 1 else made.grouped(lanes)
         if config.planner in PLANNERS:
             moving = [shape for shape in every if shape.spread_prefill.rows and shape.room == 1]
+            moving += made.without_chunks(group_sizes(lanes)[1:])
             every += [dataclasses.replace(shape, moves=moves) for shape in moving]
         if copies:
             copying = made.copying(sorted({pool, lanes} - {1}))
@@ -179,13 +180,18 @@ class _SpreadShapes:
         yield from self._with_chunks(pool, self._decodes, (self._few_chunks, self._chunks))
         yield from self._largest(lanes)
 
+    def without_chunks(self, sizes: Iterable[int]) -> Iterator[StepShape]:
+        """Yields what steps that move blocks beside decodes are to hold, on groups of these sizes:
+        no spread chunks, so that they pay for no padding of these, with and without local ones."""
+        for size, local in itertools.product(sizes, (EMPTY, self._chunks)):
+            yield StepShape(self._decodes, local, self._decodes, group_size=size)
+
     def copying(self, sizes: Iterable[int]) -> Iterator[StepShape]:
         """Yields what steps that copy blocks to other lanes are to hold, on groups of these sizes:
-        no spread chunks, so that they pay for no padding of these, and those, each with and without
-        local ones. Such steps are few, so none are compiled that hold less."""
+        those without spread chunks and those with them, each with and without local ones. Such
+        steps are few, so none are compiled that hold less."""
         for size in sizes:
-            for local in (EMPTY, self._chunks):
-                yield StepShape(self._decodes, local, self._decodes, group_size=size)
+            yield from self.without_chunks((size,))
             yield from self._with_chunks(size, self._decodes, (self._chunks,))
 
     def _largest(self, lanes: int) -> Iterator[StepShape]:

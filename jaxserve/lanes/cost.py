@@ -45,6 +45,7 @@ class StepCosts(AttentionCosts, Protocol):
     def launch(self) -> float: ...
     @property
     def tile(self) -> int: ...
+    def linear(self, tokens: float) -> float: ...
     def attend_chunk(self, cached: float, new: int, part: float | None = None) -> float: ...
     def gathered(self, tokens: float, times: int = 1) -> float: ...
     def chunks(self, steps: int, new: float, context: float, part: float) -> float: ...
@@ -145,9 +146,10 @@ class LaneCosts:
         """Seconds per layer of messages that no attention is part of."""
         return 0.0
 
-    def with_moves(self, batch: Batch, stage: float, layers: int, scale: float) -> float:
-        """Seconds of a step of `stage` seconds with the pages that it moves beside its layers."""
-        return stage
+    def exposed_moves(self, batch: Batch, loads: Sequence[LaneLoad], layers: int) -> float:
+        """Seconds of a step's `layers` layers in which pages change lanes and nothing else runs.
+        loads: of the batch."""
+        return 0.0
 
     # --- a whole prompt
 
@@ -397,12 +399,21 @@ class ExchangeCosts(GatherCosts):
             return 0.0
         return choice.seconds[DEFAULT_EXCHANGE if load.chunks else choice.strategy]
 
-    def with_moves(self, batch: Batch, stage: float, layers: int, scale: float) -> float:
-        """Seconds of a step of `stage` seconds with the pages that it moves beside its layers."""
+    def exposed_moves(self, batch: Batch, loads: Sequence[LaneLoad], layers: int) -> float:
+        """Seconds of a step's `layers` layers in which pages change lanes and nothing else runs:
+        all that the first layer's take, and of each other one's what the linear parts of the layer
+        before do not hide (Tetris, section 4.1)."""
         if not len(batch.moves):
-            return stage
-        chooser = self._choosers[size_of_step(batch.group_size, batch.moves, self.lanes)]
-        return chooser.rates.beside(layers * chooser.move_seconds() * scale, stage)
+            return 0.0
+        size = size_of_step(batch.group_size, batch.moves, self.lanes)
+        return self._exposed(size, max(load.decodes + load.tokens for load in loads), layers)
+
+    def _exposed(self, size: int, tokens: float, layers: int) -> float:
+        """Seconds of `exposed_moves` in groups of `size` lanes, each with `tokens` tokens."""
+        chooser = self._choosers[size]
+        moving = chooser.move_seconds()
+        linear = self.costs.linear(tokens)
+        return moving + (layers - 1) * (chooser.rates.beside(moving, linear) - linear)
 
     # --- a whole prompt
 

@@ -29,8 +29,8 @@ class SequenceLayout:
     each has `per_lane`. `by_lane`: blocks on each lane. `rows`: per lane, the blocks of its row in
     order; none for a lane alone, whose row has all blocks. `last_lane`: of the newest block, at
     first home. `group`: lanes over which the next blocks are dealt out; none where one lane may
-    hold them. `surplus`: blocks that each lane has too many (below 0: too few) until a regrouped
-    sequence is dealt evenly; empty after that.
+    hold them. `target`: lanes over which the blocks so far are being dealt out evenly, empty once
+    they are; `fixed`: of these blocks, those on each lane that stay where they are.
     """
 
     def __init__(
@@ -56,7 +56,8 @@ class SequenceLayout:
         if lanes > 1:
             self.rows = [[] for _ in range(lanes)]
         self.group: tuple[int, ...] = ()
-        self.surplus: list[int] = []
+        self.target: tuple[int, ...] = ()
+        self.fixed: list[int] = []
         self._key_of = key_of
         self._ascending = ascending
 

@@ -21,13 +21,13 @@ class PageMoves:
 
     def __init__(self, per_lane: int, limit: int):
         self._per_lane = per_lane
-        self._limit = limit
+        self.limit = limit
         self._source: dict[int, int] = {}  # by target
         self._count: Counter[tuple[int, int]] = Counter()  # by lane and target lane
 
     def room(self, lane: int, to_lane: int) -> int:
         """Returns the pages that the batch can yet move from a lane to another."""
-        return self._limit - self._count[lane, to_lane]
+        return self.limit - self._count[lane, to_lane]
 
     def writes(self, page: int) -> bool:
         """Returns whether the page is a target: what it will hold cannot move on in the same
@@ -73,16 +73,34 @@ class MovablePages(Protocol):
         """Allocates pages of `lane` in place of these, which become free."""
 
 
-def regroup(layout: SequenceLayout, group: tuple[int, ...], pages: MovablePages) -> None:
-    """Deals the next blocks out over the lanes of `group`, and those so far, which `Rebalance`
-    moves bit by bit: as few as it takes until the lanes have equally many, but for one (Tetris,
+def deal_anew(layout: SequenceLayout, lanes: tuple[int, ...], pages: MovablePages) -> None:
+    """Has the blocks so far, and those that come meanwhile, dealt out over `lanes` by `Rebalance`,
+    bit by bit: as few move as it takes until the lanes have equally many, but for one (Tetris,
     section 4.1). Blocks that other sequences hold too stay where they are."""
-    single = pages.refs[np.asarray(layout.pages, np.intp)] == 1
-    lanes = layout.lanes_of(0, len(layout.pages))
-    movable = np.bincount(lanes[single], minlength=len(layout.by_lane)).tolist()
-    fixed = [blocks - free for blocks, free in zip(layout.by_lane, movable)]
-    layout.group = group
-    layout.surplus = [free - wanted for free, wanted in zip(movable, _even(group, fixed, movable))]
+    shared = pages.refs[np.asarray(layout.pages, np.intp)] > 1
+    on = layout.lanes_of(0, len(layout.pages))[shared]
+    layout.fixed = np.bincount(on, minlength=len(layout.by_lane)).tolist()
+    layout.target = lanes
+
+
+def surplus_of(by_lane: Sequence[int], fixed: Sequence[int], lanes: tuple[int, ...]) -> list[int]:
+    """Returns the blocks that each lane has too many (below 0: too few) until `lanes` have equally
+    many, but for one. by_lane: a sequence's blocks on each lane; fixed: of these, those that
+    stay."""
+    movable = [blocks - kept for blocks, kept in zip(by_lane, fixed)]
+    return [free - wanted for free, wanted in zip(movable, _even(lanes, fixed, movable))]
+
+
+def batches_to_deal(surplus: Sequence[int], limit: int) -> int:
+    """Returns the batches that it takes to move what lanes have too many, where a batch moves
+    `limit` blocks from a lane to another."""
+    givers = sum(count > 0 for count in surplus)
+    takers = sum(count < 0 for count in surplus)
+    if not (givers and takers and limit):
+        return 0
+    gives = -(-max(surplus) // (takers * limit))
+    takes = -(min(surplus) // (givers * limit))
+    return max(gives, takes)
 
 
 class Rebalance:
@@ -100,8 +118,8 @@ class Rebalance:
         self._before = before
         self._pages = pages
         self._moves = moves
-        if layout.surplus:
-            self._run(layout.surplus)
+        if layout.target:
+            self._run(surplus_of(layout.by_lane, layout.fixed, layout.target))
 
     def _run(self, surplus: list[int]) -> None:
         layout = self._layout
@@ -113,11 +131,13 @@ class Rebalance:
                 count = min(surplus[lane], -surplus[to_lane], room)
                 if count > 0:
                     blocks = self._movable(lane, count)
-                    surplus[lane] -= count  # where fewer can move, the others stay
+                    surplus[lane] -= count
                     surplus[to_lane] += len(blocks)
+                    # where fewer can move, the others stay
+                    layout.fixed[lane] += count - len(blocks)
                     self._move(blocks, lane, to_lane)
         if max(surplus) <= 0 or min(surplus) >= 0:
-            layout.surplus = []
+            layout.target = ()
         if self.sources:
             self.starts = layout.local_row(self.starts)
 
@@ -147,7 +167,7 @@ class Rebalance:
             self.starts[row] = min(start, self.starts.get(row, start))
 
 
-def _even(group: tuple[int, ...], fixed: list[int], movable: list[int]) -> list[int]:
+def _even(group: tuple[int, ...], fixed: Sequence[int], movable: Sequence[int]) -> list[int]:
     """Returns the movable blocks that a sequence shall have on each lane, so that the lanes of the
     group have equally many, but for one, as far as that goes.
 

@@ -62,6 +62,8 @@ class BatchPacker:
         nothing can run."""
         if self.copies is not None:
             self.copies.advance(self.slots.issued)
+        if self.prefill.chunks.planner is not None:
+            self.prefill.chunks.history.advance(self.config)
         decodes = self._pick_decodes(number)
         budget = self._budget(decodes)
         chunks = self.prefill.pack(self.config, now, budget)

@@ -7,9 +7,10 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxserve.cache import CacheManager
-from jaxserve.lanes.groups import ChunkPlace
+from jaxserve.lanes.groups import ChunkPlace, group_around, size_around
 from jaxserve.lanes.planner import LanePlanner, PlanPart, part_at
 from jaxserve.scheduling.fetches import Fetch, Fetches
+from jaxserve.scheduling.history_moves import HistoryMoves
 from jaxserve.scheduling.page_admission import PageAdmission
 from jaxserve.scheduling.prefetch import QueuePrefetch
 from jaxserve.scheduling.prefill_step import PrefillChunk, PrefillStep
@@ -56,6 +57,7 @@ class PrefillChunks:
         self.fetches = fetches
         self.prefetch = QueuePrefetch(cache, slots)
         self.planner = planner
+        self.history = HistoryMoves(cache, slots)
 
     # --- where a chunk would run
 
@@ -70,7 +72,8 @@ class PrefillChunks:
         start = int(self.slots.issued[slot])
         part = sequence.plan_at(start)
         lanes = part.lanes or self.cache.layouts[slot].group
-        place = self._place(step, home, self.cache.blocks_per_lane[slot], lanes, sequence)
+        dealt = self._dealt(step, home, part, sequence)
+        place = self._place(home, self.cache.blocks_per_lane[slot], lanes, dealt)
         return ChunkCandidate(sequence, place, start, part)
 
     def _first(self, step: PrefillStep, sequence: Sequence) -> ChunkCandidate | None:
@@ -96,8 +99,11 @@ class PrefillChunks:
             home = cache.choose_home(pages, lanes, cache.blocks(stop) - len(pages), step.pending)
         pages = self.admission.nearest(pages, home)
         start = max(len(pages) * cache.block_size, sequence.received)
-        dealt = part.lanes or cache.dealt_over(home, pages, cache.blocks(sequence.prefill_len))
-        place = self._place(step, home, cache.pages.count_by_lane(pages), dealt, sequence)
+        lanes_of_blocks = part.lanes or cache.dealt_over(
+            home, pages, cache.blocks(sequence.prefill_len)
+        )
+        dealt = self._dealt(step, home, part, sequence)
+        place = self._place(home, cache.pages.count_by_lane(pages), lanes_of_blocks, dealt)
         first = FirstChunk(pages, plan, self.fetches.choose(sequence, len(pages)))
         return ChunkCandidate(sequence, place, start, part, first)
 
@@ -115,22 +121,26 @@ class PrefillChunks:
             return ()
         return plan
 
+    def _dealt(
+        self, step: PrefillStep, home: int, part: PlanPart, sequence: Sequence
+    ) -> range | None:
+        """Returns the lanes that compute a chunk: those of its plan, also where its history is on
+        the way to others; None: all that meet."""
+        if self.cache.at_home:
+            return range(home, home + 1)
+        if part.lanes:
+            return group_around(home, size_around((home, *part.lanes), self.cache.pages.lanes))
+        return step.dealt.get(sequence.number)
+
     def _place(
-        self,
-        step: PrefillStep,
-        home: int,
-        per_lane: np.ndarray,
-        lanes: tuple[int, ...],
-        sequence: Sequence,
+        self, home: int, per_lane: np.ndarray, lanes: tuple[int, ...], dealt: range | None
     ) -> ChunkPlace:
         """Returns the lanes of a chunk: with blocks on each lane, at least one on each of `lanes`,
-        over which its prompt is dealt out; without where the home lane has them all."""
+        over which its prompt is dealt out; without where the home lane has them all. dealt: see
+        `ChunkPlace`."""
         if self.cache.pages.lanes == 1:
             return ChunkPlace(home)
         blocks = per_lane.tolist()
-        dealt = step.dealt.get(sequence.number)
-        if self.cache.at_home:
-            dealt = range(home, home + 1)
         for lane in (*lanes, *(dealt or ())):
             blocks[lane] = max(blocks[lane], 1)
         place = ChunkPlace(home, blocks, dealt)
@@ -152,6 +162,7 @@ class PrefillChunks:
         sequence.plan = first.plan
         if start or first.plan:
             sequence.prefill_seconds_left = step.seconds_left(sequence, start)
+        self.history.admitted(sequence)
         step.count_pending(sequence, self.cache.prefill_lanes(sequence.slot))
         if sequence.started_at is None:
             sequence.started_at = step.now
@@ -193,22 +204,12 @@ class PrefillChunks:
         return min(sequence.prefill_len - start, limit, capacity - start)
 
     def _extend(self, sequence: Sequence, stop: int) -> int:
-        """Gives the sequence pages for its tokens to before `stop`, on the lanes that its plan has
-        for them. Returns the size of the group of lanes that has its blocks, where they were and
-        where they go."""
+        """Gives the sequence pages for its tokens to before `stop`. Returns the size of the group
+        of lanes that has its blocks."""
         cache = self.cache
         slot = sequence.slot
-        start = int(self.slots.issued[slot])
-        planned = sequence.plan_at(start).lanes
-        if sequence.plan and planned != cache.layouts[slot].group:
-            cache.regroup(slot, planned)
-        group_size = int(cache.group_size[slot])
-        moved = cache.rebalance(slot, start // cache.block_size)
         cache.extend(slot, cache.blocks(stop) - len(cache.layouts[slot].pages))
-        lanes = int(cache.group_size[slot])
-        if moved:
-            return max(group_size, lanes)
-        return lanes
+        return int(cache.group_size[slot])
 
     def _issue(
         self,

@@ -257,7 +257,13 @@ class PrefillPacker:
         if tokens <= 0:
             return 0
         chunking = CHUNKING[step.config.chunking]
-        return chunking(step.budget, candidate.place, candidate.start, tokens, limit)
+        place, start = candidate.place, candidate.start
+        length = chunking(step.budget, place, start, tokens, limit)
+        if candidate.first is not None:
+            return length
+        return self.chunks.history.worthwhile(
+            step.budget, candidate.sequence.slot, place, start, length
+        )
 
     def _capacity(self, step: PrefillStep, candidate: ChunkCandidate) -> int:
         """Returns the most tokens of the chunk: to the end of the plan's part, as its lanes can

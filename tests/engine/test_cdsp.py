@@ -83,6 +83,41 @@ def test_tokens_do_not_depend_on_the_plan(lanes, right, seed):
     assert_empty(real)
 
 
+class Growing:
+    """Plans lane 0 for the first tokens of every prompt, and all lanes for the rest."""
+
+    def __init__(self, alone: int, lanes: int):
+        self.alone = alone
+        self.all = tuple(range(lanes))
+
+    def arrived(self, now: float) -> None:
+        pass
+
+    def __call__(self, pending: list[float], start: int, target: int) -> tuple[PlanPart, ...]:
+        return PlanPart(self.alone, (0,)), PlanPart(target, self.all)
+
+
+@pytest.mark.parametrize("most", [4, 1])
+def test_tokens_stay_while_history_moves_ahead_and_while_they_decode(alone, most):
+    """most: pages that a step moves from a lane to another. With 4 the history moves before the
+    group grows; with 1 what is left moves in steps that only decode."""
+    prompt = list(range(3, 3 + 250))
+    (right,) = generate(alone, [prompt], max_tokens=12)
+    real = engine(mesh="kvp=2", chunk=64, seqs=2, pages=60, max_len=1024, planned=True)
+    real = fresh(real, "zigzag", planner=Growing(192, 2))
+    real.scheduler.cache.moves.limit = most
+    batches: list = []
+    watch_batches(real, batches.append)
+    assert generate(real, [prompt], max_tokens=12) == [right]
+    moved = {int(batch.start[0]): len(batch.moves) for batch in batches}
+    held = {int(batch.start[0]): batch.blocks_per_lane[0].tolist() for batch in batches}
+    assert moved[64] + moved[128] > 0 and (held[192] == [8, 8]) == (most == 4)
+    decoding = sum(len(batch.moves) for batch in batches if batch.is_decode.all())
+    assert (decoding > 0) == (most == 1)
+    assert abs(batches[-1].blocks_per_lane[0, 0] - batches[-1].blocks_per_lane[0, 1]) <= 1
+    assert_empty(real)
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("seeds", [1, 3])
 @pytest.mark.parametrize("pages", [60, 7])
@@ -98,7 +133,7 @@ def test_a_plan_that_is_cut_short_leaves_every_page_accounted_for(lanes, right, 
 
         def counted(slot, before, rebalance=rebalance, cache=cache):
             nonlocal full
-            full += any(cache.layouts[slot].surplus) and 0 in cache.pages.available()
+            full += bool(cache.layouts[slot].target) and 0 in cache.pages.available()
             return rebalance(slot, before)
 
         cache.rebalance = counted
@@ -209,3 +244,16 @@ def assert_moves_need_no_layer(real: Engine) -> None:
         for name in seen
         if re.search(r" (dot|while|all-gather|collective-permute|custom-call)\(", made[name])
     ]
+
+
+def test_a_layers_pages_are_sent_beside_the_layer_before(lanes):
+    """In the order in which layers need them, and no earlier than the hidden states are there that
+    go into the layer before."""
+    programs = lanes.worker.stages.programs
+    lower = next(lower for name, lower in programs.all() if "moves" in name)
+    bodies = lower().as_text().split("func.func")
+    body = next(body for body in bodies if "call @_run_block" in body)
+    issued = re.findall(r"optimization_barrier|all_to_all|call @_run_block", body)
+    before = ["optimization_barrier", "all_to_all", "call @_run_block"]
+    others = lanes.worker.plan.model.layers - 1
+    assert issued == ["all_to_all", *before * others, "call @_run_block"]

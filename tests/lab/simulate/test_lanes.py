@@ -291,15 +291,22 @@ def test_a_step_takes_what_the_exchange_says(strategy):
 
 
 def test_pages_that_change_lanes_take_time():
-    """Moves take as long however few they are, beside the layers."""
+    """However few pages they are: those of the first layer all that they take, of others what the
+    linear parts of the layer before do not hide."""
     predictor = replica("pass_q", "cdsp").scheduler.predictor
-    assert predictor.lane_costs.chooser.moves == moves_per_pair(8192, 64, 4) == 64
-    launch = predictor.layers * predictor.lane_costs.chooser.move_seconds()
+    chooser = predictor.lane_costs.chooser
+    assert chooser.moves == moves_per_pair(8192, 64, 4) == 64
+    costs = ExchangeCosts(predictor.costs, dataclasses.replace(chooser, moves=256))
+    layer = costs.chooser.move_seconds()
     batch = run(replica("pass_q"), [Arrival(0.0, 5_000, 1)])[1][0]
-    without = predictor.seconds(batch)
     moves = np.array([[0, 0, 1, 0]])
     moving = dataclasses.replace(batch, moves=moves, group_size=np.full(len(batch.slot), 4))
-    assert predictor.seconds(moving) == max(without, launch) > 0
+    many, few = [LaneLoad(tokens=8192)] * 4, [LaneLoad(decodes=1)] * 4
+    assert costs.exposed_moves(batch, many, 32) == 0
+    assert costs.exposed_moves(moving, many, 32) == pytest.approx(layer)
+    exposed = layer - predictor.costs.linear(1)
+    assert exposed > 0
+    assert costs.exposed_moves(moving, few, 32) == pytest.approx(layer + 31 * exposed)
 
 
 class Growing:
@@ -315,32 +322,61 @@ class Growing:
         return PlanPart(self.alone, (0,)), PlanPart(target, (0, 1, 2, 3))
 
 
-def moving_batches(alone: int, prompt: int) -> tuple[VirtualReplica, list[Batch]]:
-    """The batches of a prompt that move pages."""
-    made = replica("pass_q", "cdsp", chunking="static", cache={"pages": 3000})
+def grown(
+    alone: int, prompt: int, exchange: str = "auto", limit: int = 64
+) -> tuple[VirtualReplica, list[Batch]]:
+    """The batches of a prompt on one lane, then on four. limit: pages that a step moves from a lane
+    to another."""
+    made = replica(exchange, "cdsp", chunking="static", cache={"pages": 3000})
+    made.scheduler.cache.moves.limit = limit
     made.scheduler.packer.prefill.chunks.planner = Growing(alone)
     _, batches = run(made, [Arrival(0.0, prompt, 1)])
-    return made, [batch for batch in batches if len(batch.moves)]
+    return made, batches
 
 
 def test_a_growing_group_moves_pages_and_the_clock_knows():
-    """Three quarters of 256 blocks move, 64 from one lane to each."""
-    made, (moving,) = moving_batches(16_384, 60_000)
-    assert len(moving.moves) == 3 * 64
+    """Three quarters of 256 blocks move: those of the first step with the second one, and what that
+    computes with the first step on all lanes, which are even then."""
+    made, batches = grown(16_384, 60_000)
+    ahead, first = [batch for batch in batches if len(batch.moves)]
+    assert [len(ahead.moves), len(first.moves)] == [3 * 32, 3 * 32]
+    assert ahead.start[0] == 8192 and ahead.dealt == {0: range(1)}
+    assert first.start[0] == 16_384 and not first.dealt
+    assert np.ptp(first.blocks_per_lane[0]) <= 1
     predictor = made.scheduler.predictor
-    without = predictor.seconds(dataclasses.replace(moving, moves=moving.moves[:0]))
-    launch = predictor.layers * predictor.lane_costs.chooser.move_seconds()
-    assert moving.seconds == pytest.approx(max(launch, without))
+    costs = predictor.lane_costs
+    without = predictor.seconds(dataclasses.replace(first, moves=first.moves[:0]))
+    shown = costs.exposed_moves(first, costs.loads(first), predictor.layers)
+    assert first.seconds == pytest.approx(without + shown) and shown > 0
 
 
 def test_what_a_step_cannot_move_goes_with_the_next_ones():
-    """Three quarters of 1024 blocks, 256 from one lane to each, in four steps of 64."""
-    _, moving = moving_batches(65_536, 300_000)
-    assert [len(batch.moves) for batch in moving] == [3 * 64] * 4
+    """Three quarters of 1024 blocks, in as many steps as that takes, and no earlier."""
+    moving = [batch for batch in grown(65_536, 300_000)[1] if len(batch.moves)]
+    assert sum(len(batch.moves) for batch in moving) == 768
     assert all(set(batch.moves[:, 0].tolist()) == {0} for batch in moving)
-    assert [batch.number for batch in moving] == list(range(moving[0].number, moving[0].number + 4))
-    held = moving[-1].blocks_per_lane[0]
-    assert held.max() - held.min() <= 1
+    assert [batch.start[0] for batch in moving] == [32_768, 40_960, 49_152, 57_344, 65_536]
+    assert np.ptp(moving[-1].blocks_per_lane[0]) <= 1
+
+
+@pytest.mark.parametrize("limit", [0, 64])
+def test_around_a_ring_short_chunks_go_until_history_lies_evenly(limit):
+    """Nothing moves ahead. Then a tile at a time takes little while pages move; where they cannot,
+    chunks are whole, and take longer."""
+    made, batches = grown(65_536, 300_000, "pass_q", limit)
+    chunks = [(int(each.start[0]), int(each.length[0])) for each in batches]
+    assert chunks[7] == (57_344, 8192) and not any(len(each.moves) for each in batches[:8])
+    tile = made.scheduler.config.tile
+    if not limit:
+        assert chunks[8] == (65_536, 32_768)
+        assert batches[8].blocks_per_lane[0].tolist() == [1152, 128, 128, 128]
+        return
+    assert chunks[8:12] == [(65_536 + tile * step, tile) for step in range(3)] + [
+        (65_536 + 3 * tile, 32_768)
+    ]
+    assert np.ptp(batches[11].blocks_per_lane[0]) <= 1
+    whole = grown(65_536, 300_000, "pass_q", 0)[1][8]
+    assert sum(batch.seconds for batch in batches[8:12]) < whole.seconds / 2
 
 
 def test_a_small_group_passes_a_ring_of_its_own_lanes():
