@@ -20,8 +20,11 @@ from experiments.figures import (
     NOT_COUNTED,
     NOT_REACHED,
     NOT_RUN,
+    SEED,
     Figure,
     Judgement,
+    Rows,
+    by_seed,
     judged,
 )
 from experiments.markdown import plain, table
@@ -116,14 +119,16 @@ def _rows(one: Paper, folder: Path) -> Iterator[Row]:
             yield _called(name), one.figure(name).title, "", "", NOT_MADE, "", ""
         else:
             figure, rows = made[module(name)]
-            yield _called(name), _titled(one, name, figure), "", "", "", "", ""
+            yield _called(name), _titled(one, name, figure, rows), "", "", "", "", ""
             how = (figure.kind, one.what_runs(figure))
             yield from ((*_claimed(one), *how) for one in judged(figure, rows))
 
 
-def _titled(one: Paper, name: str, figure: Figure) -> str:
+def _titled(one: Paper, name: str, figure: Figure, rows: Rows) -> str:
     requests = one.kept_requests(name)
     flags = f" --requests={requests}" if requests else ""
+    if SEED in rows[0]:
+        flags += f" --seeds={len(by_seed(rows))}"
     command = f"`python -m experiments.{one.folder}.{figure.name}{flags}`"
     return f"**{plain(figure.title)}**, {command}"
 
