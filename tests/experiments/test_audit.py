@@ -91,24 +91,16 @@ def test_lrs_is_relative_and_unshared_and_eq_7_can_be_run():
     assert short["medha, Eq. 7"] < short["lrs"]
 
 
-def test_plans_of_several_chunks_gain_more_where_steps_are_drawn():
-    """Figure 13's gain is small where a plan is also what happens."""
-
-    def gains(noise: float) -> list[float]:
-        found = []
-        for settings in TetrisSettings(requests=200, noise=noise, seeds=3).each_seed():
-            several, single = (
-                tetris.run(name, "llama3-8b", "medium", 3.1, settings, 0.3)
-                for name in ("tetris", "single-chunk")
-            )
-            assert several.several > 0 == single.several
-            assert several.idle < single.idle
-            found.append(float(single.ttft.mean() / several.ttft.mean()))
-        return found
-
-    exact, drawn = gains(0.0), gains(SERVED)
-    assert min(exact) > 0.99
-    assert np.median(drawn) > np.median(exact) > 1.0
+@pytest.mark.parametrize("noise", [0.0, SERVED])
+def test_plans_of_several_chunks_run_and_leave_instances_idle_for_less(noise):
+    """What they gain by it in figure 13 is small, and within the spread of the seeds with noise."""
+    for settings in TetrisSettings(requests=200, noise=noise, seeds=3).each_seed():
+        several, single = (
+            tetris.run(name, "llama3-8b", "medium", 3.1, settings, 0.3)
+            for name in ("tetris", "single-chunk")
+        )
+        assert several.several > 0 == single.several
+        assert several.idle < single.idle
 
 
 @pytest.mark.parametrize("name", BUILT)
