@@ -13,8 +13,9 @@ from collections.abc import Callable
 import numpy as np
 from scipy.optimize import least_squares, nnls
 
+from jaxserve.costs.coefficients import LINEAR_POWER
+
 FOLDS = 5  # of cross-validation
-POWER = 4  # of the norm that `jaxserve.costs.coefficients.smooth_max` takes of two times
 OUTLIER = 0.05  # relative error from which a point counts less than by its square
 # inputs [points, coefficients], seconds [points] -> coefficients
 Fit = Callable[[np.ndarray, np.ndarray], np.ndarray]
@@ -41,24 +42,36 @@ def fit_total(x: np.ndarray, seconds: np.ndarray, slack: float = 0.0) -> np.ndar
     return c
 
 
-def smooth_max_form(c: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """smooth_max(floor, use): the first half of the columns add up to the one, the second half to
-    the other."""
+def smooth_max_form(c: np.ndarray, x: np.ndarray, power: float = LINEAR_POWER) -> np.ndarray:
+    """The norm of floor and use: the first half of the columns add up to the one, the second half
+    to the other. power: of the norm; infinite for the greater of both."""
     half = x.shape[1] // 2
-    return ((x[:, :half] @ c[:half]) ** POWER + (x[:, half:] @ c[half:]) ** POWER) ** (1 / POWER)
+    return norm(x[:, :half] @ c[:half], x[:, half:] @ c[half:], power)
+
+
+def norm(a: np.ndarray, b: np.ndarray, power: float) -> np.ndarray:
+    """(a^power + b^power)^(1/power), none of which overflows."""
+    most = np.maximum(np.maximum(a, b), 1e-300)
+    if np.isinf(power):
+        return most
+    return most * ((a / most) ** power + (b / most) ** power) ** (1 / power)
 
 
 def fit_smooth_max(x: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     """Coefficients of `smooth_max_form`, from those of the sum of both halves."""
+    return fit_form(smooth_max_form, x, seconds, fit_total(x, seconds))
+
+
+def fit_form(form: Form, x: np.ndarray, seconds: np.ndarray, start: np.ndarray) -> np.ndarray:
+    """Coefficients of a form that is no sum, found from `start`."""
     weight = _even(seconds)
     scale = 1 / np.maximum(
         np.linalg.norm(x / seconds[:, None], axis=0) / np.sqrt(len(seconds)), 1e-300
     )
-    start = np.maximum(fit_total(x, seconds) / scale, 1e-3)
     return (
         least_squares(
-            lambda c: weight * (smooth_max_form(c * scale, x) / seconds - 1),
-            start,
+            lambda c: weight * (form(c * scale, x) / seconds - 1),
+            np.maximum(start / scale, 1e-3),
             bounds=(0, np.inf),
             loss="soft_l1",
             f_scale=OUTLIER,

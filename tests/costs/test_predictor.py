@@ -28,7 +28,7 @@ from jaxserve.scheduling.budget import StepBudget
 from jaxserve.settings.schema import MeshConfig
 from tests.examples import examples
 
-ROOT = 2**0.25  # of the maximum where both limits are equal
+ROOT = 2**0.4  # of the maximum where both limits are equal
 REAL = costs("a100", MODELS["llama3-8b"], 8)
 
 
@@ -83,15 +83,15 @@ def test_a_smooth_maximum_is_the_greater_of_two_and_a_little_more_where_they_mee
     assert (smooth_max(0, 3), smooth_max(3, 0), smooth_max(0, 0)) == (3, 3, 0)
     assert smooth_max(2, 2) == pytest.approx(2 * ROOT) and smooth_max(3, 5) == smooth_max(
         5, 3
-    ) == pytest.approx((3**4 + 5**4) ** 0.25)
-    assert smooth_max(1, 1000) == pytest.approx(1000, rel=1e-9)
+    ) == pytest.approx((3**2.5 + 5**2.5) ** 0.4)
+    assert smooth_max(1, 1000) == pytest.approx(1000, rel=1e-7)
 
 
 def test_linear_parts_go_from_reading_weights_to_using_them():
     made = Costs(layers=1, linear_floor=8, linear_base=1, linear_token=0.5)
-    assert made.linear(0) == pytest.approx(8, rel=1e-4)
+    assert made.linear(0) == pytest.approx(8, rel=3e-3)
     assert made.linear(14) == pytest.approx(8 * ROOT)  # 1 + 7 = 8
-    assert made.linear(2000) == pytest.approx(1001, rel=1e-6)
+    assert made.linear(2000) == pytest.approx(1001, rel=1e-5)
 
 
 def test_sums_over_ranks_are_added_to_the_linear_parts():

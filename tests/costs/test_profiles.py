@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
@@ -360,6 +361,19 @@ def test_a_smooth_maximum_that_is_known_is_found():
     seconds = smooth_max_form(truth, x)
     assert fit_smooth_max(x, seconds)[[0, 2, 3]] == pytest.approx(truth[[0, 2, 3]], rel=1e-3)
     assert held_out(fit_smooth_max, smooth_max_form, x, seconds) < 1e-3
+
+
+@pytest.mark.parametrize("power", (1.5, 3.0, math.inf))
+def test_the_power_of_a_norm_that_is_known_has_the_least_error_held_out(power):
+    from experiments.profiles.exponents import POWERS, errors
+    from experiments.profiles.least_squares import smooth_max_form
+
+    tokens = np.arange(1.0, 4096.0, 32)
+    one = np.ones_like(tokens)
+    x = np.stack([one, np.zeros_like(tokens), one, tokens], 1)
+    seconds = smooth_max_form(np.array([3e-4, 0, 5e-5, 2e-7]), x, power)
+    found = dict(zip(POWERS, errors(smooth_max_form, x, seconds)))
+    assert min(found, key=found.get) == power and found[power] < 1e-3
 
 
 @pytest.mark.skipif(
