@@ -2,7 +2,8 @@
 
 Steps of local sequences come first. What steps with spread chunks take follows from these costs and
 from how fast lanes send to each other (`ExchangeChooser`), but for a few numbers: what padding
-takes, how much lanes wait for each other's work, and for each exchange a factor and a constant.
+takes, how much lanes wait for each other's work, and for each exchange a factor and a constant. Of
+steps whose spread rows are decodes alone, a factor and a constant of each exchange are fitted too.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class StepSample:
 
 @dataclass(frozen=True)
 class SpreadSample:
-    """A measured step with spread chunks: its batch, whose exchange says how they met, and seconds
-    in the slowest stage."""
+    """A measured step with spread rows: its batch, whose exchange says how they met, and seconds in
+    the slowest stage."""
 
     batch: Batch
     seconds: float
@@ -73,6 +74,16 @@ class SpreadFit:
     seen (three folds)."""
 
     costs: Costs
+    corrections: dict[str, Correction]
+    held_out: dict[tuple[str, int], float]
+
+
+@dataclass(frozen=True)
+class DecodeFit:
+    """Corrections of each exchange in steps whose spread rows are decodes alone, and by exchange
+    and size of group the mean relative error of points that a fit to the others has not seen (three
+    folds)."""
+
     corrections: dict[str, Correction]
     held_out: dict[tuple[str, int], float]
 
@@ -295,6 +306,87 @@ def _spread_costs(
         loss="soft_l1",
         f_scale=0.1,
         max_nfev=TRIALS,
+    )
+    return trial(solution.x)
+
+
+def fit_decodes(
+    costs: Costs, mesh: MeshConfig, exchange: ExchangeChooser, samples: Sequence[SpreadSample]
+) -> DecodeFit:
+    """Fits what steps whose spread rows are decodes alone take besides what `costs`, fitted to
+    local ones, and `exchange`, without corrections, say of them. Errors: ConfigError where there
+    are no samples."""
+    if not samples:
+        raise ConfigError("profile", "points with spread decodes are needed")
+    by_exchange: dict[str, list[_DecodeStep]] = {}
+    for sample in samples:
+        step = _DecodeStep.of(sample, costs, mesh, exchange)
+        by_exchange.setdefault(step.exchange, []).append(step)
+    groups: dict[tuple[str, int], list[float]] = {}
+    for name, steps in by_exchange.items():
+        for fold in range(FOLDS):
+            seen_steps = [step for index, step in enumerate(steps) if index % FOLDS != fold]
+            correction = _decode_correction(seen_steps or steps)
+            for step in steps[fold::FOLDS]:
+                pair = name, step.group_size
+                groups.setdefault(pair, []).append(abs(step.error(correction)))
+    return DecodeFit(
+        {name: _decode_correction(steps) for name, steps in by_exchange.items()},
+        {pair: float(np.mean(errors)) for pair, errors in sorted(groups.items())},
+    )
+
+
+@dataclass(frozen=True)
+class _DecodeStep:
+    """A sample with spread decodes alone. local: seconds that it would take without exchange;
+    exchanged: seconds per layer that the exchange, not corrected yet, adds in each of `layers`."""
+
+    exchange: str
+    group_size: int
+    layers: int
+    local: float
+    exchanged: float
+    seconds: float
+
+    @classmethod
+    def of(
+        cls, sample: SpreadSample, costs: Costs, mesh: MeshConfig, exchange: ExchangeChooser
+    ) -> _DecodeStep:
+        strategy = sample.batch.exchange
+        fixed = dataclasses.replace(exchange, decode_chooser=strategy, decode_corrections={})
+        predictor = Predictor(costs, mesh, lane_costs(costs, mesh.kvp, fixed))
+        loads = predictor.lane_costs.loads(sample.batch)
+        return cls(
+            strategy,
+            sample.group_size,
+            predictor.layers,
+            predictor.stage([dataclasses.replace(load, decode_choice=None) for load in loads]),
+            max(map(predictor.lane_costs.messages, loads)),
+            sample.seconds,
+        )
+
+    def error(self, correction: Correction) -> float:
+        """The relative error of what a correction says of the step."""
+        step = self.local + self.layers * correction(self.exchanged)
+        return step / self.seconds - 1
+
+
+def _decode_correction(steps: Sequence[_DecodeStep]) -> Correction:
+    """The correction with the least errors, of which outliers count less."""
+    from scipy.optimize import least_squares  # slow to import, and most servers fit nothing
+
+    scale = float(np.median([step.seconds / step.layers for step in steps]))  # of the constant
+
+    def trial(values: np.ndarray) -> Correction:
+        seconds, factor = values.tolist()
+        return Correction(scale * seconds, factor)
+
+    def errors(values: np.ndarray) -> list[float]:
+        correction = trial(values)
+        return [step.error(correction) for step in steps]
+
+    solution = least_squares(
+        errors, [0.05, 1.0], bounds=([0.0, 0.0], [1.0, 10.0]), loss="soft_l1", f_scale=0.1
     )
     return trial(solution.x)
 

@@ -93,9 +93,10 @@ class ExchangeChooser(ExchangeTimes):
     chooser: a name of `CHOOSERS` or of an exchange, which is then always chosen, or a rule of one's
     own. decode_chooser: the exchange of steps whose spread rows are decodes alone; auto: that of
     least seconds. block: tokens of a page. moves: pages that a step moves from each lane to each,
-    where it moves some. corrections: by exchange, where steps were measured. links: for groups of
-    other sizes; empty: those of `rates`, whatever the size. Errors: ConfigError that names the
-    field.
+    where it moves some. corrections: by exchange, where steps were measured; decode_corrections:
+    of steps whose spread rows are decodes alone, with what these take besides attention. links: for
+    groups of other sizes; empty: those of `rates`, whatever the size. Errors: ConfigError that
+    names the field.
     """
 
     chooser: str | Pick = "auto"
@@ -103,6 +104,7 @@ class ExchangeChooser(ExchangeTimes):
     block: int = 1
     moves: int = 0
     corrections: Mapping[str, Correction] = dataclasses.field(default_factory=dict)
+    decode_corrections: Mapping[str, Correction] = dataclasses.field(default_factory=dict)
     links: GroupLinks = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -123,12 +125,7 @@ class ExchangeChooser(ExchangeTimes):
 
     def decide(self, work: ExchangeWork) -> Decision:
         """Decides for the spread chunks of a step."""
-        seconds = self.seconds(work)
-        if self.corrections:
-            seconds = {
-                name: self.corrections.get(name, Correction())(each)
-                for name, each in seconds.items()
-            }
+        seconds = _corrected(self.seconds(work), self.corrections)
         return Decision(self._picked(work, seconds), seconds)
 
     def _picked(self, work: ExchangeWork, seconds: Mapping[str, float]) -> str:
@@ -150,6 +147,7 @@ class ExchangeChooser(ExchangeTimes):
         seconds are those that lanes take besides the attention of as many decodes of their own."""
         work = work_of_decodes(self.lanes, share, kv, visits)
         seconds = {name: row.of_decodes(work, self) for name, row in decode_exchanges().items()}
+        seconds = _corrected(seconds, self.decode_corrections)
         if self.decode_chooser == "auto":
             return Decision(least_seconds(self, work, seconds), seconds)
         return Decision(self.decode_chooser, seconds)
@@ -158,6 +156,18 @@ class ExchangeChooser(ExchangeTimes):
         """Seconds per layer in which a step moves pages between lanes, however few they are."""
         size = (self.lanes - 1) * self.moves * self.block * self.heads.kv_bytes
         return self.rates.all_to_all(size)
+
+
+def _corrected(
+    seconds: dict[str, float], corrections: Mapping[str, Correction]
+) -> dict[str, float]:
+    """Returns the seconds by exchange, each corrected where a correction of it is known."""
+    if not corrections:
+        return seconds
+    return {
+        name: corrections[name](each) if name in corrections else each
+        for name, each in seconds.items()
+    }
 
 
 # What the settings --exchange and --decode_exchange may be: an exchange or a rule that chooses one.

@@ -35,13 +35,14 @@ from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 class ReplicaProfile:
     """Costs of a replica's steps. links: between lanes, by the size of their group; empty with one
     lane, or where `costs` say what messages take. improvement: the best improvement rate by
-    requests per second, for each planner that was searched. corrections: by exchange, from measured
-    steps."""
+    requests per second, for each planner that was searched. corrections, decode_corrections: by
+    exchange, from measured steps: see `ExchangeChooser`."""
 
     costs: Costs
     links: GroupLinks
     improvement: Mapping[str, Mapping[float, float]] = dataclasses.field(default_factory=dict)
     corrections: Mapping[str, Correction] = dataclasses.field(default_factory=dict)
+    decode_corrections: Mapping[str, Correction] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +105,7 @@ class ReplicaSizes:
             block=self.cache.block_size,
             moves=self.moves,
             corrections=profile.corrections,
+            decode_corrections=profile.decode_corrections,
             links=self._links(profile),
         )
         return chooser.for_groups(self.mesh.kvp)

@@ -14,6 +14,7 @@ from jaxserve.costs.fit import (
     SpreadSample,
     StepSample,
     fit_costs,
+    fit_decodes,
     fit_spread,
     from_json,
     predicted,
@@ -23,7 +24,7 @@ from jaxserve.costs.predictor import Predictor
 from jaxserve.engine.profiling.measure import MeasurePoint, batch_of
 from jaxserve.lanes.choice import Correction, ExchangeChooser
 from jaxserve.lanes.cost import lane_costs
-from jaxserve.lanes.exchange import EXCHANGES
+from jaxserve.lanes.exchange import EXCHANGES, decode_exchanges
 from jaxserve.lanes.rates import Link
 from jaxserve.lanes.work import Heads
 from jaxserve.settings.schema import ConfigError, MeshConfig
@@ -193,3 +194,46 @@ def test_noise_of_five_percent_costs_spread_steps_no_more_than_fifteen():
 def test_a_fit_of_spread_steps_needs_some():
     with pytest.raises(ConfigError, match="points with spread chunks"):
         fit_spread(LIVE, FOUR, chooser("auto"), [])
+
+
+# --- steps whose spread rows are decodes alone
+
+OF_DECODES = {
+    "gather": Correction(5e-4, 1.5),
+    "pass_q": Correction(2e-3, 0.8),
+    "visit": Correction(1e-3, 2.0),
+}
+
+
+def decode_samples(noise: float = 0.0) -> list[SpreadSample]:
+    """Samples, as many as `spread_decode_grid` has, of an engine of TRUE and OF_DECODES."""
+    dice = np.random.default_rng(0)
+    out = []
+    for size, exchange in itertools.product((2, 4), decode_exchanges()):
+        fixed = chooser("gather", decode_chooser=exchange, decode_corrections=OF_DECODES)
+        known = Predictor(TRUE, FOUR, lane_costs(TRUE, 4, fixed))
+        for context, count in itertools.product((512, 4096, 65_535), (1, 4)):
+            point = MeasurePoint(decodes=count, context=context, group_size=size, exchange=exchange)
+            batch = batch_of(point, 4, 16, STRIPE)
+            seconds = known.seconds(batch) * (1 + noise * dice.standard_normal())
+            out.append(SpreadSample(batch, seconds))
+    return out
+
+
+def test_what_spread_decodes_take_besides_is_found_again():
+    found = fit_decodes(TRUE, FOUR, chooser("auto"), decode_samples())
+    for name, true in OF_DECODES.items():
+        assert found.corrections[name].factor == pytest.approx(true.factor, rel=0.05)
+        assert found.corrections[name].seconds == pytest.approx(true.seconds, rel=0.05)
+    assert set(found.held_out) == set(itertools.product(decode_exchanges(), (2, 4)))
+    assert max(found.held_out.values()) < 0.01
+
+
+def test_noise_of_five_percent_costs_spread_decodes_no_more_than_ten():
+    found = fit_decodes(TRUE, FOUR, chooser("auto"), decode_samples(0.05))
+    assert max(found.held_out.values()) < 0.10
+
+
+def test_a_fit_of_spread_decodes_needs_some():
+    with pytest.raises(ConfigError, match="points with spread decodes"):
+        fit_decodes(TRUE, FOUR, chooser("auto"), [])

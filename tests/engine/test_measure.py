@@ -17,10 +17,11 @@ from jaxserve.engine.profiling.measure import (
     StepTimer,
     batch_of,
     grid,
+    spread_decode_grid,
     spread_grid,
 )
 from jaxserve.engine.step_shapes import shapes
-from jaxserve.lanes.exchange import EXCHANGES
+from jaxserve.lanes.exchange import EXCHANGES, decode_exchanges
 from jaxserve.lanes.groups import group_sizes
 from jaxserve.scheduling.assembly import ReplicaProfile
 from jaxserve.settings.schema import (
@@ -149,7 +150,9 @@ def two_lanes():
         ModelSource("random:tiny", max_model_len=MAX_LEN),
         MeshConfig(kvp=2),
         CacheConfig(pages=PAGES, block_size=8, lane_tokens=64, placement="striped"),
-        SchedulerConfig(max_seqs=4, chunk_tokens=32, min_chunk=32, exchange="auto"),
+        SchedulerConfig(
+            max_seqs=4, chunk_tokens=32, min_chunk=32, exchange="auto", decode_exchange="auto"
+        ),
     )
     return build(config, progress=False, warm_up=False)
 
@@ -181,15 +184,58 @@ def test_a_grid_of_spread_points_is_bounded(lanes):
     assert {point.cached for point in few} == {0}
 
 
-def test_steps_with_spread_chunks_are_measured_and_kept(two_lanes, tmp_path):
+def test_spread_decodes_have_homes_on_all_lanes_and_blocks_on_those_of_their_group():
+    point = MeasurePoint(decodes=1, context=319, group_size=2, exchange="visit")
+    batch = batch_of(point, 4, 8)
+    assert batch.blocks_per_lane.tolist() == [[20, 20, 0, 0]] * 2 + [[0, 0, 20, 20]] * 2
+    assert batch.lane.tolist() == [0, 1, 2, 3] and batch.exchange == "visit"
+    assert batch.spread.all() and batch.is_decode.all() and not len(batch.block_lane)
+
+
+@pytest.mark.parametrize("lanes", [2, 4, 8])
+def test_a_grid_of_spread_decodes_is_bounded(lanes):
+    compiled = shapes(SchedulerConfig(exchange="auto", decode_exchange="auto"), lanes, 16)
+    points = list(spread_decode_grid(compiled, 8192, 4))
+    kinds = Counter((point.exchange, point.group_size) for point in points)
+    assert set(kinds) == set(itertools.product(decode_exchanges(), group_sizes(lanes)[1:]))
+    assert set(kinds.values()) == {6}
+    assert all(point.longest() <= 8192 and not point.chunks for point in points)
+    assert {point.decodes for point in points} == {1, 4}
+    assert not list(spread_decode_grid(compiled, 8192, 4, pairs=0))
+
+
+@pytest.fixture(scope="module")
+def found_on_two(two_lanes):
+    return profile.measure_costs(two_lanes.worker, MAX_LEN, 1, False)
+
+
+def test_steps_with_spread_decodes_are_measured_and_correct_predictions(two_lanes, found_on_two):
+    points = found_on_two.points
+    decodes = [one for one in points if one.point.group_size > 1 and not one.point.chunks]
+    assert {one.shape.exchange for one in decodes} == set(decode_exchanges())
+    assert all(one.shape.spread_decode.rows for one in decodes)
+    assert not any(one.shape.spread_prefill.rows for one in decodes)
+    assert set(found_on_two.decode_held_out) == {(name, 2) for name in decode_exchanges()}
+    kept = found_on_two.profile
+    sizes = profile.replica_sizes(
+        two_lanes.worker.plan, CacheConfig(), SchedulerConfig(decode_exchange="auto"), MAX_LEN
+    )
+    bare = dataclasses.replace(sizes.chooser(kept), decode_corrections={})
+    for name, seconds in sizes.chooser(kept).decodes(2, 300).seconds.items():
+        predicted = bare.decodes(2, 300).seconds[name]
+        assert seconds == kept.decode_corrections[name](predicted)
+
+
+def test_steps_with_spread_chunks_are_measured_and_kept(two_lanes, found_on_two, tmp_path):
     worker = two_lanes.worker
-    found = profile.measure_costs(worker, MAX_LEN, 1, False)
-    spread = [one for one in found.points if one.point.group_size > 1]
+    found = found_on_two
+    spread = [one for one in found.points if one.point.group_size > 1 and one.point.chunks]
     assert {one.shape.exchange for one in spread} == set(EXCHANGES)
     assert all(one.shape.exchange == one.point.exchange for one in spread)
     assert set(found.spread_held_out) == {(exchange, 2) for exchange in EXCHANGES}
     kept = found.profile
     assert set(kept.corrections) == set(EXCHANGES) and kept.costs.spread_shapes
+    assert set(kept.decode_corrections) == set(decode_exchanges())
     assert 0 <= kept.costs.padding <= 1 and 0 <= kept.costs.shared <= 1
     identity = profile.identity_of(worker, two_lanes.info.max_model_len)
     file = tmp_path / "kept.json"

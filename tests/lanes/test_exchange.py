@@ -21,7 +21,12 @@ from experiments.context_parallel.work import bytes_of, choose, work_of
 from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.costs.coefficients import NOMINAL
 from jaxserve.costs.profiles import devices
-from jaxserve.lanes.choice import DECODE_CHOICES, EXCHANGE_CHOICES, ExchangeChooser
+from jaxserve.lanes.choice import (
+    DECODE_CHOICES,
+    EXCHANGE_CHOICES,
+    Correction,
+    ExchangeChooser,
+)
 from jaxserve.lanes.exchange import EXCHANGES, ExchangeBytes, decode_exchanges
 from jaxserve.lanes.load import SpreadChunks
 from jaxserve.lanes.rates import ExchangeRates, Link
@@ -432,6 +437,16 @@ def test_a_slow_link_favours_the_ring_of_long_decodes(bytes_per_s, fastest):
     chooser = ExchangeChooser(8, HEADS, rates, decode_chooser="auto")
     seconds = chooser.decodes(64, 64 * 500_000).seconds
     assert fastest == min(("gather", "pass_q"), key=seconds.get)
+
+
+def test_decodes_leave_an_exchange_that_was_measured_to_be_slow():
+    """What chunks take by it says nothing of that."""
+    slow = {"gather": Correction(seconds=1.0)}
+    plain = exchange(4, decode_chooser="auto").decodes(1, 1_000)
+    measured = exchange(4, decode_chooser="auto", decode_corrections=slow).decodes(1, 1_000)
+    assert plain.strategy == "gather" != measured.strategy
+    assert measured.seconds["gather"] == pytest.approx(1 + plain.seconds["gather"])
+    assert exchange(4, decode_chooser="auto", corrections=slow).decodes(1, 1_000) == plain
 
 
 def test_a_smaller_group_of_as_many_decodes_a_lane_says_less():

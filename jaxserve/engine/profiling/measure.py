@@ -23,6 +23,7 @@ from jaxserve.engine.executor import CommandExecutor
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.step_rows import StepArrays, StepRows
 from jaxserve.engine.step_shapes import EMPTY, StepShape, spread_rows
+from jaxserve.lanes.groups import group_around
 
 STEPS = 3  # whose time is taken at once
 LONG = 0.1  # seconds; the time of a longer step is taken alone
@@ -32,8 +33,9 @@ LONG = 0.1  # seconds; the time of a longer step is taken alone
 class MeasurePoint:
     """A step: on every lane decodes, each after `context` tokens; on every group of `group_size`
     lanes, or on the first `groups` of them, chunks of `new` tokens after `cached` ones, which are
-    spread over the group and meet by `exchange`; a group of one lane has local chunks. sample:
-    whether tokens are sampled."""
+    spread over the group and meet by `exchange`; a group of one lane has local chunks. Decodes are
+    spread over their group where there are no chunks, and local beside chunks. sample: whether
+    tokens are sampled."""
 
     decodes: int = 0
     context: int = 0
@@ -91,13 +93,13 @@ def batch_of(point: MeasurePoint, lanes: int, block_size: int, stripe: int = 1) 
     lane = np.concatenate([np.repeat(np.arange(lanes), point.decodes), home]).astype(np.int32)
     blocks_per_lane = np.zeros((count, lanes), np.int32)
     blocks_per_lane[row, lane] = -(-(start + length) // block_size)
-    spread_lane = np.empty(0)
-    if point.group_size > 1:
-        spread_lane = np.concatenate([chunk_lane + at for at in first])
-        share = np.bincount(block_lane, minlength=point.group_size)
-        for chunk, at in enumerate(first.tolist(), decodes):
-            blocks_per_lane[chunk] = 0
-            blocks_per_lane[chunk, at : at + point.group_size] = share
+    group_size = np.where(is_decode & (point.chunks > 0), 1, point.group_size).astype(np.int32)
+    share = np.bincount(block_lane, minlength=point.group_size)
+    for spread in np.flatnonzero(group_size > 1).tolist():
+        group = group_around(int(lane[spread]), point.group_size)
+        blocks_per_lane[spread] = 0
+        blocks_per_lane[spread, group.start : group.stop] = share
+    spread_lane = chunk_lane + first[:, None] if point.group_size > 1 else np.empty(0)
     return Batch(
         number=0,
         seq=row,
@@ -107,9 +109,9 @@ def batch_of(point: MeasurePoint, lanes: int, block_size: int, stripe: int = 1) 
         length=length,
         is_decode=is_decode,
         sample=np.full(count, point.sample),
-        group_size=np.where(is_decode, 1, point.group_size).astype(np.int32),
+        group_size=group_size,
         blocks_per_lane=blocks_per_lane,
-        block_lane=spread_lane.astype(np.int32),
+        block_lane=spread_lane.reshape(-1).astype(np.int32),
         exchange=point.exchange,
         tokens=np.ones(int(length[~is_decode].sum()), np.int32),
         moves=np.empty((0, 4), np.int32),
@@ -311,6 +313,27 @@ def spread_grid(
                 )
             if size < lanes:
                 points.append(dataclasses.replace(far, groups=1))
+        yield from (point for point in points if point.pairs() <= pairs)
+
+
+def spread_decode_grid(
+    shapes: list[StepShape], longest: int, slots: int, pairs: float = float("inf")
+) -> Iterator[MeasurePoint]:
+    """At most six points with spread decodes for each size of group and exchange that decodes have
+    among the shapes: one on each lane and as many as a shape holds, at three contexts. Points of
+    more `pairs` are left out."""
+    rows: dict[tuple[int, str], int] = {}
+    for shape in shapes:
+        if shape.spread_decode.rows and not shape.spread_prefill.rows and not shape.moves:
+            at = shape.group_size, shape.exchange
+            rows[at] = max(rows.get(at, 1), min(shape.spread_decode.rows, slots))
+    contexts = sorted({max(1, longest // 16), max(1, longest // 4), longest - 1})
+    for (size, exchange), most in rows.items():
+        points = [
+            MeasurePoint(decodes=count, context=context, group_size=size, exchange=exchange)
+            for context in contexts
+            for count in sorted({1, most})
+        ]
         yield from (point for point in points if point.pairs() <= pairs)
 
 

@@ -13,7 +13,7 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from jaxserve.costs.fit import (
     SpreadSample,
     StepSample,
     fit_costs,
+    fit_decodes,
     fit_spread,
     from_json,
     to_json,
@@ -31,7 +32,13 @@ from jaxserve.costs.fit import (
 from jaxserve.costs.heads import heads_of
 from jaxserve.engine.executor import CommandExecutor
 from jaxserve.engine.memory import sizes as memory_sizes
-from jaxserve.engine.profiling.measure import MeasuredStep, grid, measure, spread_grid
+from jaxserve.engine.profiling.measure import (
+    MeasuredStep,
+    grid,
+    measure,
+    spread_decode_grid,
+    spread_grid,
+)
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.step_shapes import StepShape
 from jaxserve.folders import cache_folder, private_folder
@@ -51,7 +58,7 @@ from jaxserve.settings.schema import (
 )
 
 log = logging.getLogger(__name__)
-FORMAT = 7  # of the file
+FORMAT = 8  # of the file
 Search = Callable[["ReplicaProfile"], dict[str, dict[float, float]]]
 QUICK = 2**20  # most pairs of a step that is measured without being asked for
 
@@ -75,13 +82,15 @@ def replica_sizes(
 @dataclasses.dataclass(frozen=True)
 class MeasuredProfile:
     """A profile and the points that it was fitted to, with the errors of its fit: of local steps as
-    in `CostsFit`, of those with spread chunks as in `SpreadFit`."""
+    in `CostsFit`, of those with spread chunks as in `SpreadFit`, of those whose decodes alone are
+    spread as in `DecodeFit`."""
 
     profile: ReplicaProfile
     points: list[MeasuredStep] = dataclasses.field(default_factory=list)
     fitted: float = 0.0
     held_out: float = 0.0
     spread_held_out: dict[tuple[str, int], float] = dataclasses.field(default_factory=dict)
+    decode_held_out: dict[tuple[str, int], float] = dataclasses.field(default_factory=dict)
 
 
 def profile_for(
@@ -124,6 +133,7 @@ def measure_costs(
     points = [
         *grid(shapes, longest, slots, pairs),
         *spread_grid(shapes, plan.mesh.kvp, longest, slots, pairs),
+        *spread_decode_grid(shapes, longest, slots, pairs),
     ]
     with progress_bar("measuring steps", len(points), progress) as done:
         steps = measure(worker, points, done, repeats)
@@ -133,21 +143,32 @@ def measure_costs(
 def fitted(
     plan: StagePlan, links: GroupLinks, steps: list[MeasuredStep], on_cpu: bool
 ) -> MeasuredProfile:
-    """Fits a profile to measured steps: to local ones, then to those with spread chunks."""
+    """Fits a profile to measured steps: to local ones, then to those with spread chunks and those
+    with spread decodes."""
     local = [_sample(one) for one in steps if one.point.group_size == 1]
     fit = fit_costs(local, plan.model.layers, plan.mesh, longest=on_cpu)
     profile = ReplicaProfile(fit.costs, links)
-    spread = [SpreadSample(one.batch, one.seconds) for one in steps if one.point.group_size > 1]
-    if not spread:
-        return MeasuredProfile(profile, steps, fit.fitted, fit.held_out)
-    costs = dataclasses.replace(fit.costs, spread_shapes=_spread_shapes(plan.shapes))
+    measured = MeasuredProfile(profile, steps, fit.fitted, fit.held_out)
     longest = plan.width * plan.block_size
     sizes = replica_sizes(plan, CacheConfig(), SchedulerConfig(exchange="auto"), longest)
     chooser = sizes.chooser(profile)
-    assert chooser is not None
-    found_spread = fit_spread(costs, plan.mesh, chooser, spread)
-    profile = ReplicaProfile(found_spread.costs, links, corrections=found_spread.corrections)
-    return MeasuredProfile(profile, steps, fit.fitted, fit.held_out, found_spread.held_out)
+    if chooser is None:
+        return measured
+    spread = [one for one in steps if one.point.group_size > 1]
+    chunks = [SpreadSample(one.batch, one.seconds) for one in spread if one.point.chunks]
+    decodes = [SpreadSample(one.batch, one.seconds) for one in spread if not one.point.chunks]
+    if decodes:
+        of_decodes = fit_decodes(fit.costs, plan.mesh, chooser, decodes)
+        profile = dataclasses.replace(profile, decode_corrections=of_decodes.corrections)
+        measured = dataclasses.replace(measured, decode_held_out=of_decodes.held_out)
+    if chunks:
+        costs = dataclasses.replace(fit.costs, spread_shapes=_spread_shapes(plan.shapes))
+        of_chunks = fit_spread(costs, plan.mesh, chooser, chunks)
+        profile = dataclasses.replace(
+            profile, costs=of_chunks.costs, corrections=of_chunks.corrections
+        )
+        measured = dataclasses.replace(measured, spread_held_out=of_chunks.held_out)
+    return dataclasses.replace(measured, profile=profile)
 
 
 def _spread_shapes(shapes: list[StepShape]) -> tuple[SpreadShape, ...]:
@@ -249,15 +270,12 @@ def write(
             **identity,
             "fitted_error": measured.fitted,
             "held_out_error": measured.held_out,
-            "spread_held_out_error": {
-                f"{exchange} on {size}": error
-                for (exchange, size), error in measured.spread_held_out.items()
-            },
+            "spread_held_out_error": _by_name(measured.spread_held_out),
+            "decode_held_out_error": _by_name(measured.decode_held_out),
             "costs": to_json(profile.costs),
             "links": links_to_json(profile.links),
-            "corrections": {
-                name: dataclasses.astuple(each) for name, each in profile.corrections.items()
-            },
+            "corrections": _corrections_to_json(profile.corrections),
+            "decode_corrections": _corrections_to_json(profile.decode_corrections),
             "improvement": {
                 name: {str(load): rate for load, rate in rates.items()}
                 for name, rates in profile.improvement.items()
@@ -284,9 +302,10 @@ def read(file: Path, identity: dict[str, Any]) -> ReplicaProfile:
         given = {name: content[name] for name in identity}
         costs = content["costs"]
         links = links_from_json(content["links"], MeshConfig.parse(identity["mesh"]).kvp)
-        corrections = {
-            name: Correction(*map(float, values)) for name, values in content["corrections"].items()
-        }
+        corrections, of_decodes = (
+            {name: Correction(*map(float, values)) for name, values in content[field].items()}
+            for field in ("corrections", "decode_corrections")
+        )
         improvement = {
             name: {float(load): float(rate) for load, rate in rates.items()}
             for name, rates in content["improvement"].items()
@@ -300,4 +319,14 @@ def read(file: Path, identity: dict[str, Any]) -> ReplicaProfile:
             raise ConfigError(
                 "profile", f"{file} was measured with {name} {given[name]!r}; here it is {value!r}"
             )
-    return ReplicaProfile(from_json(costs), links, improvement, corrections)
+    return ReplicaProfile(from_json(costs), links, improvement, corrections, of_decodes)
+
+
+def _by_name(errors: Mapping[tuple[str, int], float]) -> dict[str, float]:
+    """Returns errors by exchange and size of group as JSON has them."""
+    return {f"{exchange} on {size}": error for (exchange, size), error in errors.items()}
+
+
+def _corrections_to_json(corrections: Mapping[str, Correction]) -> dict[str, tuple[float, float]]:
+    """Returns corrections as JSON has them."""
+    return {name: (each.seconds, each.factor) for name, each in corrections.items()}

@@ -79,13 +79,15 @@ def run(values: dict[str, Any]) -> int:
         f"\nmean error of the fit {measured.fitted:.1%}, of points left out of it "
         f"{measured.held_out:.1%}; written to {file}"
     )
-    if measured.spread_held_out:
-        errors = [
-            [exchange, str(size), f"{error:.1%}"]
-            for (exchange, size), error in measured.spread_held_out.items()
-        ]
-        print("\nsteps with chunks on several lanes, of points left out of the fit:")
-        print(table(["exchange", "lanes", "mean error"], errors))
+    spread = {"chunks": measured.spread_held_out, "decodes": measured.decode_held_out}
+    for what, held_out in spread.items():
+        if held_out:
+            errors = [
+                [exchange, str(size), f"{error:.1%}"]
+                for (exchange, size), error in held_out.items()
+            ]
+            print(f"\nsteps with {what} on several lanes, of points left out of the fit:")
+            print(table(["exchange", "lanes", "mean error"], errors))
     if measured.profile.links:
         print("\nlinks between lanes of a group:")
         print(table(["lanes", "link", "us", "GB/s"], link_rows(measured.profile.links)))
