@@ -51,7 +51,6 @@ PAPER = Paper(
     },
     given=OPTIONS,
     settings_of=MooncakeSettings.of,
-    together=(("17", "18"),),
     others={
         "2": "a drawing",
         "3": "a drawing",

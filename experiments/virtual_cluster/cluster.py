@@ -16,12 +16,12 @@ import functools
 import heapq
 import itertools
 import random
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from experiments.virtual_cluster.admission import POLICIES, tbt_at
+from experiments.virtual_cluster.copies import Copies
 from experiments.virtual_cluster.network import Network
 from experiments.virtual_cluster.node import ClusterSpec, Node
 from experiments.virtual_cluster.report import (
@@ -88,6 +88,7 @@ class VirtualCluster:
         self.network = Network(len(self.nodes), spec.bytes_per_s)
         self.records: list[ClusterRecord] = []
         self.samples: list[LoadSample] = []
+        self.copies = Copies(spec.settles)
         self.bytes_fetched = 0.0
         # run event by event
         may_prefill = (Role.PREFILL,) if spec.ratio is None else (Role.PREFILL, Role.DECODE)
@@ -117,6 +118,8 @@ class VirtualCluster:
         """Runs all arrivals to their end, or to clock second `until`."""
         if self.spec.sample_every is not None:
             self._at(0.0, self._sample)
+        if self.spec.count_every is not None:
+            self._at(0.0, functools.partial(self._count_every, self.spec.count_every))
         if self._controller is not None:
             self._at(0.0, functools.partial(self._balance, self._controller))
         for number, arrival in enumerate(arrivals):
@@ -189,6 +192,7 @@ class VirtualCluster:
         spec = self.spec
         size = spec.cache.block_size
         blocks = (total - 1) // size if spec.cache.prefix_caching else 0
+        nodes = self._looked_at()
         views = [
             PrefillView(
                 node.number,
@@ -196,16 +200,24 @@ class VirtualCluster:
                 node.work.queue(self._now),
                 node.work.prefills,
             )
-            for node in self.prefilling
+            for node in nodes
         ]
         draw = self._random.random()
         query = RoutingQuery(views, total, self, spec.threshold, draw)
         if spec.routing in ROUTING:
             return ROUTING[spec.routing](query)
-        active = [node.active for node in self.prefilling]
-        kept = [node.kept for node in self.prefilling]
+        active = [node.active for node in nodes]
+        kept = [node.kept for node in nodes]
         name = chain[max(min(total, spec.name_tokens) // size, 1) - 1]
         return ROUTERS[spec.routing](RouterQuery(query, active, kept, name, slo.ttft or spec.ttft))
+
+    def _looked_at(self) -> list[Node]:
+        """The replicas that routing sees for one request, in the order of their numbers."""
+        nodes = self.prefilling
+        if self.spec.seen is None or self.spec.seen >= len(nodes):
+            return nodes
+        chosen = self._random.sample(range(len(nodes)), self.spec.seen)
+        return [nodes[place] for place in sorted(chosen)]
 
     def prefill(self, member: int, cached: int, total: int) -> float:
         """Seconds to compute a part of a prompt; see `RoutingCosts`."""
@@ -399,15 +411,25 @@ class VirtualCluster:
         if spec.sample_every is not None and (self._coming or self._live):
             self._at(self._now + spec.sample_every, self._sample)
 
+    def _count_every(self, seconds: float) -> None:
+        """Counts the copies of blocks, as long as anything is to come."""
+        for node in self.nodes:
+            node.replica.advance(self._now)
+        if self._coming or self._live:
+            self._count_copies()
+            self._at(self._now + seconds, functools.partial(self._count_every, seconds))
+
+    def _count_copies(self) -> None:
+        self.copies.add(self._now, (node.cache.pages.with_key for node in self.prefilling))
+
     def _report(self) -> ClusterReport:
-        copies = Counter(key for node in self.prefilling for key in node.cache.pages.with_key)
-        holders = np.sort(np.fromiter(copies.values(), np.int64, len(copies)))[::-1]
+        self._count_copies()
         return ClusterReport(
             self.records,
             [node.busy for node in self.nodes],
             self.network.bytes_sent,
             self.bytes_fetched,
-            holders,
+            self.copies,
             self.samples,
             self.role_changes,
         )

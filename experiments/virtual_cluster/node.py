@@ -37,9 +37,12 @@ class ClusterSpec:
     Mooncake 7.4.1). layer_groups: into which a replica's layers are cut: KV of a chunk leaves
     by group, as live (1: when the chunk ends). name_tokens: first tokens of a prompt, by which
     a router that hashes knows its prefix. completion: seconds that a sequence is taken to
-    decode, for predictions. sample_every: seconds between samples of the loads; None: none are
-    taken. ratio: by which replicas that prefill and those that decode change sides (Mooncake,
-    5.1); all of these have caches of `cache_tokens` then; None: roles stay.
+    decode, for predictions. seen: replicas whose caches and queues routing looks at for a request,
+    drawn anew for each; None: all. sample_every: seconds between samples of the loads; None: none
+    are taken. count_every: seconds between counts of the copies of each block, which are settled
+    from clock second `settles` on; None: one count, at the end. ratio: by which replicas that
+    prefill and those that decode change sides (Mooncake, 5.1); all of these have caches of
+    `cache_tokens` then; None: roles stay.
     """
 
     system: System
@@ -61,7 +64,10 @@ class ClusterSpec:
     threshold: float = BALANCING_THRESHOLD
     name_tokens: int = 2048
     completion: float = 20.0
+    seen: int | None = None
     sample_every: float | None = None
+    count_every: float | None = None
+    settles: float = 0.0
     ratio: RatioLimits | None = None
     seed: int = 0
 

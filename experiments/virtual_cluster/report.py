@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from experiments.virtual_cluster.copies import Copies
 from jaxserve.lab.quotients import quotient
 
 SLOWEST_SHARE = (
@@ -86,14 +87,14 @@ class RoleChange(NamedTuple):
 @dataclass(frozen=True)
 class ClusterReport:
     """Results of a run. busy: seconds of steps on each replica. bytes_sent: over the network, and
-    `bytes_fetched` of these for prefixes. holders: of each block in any cache at the end, how many
-    replicas have it, most first [blocks]. samples: of the loads. role_changes: in their order."""
+    `bytes_fetched` of these for prefixes. copies: of blocks over the caches. samples: of the
+    loads. role_changes: in their order."""
 
     records: list[ClusterRecord]
     busy: list[float]
     bytes_sent: float
     bytes_fetched: float
-    holders: np.ndarray
+    copies: Copies
     samples: list[LoadSample]
     role_changes: list[RoleChange] = field(default_factory=list)
 

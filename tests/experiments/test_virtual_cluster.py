@@ -10,6 +10,7 @@ import pytest
 
 from experiments.virtual_cluster.admission import POLICIES
 from experiments.virtual_cluster.cluster import ClusterSpec, run
+from experiments.virtual_cluster.copies import Copies
 from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.cluster.roles import RatioLimits, Role
 from jaxserve.lab.simulate.arrival import Arrival
@@ -104,9 +105,29 @@ def test_a_prefix_is_fetched_from_the_replica_that_has_it_and_is_on_both_then():
     fetched = [record for record in report.records if record.fetched]
     assert fetched and {record.fetched for record in fetched} == {512 * 31}
     assert all(record.cached == 512 * 31 for record in report.records[1:])
-    assert report.holders[0] == 2 and (report.holders[:31] == 2).all()
+    assert report.copies.at_rank(1) == report.copies.at_rank(31) == 2
     local = run(spec(PREFILL, PREFILL, routing="local_cache_aware"), arrivals)
     assert not any(record.fetched for record in local.records)
+
+
+def test_blocks_are_ranked_by_all_samples_and_counted_in_the_settled_ones():
+    copies = Copies(settles=10.0)
+    copies.add(0.0, [["a", "b"], ["a"], ["a"]])
+    assert copies.at_rank(1) == 0  # nothing is settled
+    copies.add(10.0, [["b"], ["b"], []])
+    copies.add(20.0, [["b"], ["a"], []])
+    assert copies.total == {"a": 4, "b": 4}
+    assert copies.at_rank(1) == 0.5 and copies.at_rank(2) == 1.5  # of equals the first seen
+    assert copies.at_rank(3) == 0
+
+
+def test_the_less_routing_sees_the_less_it_finds():
+    arrivals = chats(80, 3.0, 1, blocks=48)
+    hits = [
+        run(spec(*[PREFILL] * 4, routing="local_cache_aware", seen=seen), arrivals).hit_rate()
+        for seen in (None, 4, 2, 1)
+    ]
+    assert hits[0] == hits[1] > hits[2] > hits[3]
 
 
 def test_caches_pay_in_the_order_of_the_paper():
