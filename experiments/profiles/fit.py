@@ -292,7 +292,7 @@ def _sources(device: str, what: str) -> tuple[str, ...]:
         ["vidur/a100__Meta-Llama-3-*__mlp: all linear parts of a layer"]
         if device == "a100"
         else [
-            f"{folder}/{gemm}: the four products of a layer",
+            f"{folder}/{gemm}: the four products of a layer, timed in captured CUDA graphs",
             "vidur/h100__Llama-2-*__mlp: its elementwise parts, by their bytes",
         ]
     )
