@@ -17,19 +17,26 @@ from jaxserve.scheduling.events import StepRead
 from tests.engine.harness import Runner, assert_empty, engine, fresh
 from tests.engine.test_golden import submit, with_tokens
 
-# with these a chunk of 512 tokens is predicted to take half a second, a group of its layers a fifth
-SLOW = Costs(layers=5, linear_token=2e-4)
-# a chunk of 128 tokens 130 ms
-TINY = Costs(layers=2, linear_token=5e-4)
+# predicted seconds are far above those that steps take, so that a busy machine changes nothing:
+# with these a chunk of 512 tokens takes 5 s, one of two to five groups of its layers 1 s or more
+SLOW = Costs(layers=5, linear_token=2e-3)
+SOON = dict(slo=Slo(ttft=3.5))
+# a chunk of 128 tokens 1.3 s
+TINY = Costs(layers=2, linear_token=5e-3)
 MATRIX = pytest.mark.matrix
-SOON = dict(slo=Slo(ttft=0.25))
 LATE = dict(slo=Slo(ttft=60.0))
 SIZES = dict(chunk=512, pages=320)
 
 
 def interrupted(model, groups: int = 5, mesh: str = "") -> Engine:
     real = engine(model, mesh, layer_groups=groups, profiled=False, **SIZES)
-    return fresh(real, "grow", costs=SLOW, policy="edf")
+    return unlearning(fresh(real, "grow", costs=SLOW, policy="edf"))
+
+
+def unlearning(real: Engine) -> Engine:
+    """Has an engine keep its predictions, whatever its steps take."""
+    real.scheduler.predictor.seen = lambda predicted, seconds: None
+    return real
 
 
 def until_in_part(runner: Runner) -> None:
@@ -108,8 +115,7 @@ def random_tokens(real: Engine, policy: str) -> tuple[list[list[tuple[int, int]]
     """Tokens of random requests that come while others run, many with prefixes of others, some with
     objectives that they miss behind a long step; and how often a step was interrupted."""
     rng = random.Random(0)
-    real = fresh(real, "grow", costs=TINY, policy=policy)
-    real.scheduler.predictor.seen = lambda predicted, seconds: None  # the steps seem slow to it
+    real = unlearning(fresh(real, "grow", costs=TINY, policy=policy))
     runner = Runner(real)
     for number in range(60):
         length = rng.choice((3, 20, 40, 300, 400))
@@ -117,7 +123,7 @@ def random_tokens(real: Engine, policy: str) -> tuple[list[list[tuple[int, int]]
         if rng.random() < 0.5:
             prompt = [rng.randrange(3, 500) for _ in range(length)]
         kind = {"ignore_eos": True, "max_tokens": rng.choice((1, 5, 12)), **rng.choice(KINDS)}
-        slo = Slo(ttft=rng.choice((0.12, 0.16, 0.2)) if length < 50 else 60.0)
+        slo = Slo(ttft=rng.choice((0.7, 0.9, 1.1)) if length < 50 else 60.0)
         runner.submit(np.array(prompt), id=str(number), rest=dict(slo=slo), **kind)
         for _ in range(rng.randrange(20)):
             real.step()
@@ -139,6 +145,6 @@ def test_random_requests_have_the_tokens_that_whole_steps_give(mesh):
     real = engine(mesh=mesh, layer_groups=2, chunk=128, pages=90, max_len=512)
     whole, never = random_tokens(real, "fcfs")
     parts, often = random_tokens(real, "slack")
-    assert not never and often > 1
+    assert often and not never
     assert parts == whole
     real.close()
