@@ -82,7 +82,7 @@ class SpreadFit:
 class DecodeFit:
     """Corrections of each exchange in steps whose spread rows are decodes alone, and by exchange
     and size of group the mean relative error of points that a fit to the others has not seen (three
-    folds)."""
+    folds), or of all without a correction where none is better."""
 
     corrections: dict[str, Correction]
     held_out: dict[tuple[str, int], float]
@@ -314,26 +314,39 @@ def fit_decodes(
     costs: Costs, mesh: MeshConfig, exchange: ExchangeChooser, samples: Sequence[SpreadSample]
 ) -> DecodeFit:
     """Fits what steps whose spread rows are decodes alone take besides what `costs`, fitted to
-    local ones, and `exchange`, without corrections, say of them. Errors: ConfigError where there
-    are no samples."""
+    local ones, and `exchange`, without corrections, say of them. An exchange is corrected if that
+    lowers the errors of points that its fit has not seen. Errors: ConfigError where there are no
+    samples."""
     if not samples:
         raise ConfigError("profile", "points with spread decodes are needed")
     by_exchange: dict[str, list[_DecodeStep]] = {}
     for sample in samples:
         step = _DecodeStep.of(sample, costs, mesh, exchange)
         by_exchange.setdefault(step.exchange, []).append(step)
+    corrections: dict[str, Correction] = {}
     groups: dict[tuple[str, int], list[float]] = {}
     for name, steps in by_exchange.items():
-        for fold in range(FOLDS):
-            seen_steps = [step for index, step in enumerate(steps) if index % FOLDS != fold]
-            correction = _decode_correction(seen_steps or steps)
-            for step in steps[fold::FOLDS]:
-                pair = name, step.group_size
-                groups.setdefault(pair, []).append(abs(step.error(correction)))
+        unseen = _errors_of_unseen(steps)
+        plain = [abs(step.error(Correction())) for step in steps]
+        corrections[name] = _decode_correction(steps)
+        if sum(unseen) >= sum(plain):
+            corrections[name], unseen = Correction(), plain
+        for step, error in zip(steps, unseen):
+            groups.setdefault((name, step.group_size), []).append(error)
     return DecodeFit(
-        {name: _decode_correction(steps) for name, steps in by_exchange.items()},
-        {pair: float(np.mean(errors)) for pair, errors in sorted(groups.items())},
+        corrections, {pair: float(np.mean(errors)) for pair, errors in sorted(groups.items())}
     )
+
+
+def _errors_of_unseen(steps: Sequence[_DecodeStep]) -> list[float]:
+    """Returns each step's relative error under the correction that is fitted to the other folds."""
+    errors = [0.0] * len(steps)
+    for fold in range(FOLDS):
+        others = [step for index, step in enumerate(steps) if index % FOLDS != fold]
+        correction = _decode_correction(others or steps)
+        for index in range(fold, len(steps), FOLDS):
+            errors[index] = abs(steps[index].error(correction))
+    return errors
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
@@ -205,12 +206,14 @@ OF_DECODES = {
 }
 
 
-def decode_samples(noise: float = 0.0) -> list[SpreadSample]:
-    """Samples, as many as `spread_decode_grid` has, of an engine of TRUE and OF_DECODES."""
+def decode_samples(
+    noise: float = 0.0, corrections: Mapping[str, Correction] = OF_DECODES
+) -> list[SpreadSample]:
+    """Samples, as many as `spread_decode_grid` has, of an engine of TRUE and corrections."""
     dice = np.random.default_rng(0)
     out = []
     for size, exchange in itertools.product((2, 4), decode_exchanges()):
-        fixed = chooser("gather", decode_chooser=exchange, decode_corrections=OF_DECODES)
+        fixed = chooser("gather", decode_chooser=exchange, decode_corrections=corrections)
         known = Predictor(TRUE, FOUR, lane_costs(TRUE, 4, fixed))
         for context, count in itertools.product((512, 4096, 65_535), (1, 4)):
             point = MeasurePoint(decodes=count, context=context, group_size=size, exchange=exchange)
@@ -232,6 +235,26 @@ def test_what_spread_decodes_take_besides_is_found_again():
 def test_noise_of_five_percent_costs_spread_decodes_no_more_than_ten():
     found = fit_decodes(TRUE, FOUR, chooser("auto"), decode_samples(0.05))
     assert max(found.held_out.values()) < 0.10
+
+
+def test_measurements_that_are_mere_noise_correct_nothing():
+    dice = np.random.default_rng(0)
+    exact = decode_samples(corrections={})
+    samples = [
+        dataclasses.replace(sample, seconds=sample.seconds * float(np.exp(dice.normal(0, 1.5))))
+        for sample in exact
+    ]
+    found = fit_decodes(TRUE, FOUR, chooser("auto"), samples)
+    assert Correction() in found.corrections.values()
+    for name, correction in found.corrections.items():
+        if correction == Correction():
+            plain = [
+                abs(true.seconds / seen.seconds - 1)
+                for true, seen in zip(exact, samples)
+                if true.batch.exchange == name
+            ]
+            held_out = [found.held_out[name, size] for size in (2, 4)]
+            assert np.mean(held_out) == pytest.approx(np.mean(plain))
 
 
 def test_a_fit_of_spread_decodes_needs_some():
