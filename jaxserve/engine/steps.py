@@ -55,26 +55,28 @@ class Steps:
     def pause(self, now: float) -> float:
         """Seconds until the next batch should be started: what is decided late serves requests that
         came late."""
-        spare = self.in_flight.seconds_to_spare(now)
         step = self._scheduler.partial
         if step is not None:
-            return self._pause_between_groups(step, spare)
+            return self._pause_between_groups(step, now)
+        spare = self.in_flight.seconds_to_spare(now)
         if not spare:
             return 0.0
         early = self._scheduler.predictor.early(self.in_flight.newest.batch.seconds)
         return max(0.0, spare - early)
 
-    def _pause_between_groups(self, step: PartialStep, spare: float) -> float:
+    def _pause_between_groups(self, step: PartialStep, now: float) -> float:
         """Seconds until it is decided what follows the groups of layers that are issued: shortly
         before the last of them should have run, but not before the others have."""
-        if self.in_flight.samples_later:
+        if self.in_flight.samples_later or self._worker.groups_ahead() > 1:
             return math.inf
-        ahead = self._worker.groups_ahead()
-        if ahead > 1:
-            return math.inf
-        if not ahead and not len(self.in_flight):  # nothing runs
-            return 0.0
+        spare = self._seconds_between_groups(now)
         return max(0.0, spare - self._scheduler.predictor.early(step.group_seconds))
+
+    def _seconds_between_groups(self, now: float) -> float:
+        """Seconds until what is issued should have run; 0 once it has, however early."""
+        if not self._worker.groups_ahead() and not len(self.in_flight):
+            return 0.0
+        return self.in_flight.seconds_to_spare(now)
 
     # --- issuing
 
@@ -96,7 +98,7 @@ class Steps:
         step = self._scheduler.partial
         assert flight is not None and step is not None
         if self.in_flight.has_room:
-            batch = self._scheduler.interrupt(self.in_flight.seconds_to_spare(now), now)
+            batch = self._scheduler.interrupt(self._seconds_between_groups(now), now)
             if batch is not None:
                 flight.mixed = True
                 self._issue(batch, now, began, None)
