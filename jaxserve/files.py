@@ -1,8 +1,9 @@
-"""Checks of files: who else can read them, and whether they have changed."""
+"""Checks of files, who else can read them and whether they have changed; and writes them whole."""
 
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 from jaxserve.settings.schema import ConfigError
@@ -30,3 +31,19 @@ def file_signature(*files: Path) -> FileSignature | None:
     except OSError:
         return None
     return tuple((info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns) for info in stats)
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Writes a file, readable by its owner alone (mode 0600), whole or not at all. Errors: OSError;
+    then nothing is left of it."""
+    with tempfile.NamedTemporaryFile(
+        "w", dir=file.parent, prefix=f".{file.name}.", delete=False
+    ) as out:
+        try:
+            out.write(text)
+            out.flush()
+            os.fsync(out.fileno())
+            os.replace(out.name, file)
+        except BaseException:
+            os.unlink(out.name)
+            raise

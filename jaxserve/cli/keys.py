@@ -8,12 +8,12 @@ import dataclasses
 import fcntl
 import os
 import secrets
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from jaxserve.cli.display import table
+from jaxserve.files import write_whole
 from jaxserve.server.auth.keys import NAME, Key, hash_of, read, text_of
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option
@@ -116,7 +116,7 @@ def changing(file: Path, make: bool = False) -> Iterator[list[Key]]:
         fcntl.flock(folder, fcntl.LOCK_EX)
         keys = [] if make and not file.exists() else _read(file)
         yield keys
-        _write(file, text_of(keys))
+        write_whole(file, text_of(keys))
         os.fsync(folder)
     except OSError as error:
         raise ConfigError("file", f"{file}: {error.strerror}") from None
@@ -129,22 +129,6 @@ def _read(file: Path) -> list[Key]:
         return read(file)
     except ConfigError as error:  # the flag has another name here
         raise ConfigError("file", str(error).removeprefix(f"{error.field}: ")) from None
-
-
-def _write(file: Path, text: str) -> None:
-    """Writes the file, readable by its owner alone."""
-    # mode 0600
-    with tempfile.NamedTemporaryFile(
-        "w", dir=file.parent, prefix=f".{file.name}.", delete=False
-    ) as out:
-        try:
-            out.write(text)
-            out.flush()
-            os.fsync(out.fileno())
-            os.replace(out.name, file)
-        except BaseException:
-            os.unlink(out.name)
-            raise
 
 
 COMMAND = Command({"keys": OPTIONS}, run, ABOUT)

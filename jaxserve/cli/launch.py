@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from jaxserve.files import write_whole
 from jaxserve.folders import cache_folder, private_folder
 from jaxserve.group.channel import free_port
 from jaxserve.group.environment import PORT, Place, place_of
@@ -159,7 +160,7 @@ def group_secret(place: Place) -> Iterator[str]:
         yield _awaited(file)
         return
     if not file.exists():
-        _write_whole(file, secrets.token_hex(32))
+        write_whole(file, secrets.token_hex(32))
     try:
         yield file.read_text()
     finally:
@@ -179,14 +180,6 @@ def _awaited(file: Path) -> str:
                 f"(JAXSERVE_CACHE), or set {SECRET_VARIABLE} on all hosts",
             )
         time.sleep(0.2)
-
-
-def _write_whole(file: Path, text: str) -> None:
-    part = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
-    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as out:
-        out.write(text)
-    os.replace(part, file)
 
 
 def command_of(words: list[str]) -> list[str]:

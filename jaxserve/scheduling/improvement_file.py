@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from jaxserve.files import write_whole
 from jaxserve.folders import cache_folder, private_folder
 from jaxserve.lanes.cdsp import PLANNERS, Instances
 from jaxserve.lanes.improvement_search import quick_rates
@@ -53,8 +52,6 @@ def _keep(file: Path, rates: Mapping[float, float]) -> None:
     second."""
     try:
         private_folder(file.parent, "improvement")
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as out:
-            json.dump({str(load): rate for load, rate in rates.items()}, out)
-        os.replace(out.name, file)
+        write_whole(file, json.dumps({str(load): rate for load, rate in rates.items()}))
     except (OSError, ConfigError):
         pass

@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import re
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -41,6 +40,7 @@ from jaxserve.engine.profiling.measure import (
 )
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.step_shapes import StepShape
+from jaxserve.files import write_whole
 from jaxserve.folders import cache_folder, private_folder
 from jaxserve.kernels.cpu import library
 from jaxserve.kernels.kv_pages import FP8
@@ -286,9 +286,7 @@ def write(
     )
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as out:
-            out.write(text + "\n")
-        os.replace(out.name, file)
+        write_whole(file, text + "\n")
     except OSError as error:
         raise ConfigError("profile", f"{file}: {error.strerror}") from None
     return profile
