@@ -14,10 +14,22 @@ import itertools
 from collections import OrderedDict
 from typing import NamedTuple
 
+from jaxserve.api.request import EPHEMERAL
+
 # clock seconds until which blocks stay without a retention, and those that only pass through
 NORMAL = 0.0
 PASSING = -1.0
+LOCKED_SHARE = 2  # blocks that are locked may take one of this number of slots
+PREFETCHED_SHARE = 4  # prefetches under way may take one of this number of slots
 MAX_OUTDATED = 64  # entries of a heap beside twice those that count
+
+
+def kept_until(retention: int, now: float) -> float:
+    """Returns the clock second until which a block of a retention (see `Request`) stays, that comes
+    or is used at clock second `now`."""
+    if retention == EPHEMERAL:
+        return PASSING
+    return now + retention if retention else NORMAL
 
 
 class Placed(NamedTuple):

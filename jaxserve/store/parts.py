@@ -18,7 +18,7 @@ from jaxserve.cache.block_events import Medium
 from jaxserve.cache.tier_events import TierEvents
 from jaxserve.cache.tiers import Fetched, Lookup, LowerTiers, TierCounts
 from jaxserve.store.block_part import PartBytes
-from jaxserve.store.tiered import LOCKED_SHARE
+from jaxserve.store.host_index import LOCKED_SHARE
 
 ASSUMED_BANDWIDTHS = (2e9, 3e8)  # bytes per second of host memory and disk, until one reports
 

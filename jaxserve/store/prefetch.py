@@ -13,11 +13,10 @@ import numpy as np
 
 from jaxserve.cache.tiers import Lookup
 from jaxserve.store.backing import BackingTiers
-from jaxserve.store.host_index import NORMAL
+from jaxserve.store.host_index import NORMAL, PREFETCHED_SHARE
 from jaxserve.store.host_tier import HostTier
 from jaxserve.store.tally import Tally
 
-PREFETCHED_SHARE = 4  # prefetches under way may take one of this number of slots of host memory
 log = logging.getLogger(__name__)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from jaxserve.api.request import EPHEMERAL, NORMAL_RETENTION
+from jaxserve.api.request import NORMAL_RETENTION
 from jaxserve.cache.block_events import Medium
 from jaxserve.cache.tier_events import TierEvents
 from jaxserve.cache.tiers import Fetched, Lookup, LowerTiers, TierCounts
@@ -22,7 +22,7 @@ from jaxserve.clock import Clock
 from jaxserve.store.backing import BackingTiers
 from jaxserve.store.disk import DiskBlocks
 from jaxserve.store.filling import Filling
-from jaxserve.store.host_index import NORMAL, PASSING
+from jaxserve.store.host_index import LOCKED_SHARE, kept_until
 from jaxserve.store.host_memory import HostBlocks
 from jaxserve.store.host_tier import HostTier
 from jaxserve.store.peers import Route
@@ -31,7 +31,6 @@ from jaxserve.store.shared import SharedTier
 from jaxserve.store.tally import PeerFetches, Tally
 
 FILL_SECONDS = 5.0  # to wait for a block that is on its way or being put
-LOCKED_SHARE = 2  # blocks that are locked may take one of this number of slots of host memory
 FLUSH_SECONDS = 10.0  # at the end, for the shared store to take blocks
 
 
@@ -128,10 +127,7 @@ class TieredBlocks(LowerTiers):
         return self.host.begin(key, self._until(retention))
 
     def _until(self, retention: int) -> float:
-        """The clock second until which a block of this retention stays, see `HostIndex`."""
-        if retention == EPHEMERAL:
-            return PASSING
-        return self._clock.now() + retention if retention else NORMAL
+        return kept_until(retention, self._clock.now())
 
     def keep(self, keys: Sequence[bytes], retention: int) -> None:
         self.host.keep(keys, self._until(retention))

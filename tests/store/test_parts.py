@@ -10,8 +10,8 @@ import pytest
 from jaxserve.cache.block_events import BlockEvents, Medium
 from jaxserve.cache.tiers import Fetched, TierCounts
 from jaxserve.store.block_part import BlockPart, PartBytes
+from jaxserve.store.host_index import LOCKED_SHARE
 from jaxserve.store.parts import PartIndex
-from jaxserve.store.tiered import LOCKED_SHARE
 from tests.cache.test_tier_events import Picture
 from tests.store.fakes import key_of
 from tests.waiting import SOON

@@ -12,16 +12,18 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxserve.api.batch import PageStores
-from jaxserve.api.request import EPHEMERAL, NORMAL_RETENTION
 from jaxserve.cache.block_events import Medium
 from jaxserve.cache.tier_events import TierEvents
 from jaxserve.cache.tiers import Fetch, Fetched, Lookup, LowerTiers, TierCounts
 from jaxserve.clock import VirtualClock
-from jaxserve.store.host_index import NORMAL, PASSING, HostIndex
-
-# of the slots of host memory, see `store.tiered`
-LOCKED_SHARE = 2
-PREFETCH_SHARE = 4
+from jaxserve.store.host_index import (
+    LOCKED_SHARE,
+    NORMAL,
+    PASSING,
+    PREFETCHED_SHARE,
+    HostIndex,
+    kept_until,
+)
 
 
 @dataclasses.dataclass(eq=False)
@@ -64,7 +66,7 @@ class VirtualTiers(LowerTiers):
         self._host = HostIndex(sizes.host)
         self._disk = HostIndex(sizes.disk)
         self._has_disk = sizes.disk > 0
-        self._prefetched_at_once = max(sizes.host // PREFETCH_SHARE, 1)
+        self._prefetched_at_once = max(sizes.host // PREFETCHED_SHARE, 1)
         self._up = Link(sizes.host_bytes_per_s)
         self._down = Link(sizes.host_bytes_per_s)
         self._reads = Link(sizes.disk_bytes_per_s)
@@ -112,11 +114,8 @@ class VirtualTiers(LowerTiers):
         for key, retention in zip(stores.keys, stores.retention.tolist()):
             if key not in self._host:
                 self._counts["stored"] += 1
-                self._place(key, self._until(retention), self._down.copy(self.block_bytes, now))
-
-    def _until(self, retention: int) -> float:
-        fixed = {EPHEMERAL: PASSING, NORMAL_RETENTION: NORMAL}
-        return fixed.get(retention, self.clock.now() + retention)
+                until = kept_until(retention, now)
+                self._place(key, until, self._down.copy(self.block_bytes, now))
 
     def _place(self, key: bytes, until: float, whole: float) -> None:
         """Gives a block a slot of host memory, in which it is whole at a clock second."""
@@ -143,7 +142,7 @@ class VirtualTiers(LowerTiers):
         self.events.changed(Medium.HOST, key, False)
 
     def keep(self, keys: Sequence[bytes], retention: int) -> None:
-        until = self._until(retention)
+        until = kept_until(retention, self.clock.now())
         for key in keys:
             for index in (self._host, self._disk):
                 if key in index:
