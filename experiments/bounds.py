@@ -4,7 +4,7 @@ above the last one."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 OPPOSITE = {">": "<", "<": ">"}
 
@@ -36,22 +36,24 @@ def sign_of(value: float) -> str:
 
 def greatest(values: Iterable[float]) -> float:
     """Returns the greatest of numbers of which some may be bounds."""
-    found = list(values)
-    if any(map(math.isnan, found)):
-        return math.nan
-    top = max(found)
-    above = any(sign_of(value) == ">" for value in found)
-    return Bound(top, ">") if above else top
+    return _outermost(values, max, ">")
 
 
 def least(values: Iterable[float]) -> float:
     """Returns the least of numbers of which some may be bounds."""
+    return _outermost(values, min, "<")
+
+
+def _outermost(
+    values: Iterable[float], pick: Callable[[Iterable[float]], float], sign: str
+) -> float:
+    """Returns the picked number, a bound of this sign where one of them is."""
     found = list(values)
     if any(map(math.isnan, found)):
         return math.nan
-    bottom = min(found)
-    below = any(sign_of(value) == "<" for value in found)
-    return Bound(bottom, "<") if below else bottom
+    outermost = pick(found)
+    open_ended = any(sign_of(value) == sign for value in found)
+    return Bound(outermost, sign) if open_ended else outermost
 
 
 def load_of_time(points: Sequence[tuple[float, float]], limit: float) -> float:

@@ -24,6 +24,18 @@ def keep(values: Mapping[str, Any], **figures: Any) -> None:
         )
 
 
+def numbers(text: str) -> list[int]:
+    """Parses a flag's N,N."""
+    return [int(number) for number in text.split(",")]
+
+
+def exit_code(faults: Sequence[str]) -> int:
+    """Returns 0 where a verdict has no faults; else 1, with each of them on stderr."""
+    for fault in faults:
+        print(fault, file=sys.stderr)
+    return 1 if faults else 0
+
+
 def command_line(
     name: str, summary: str, command: Command, arguments: Sequence[str], *errors: type[Exception]
 ) -> int:

@@ -14,21 +14,18 @@ from __future__ import annotations
 import contextlib
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from experiments.script import command_line, keep
-from jaxserve.api.events import Finished, Token
-from jaxserve.api.request import Request, Slo
-from jaxserve.api.sampling import SamplingParams
+from experiments.benchmarks.asked import Asked
+from experiments.script import command_line, exit_code, keep, numbers
+from jaxserve.api.request import Slo
 from jaxserve.cli.display import table
 from jaxserve.costs.coefficients import Costs
 from jaxserve.engine.build import make_engine, open_executor
-from jaxserve.engine.engine import Engine
 from jaxserve.engine.sizing import for_this_machine
 from jaxserve.observe.machine import described, machine
 from jaxserve.scheduling.assembly import ReplicaProfile
@@ -54,40 +51,6 @@ PATIENT = Slo(ttft=WAIT_SECONDS, tpot=WAIT_SECONDS)
 FIGURES = ("alone", "long", "short")
 
 
-class Asked:
-    """A request to an engine. began: when it was submitted; times: when each of its tokens came."""
-
-    def __init__(self, engine: Engine, prompt: np.ndarray, slo: Slo, id: str):
-        self.times: list[float] = []
-        self.tokens: list[int] = []
-        self._over = threading.Event()
-        request = Request.make(
-            id,
-            prompt,
-            SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True),
-            vocab=engine.info.vocab,
-            max_len=engine.info.max_model_len,
-            arrival=engine.now(),
-            slo=slo,
-        )
-        self.began = time.perf_counter()
-        engine.post(lambda: engine.submit(request, self._hear))
-
-    def _hear(self, events: Any) -> None:
-        now = time.perf_counter()
-        for event in events:
-            if isinstance(event, Token):
-                self.times.append(now)
-                self.tokens.append(event.id)
-            elif isinstance(event, Finished):
-                self._over.set()
-
-    def ttft(self) -> float:
-        """Waits for the end; seconds to the first token."""
-        assert self._over.wait(WAIT_SECONDS), "the request does not end"
-        return self.times[0] - self.began
-
-
 class Replica:
     """A replica whose steps run in groups of layers."""
 
@@ -110,7 +73,7 @@ class Replica:
         """Has the replica expect steps to take, by their tokens, what the long prompt takes
         alone."""
         for prompt in (short, long, long):
-            seconds = Asked(self.engine, prompt, PATIENT, f"{time.perf_counter()}").ttft()
+            seconds = self._ask(prompt, PATIENT).ttft(WAIT_SECONDS)
         self.engine.close()
         layers = self._worker.plan.model.layers
         costs = Costs(layers=layers, linear_token=seconds / len(long) / layers)
@@ -118,32 +81,39 @@ class Replica:
         self.engine = make_engine(self._config, self._worker, self._model, profile)
         self.engine.start()
 
+    def _ask(self, prompt: np.ndarray, slo: Slo) -> Asked:
+        return Asked(self.engine, prompt, TOKENS, f"{time.perf_counter()}", slo)
+
     def measure(self, long: np.ndarray, short: np.ndarray) -> tuple[dict[str, float], Any]:
         """Seconds to first tokens, see FIGURES, and how often the step was interrupted; and all
         tokens."""
         values = self._values
         scheduler = self.engine.scheduler
-        alone = Asked(self.engine, long, PATIENT, f"{time.perf_counter()}")
-        figures = {"alone": alone.ttft()}
+        alone = self._ask(long, PATIENT)
+        figures = {"alone": alone.ttft(WAIT_SECONDS)}
         step = scheduler.times.seconds(0, len(long))
         before = scheduler.interruptions
-        first = Asked(self.engine, long, PATIENT, f"{time.perf_counter()}")
+        first = self._ask(long, PATIENT)
         time.sleep(values["after"] * figures["alone"])
         slo = Slo(ttft=values["ttft"] * step, tpot=WAIT_SECONDS)
-        second = Asked(self.engine, short, slo, f"{time.perf_counter()}")
-        figures |= {"long": first.ttft(), "short": second.ttft(), "predicted": step}
+        second = self._ask(short, slo)
+        figures |= {
+            "long": first.ttft(WAIT_SECONDS),
+            "short": second.ttft(WAIT_SECONDS),
+            "predicted": step,
+        }
         figures["interruptions"] = scheduler.interruptions - before
         return figures, (alone.tokens, first.tokens, second.tokens)
 
 
 def measure(values: dict[str, Any]) -> tuple[dict[int, list[dict[str, float]]], bool]:
     """Figures of all rounds by number of groups, and whether all had the same tokens."""
-    numbers = [int(number) for number in values["groups"].split(",")]
+    all_groups = numbers(values["groups"])
     rng = np.random.default_rng(0)
-    found: dict[int, list[dict[str, float]]] = {number: [] for number in numbers}
+    found: dict[int, list[dict[str, float]]] = {number: [] for number in all_groups}
     same = True
     with contextlib.ExitStack() as stack:
-        replicas = {number: Replica(values, number, stack) for number in numbers}
+        replicas = {number: Replica(values, number, stack) for number in all_groups}
         for turn in range(values["rounds"] + 1):
             long, short = (
                 rng.integers(20, 500, values[name]).astype(np.int32) for name in ("tokens", "short")
@@ -189,9 +159,7 @@ def _verdict(found: dict[int, list[dict[str, float]]], same: bool) -> int:
             faults.append(
                 f"only {count} of {len(rounds)} steps in {number} groups were interrupted"
             )
-    for fault in faults:
-        print(fault, file=sys.stderr)
-    return 1 if faults else 0
+    return exit_code(faults)
 
 
 if __name__ == "__main__":

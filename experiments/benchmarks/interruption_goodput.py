@@ -16,7 +16,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.script import command_line, keep
+from experiments.script import command_line, exit_code, keep, numbers
 from jaxserve.api.request import Slo
 from jaxserve.cli.display import table
 from jaxserve.lab.simulate.arrival import Arrival
@@ -68,7 +68,7 @@ def counts_of(values: dict[str, Any], chunk: int, groups: int, rate: float) -> C
     )
     system = System(shape_of(values["model"]), values["device"], MeshConfig(), layer_groups=groups)
     found = Counts()
-    for seed in _numbers(values["seeds"]):
+    for seed in numbers(values["seeds"]):
         replica = system.replica(scheduler, CacheConfig(prefix_caching=False))
         arrivals = parse(
             f"poisson:mix={values['mix']}", qps=rate, requests=values["requests"], seed=seed
@@ -88,10 +88,6 @@ def _prefilled(arrival: Arrival) -> Arrival:
     return dataclasses.replace(arrival, output=1, blocks=None)
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
-
-
 def goodput(by_rate: dict[float, Counts]) -> float:
     """Highest rate up to which enough requests are in time; 0 where not even the first is."""
     found = 0.0
@@ -105,9 +101,9 @@ def goodput(by_rate: dict[float, Counts]) -> float:
 
 def run(values: dict[str, Any]) -> int:
     rates = [float(rate) for rate in values["rates"].split(",")]
-    chunks = _numbers(values["chunks"])
+    chunks = numbers(values["chunks"])
     cases = [(chunk, 1) for chunk in chunks]
-    cases += [(chunks[0], groups) for groups in _numbers(values["groups"])]
+    cases += [(chunks[0], groups) for groups in numbers(values["groups"])]
     found: dict[tuple[int, int], dict[float, Counts]] = {}
     rows = []
     for chunk, groups in cases:
@@ -137,9 +133,7 @@ def _verdict(found: dict[tuple[int, int], dict[float, Counts]]) -> int:
             faults.append(f"{count} steps of {chunk} tokens in {groups} groups were interrupted")
         if any(each.ended < each.asked for each in by_rate.values()):
             faults.append(f"requests are missing with {chunk} tokens in {groups} groups")
-    for fault in faults:
-        print(fault, file=sys.stderr)
-    return 1 if faults else 0
+    return exit_code(faults)
 
 
 if __name__ == "__main__":

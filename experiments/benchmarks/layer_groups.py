@@ -21,10 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from experiments.script import command_line, keep
-from jaxserve.api.events import Finished, Token
-from jaxserve.api.request import KvSource, Request
-from jaxserve.api.sampling import SamplingParams
+from experiments.benchmarks.asked import Asked
+from experiments.script import command_line, keep, numbers
+from jaxserve.api.request import KvSource
 from jaxserve.cli.display import table
 from jaxserve.engine.build import build
 from jaxserve.engine.engine import Engine
@@ -102,13 +101,14 @@ class Source:
         while not self.engine.scheduler.cache.stores.wanted:
             assert time.perf_counter() < until, "the source hears of no wish"
             time.sleep(0.001)
-        ran = Ran(self.engine, prompt, answer, job)
+        ran = Asked(self.engine, prompt, answer, job)
+        prefill = ran.ttft(WAIT_SECONDS)
         reading.join(WAIT_SECONDS)
         assert reading.came == len(keys), f"{reading.came} of {len(keys)} blocks came"
         first = ran.times[0]
         return {
             "tail": reading.last - first,
-            "prefill": first - ran.began,
+            "prefill": prefill,
             "decode": statistics.median(np.diff(ran.times)),
             "early": sum(at < first for at in self.transfer.began),
         }
@@ -141,42 +141,15 @@ class Reading(threading.Thread):
                 self.came += 1
 
 
-class Ran:
-    """A request, run to its end. times: when each of its tokens came."""
-
-    def __init__(self, engine: Engine, prompt: np.ndarray, answer: int, id: str):
-        self.times: list[float] = []
-        self._over = threading.Event()
-        request = Request.make(
-            id,
-            prompt,
-            SamplingParams(max_tokens=answer, temperature=0.0, ignore_eos=True),
-            vocab=engine.info.vocab,
-            max_len=engine.info.max_model_len,
-            arrival=engine.now(),
-        )
-        self.began = time.perf_counter()
-        engine.submit(request, self._hear)
-        assert self._over.wait(WAIT_SECONDS), "the request does not end"
-
-    def _hear(self, events: Any) -> None:
-        now = time.perf_counter()
-        for event in events:
-            if isinstance(event, Token):
-                self.times.append(now)
-            elif isinstance(event, Finished):
-                self._over.set()
-
-
 def measure(values: dict[str, Any]) -> dict[int, list[dict[str, float]]]:
     """Figures of all rounds by number of groups."""
-    numbers = [int(number) for number in values["groups"].split(",")]
+    all_groups = numbers(values["groups"])
     rng = np.random.default_rng(0)
-    found: dict[int, list[dict[str, float]]] = {number: [] for number in numbers}
+    found: dict[int, list[dict[str, float]]] = {number: [] for number in all_groups}
     with contextlib.ExitStack() as stack:
         peers = PeerReplicas(SECRET)
         stack.callback(peers.close)
-        sources = {number: Source(values, number, stack) for number in numbers}
+        sources = {number: Source(values, number, stack) for number in all_groups}
         for turn in range(values["rounds"] + 1):
             for number, source in sources.items():
                 prompt = rng.integers(20, 500, values["tokens"]).astype(np.int32)

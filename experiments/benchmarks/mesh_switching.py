@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.script import command_line, keep
+from experiments.script import command_line, exit_code, keep
 from jaxserve.api.request import Slo
 from jaxserve.cli.display import table
 from jaxserve.lab.simulate.arrival import Arrival
@@ -82,9 +82,7 @@ def run(values: dict[str, Any]) -> int:
     faults = [] if ended else ["a request did not end"]
     if len({row[5] for row in rows}) < 2:
         faults.append(f"{rows[0][5]} is better at every rate: nothing is gained by a switch")
-    for fault in faults:
-        print(fault, file=sys.stderr)
-    return 1 if faults else 0
+    return exit_code(faults)
 
 
 if __name__ == "__main__":
