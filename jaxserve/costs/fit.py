@@ -9,9 +9,9 @@ steps whose spread rows are decodes alone, a factor and a constant of each excha
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from jaxserve.lanes.load import LaneLoad
 from jaxserve.settings.schema import ConfigError, MeshConfig
 
 TRIALS = 50  # steps of the search for what spread chunks take
+Step = TypeVar("Step")
 FOLDS = 3  # of cross-validation, over the points with context
 
 
@@ -228,16 +229,38 @@ def fit_spread(
     if not samples:
         raise ConfigError("profile", "points with spread chunks are needed")
     steps = [_SpreadStep.of(sample, costs, mesh, exchange) for sample in samples]
-    # points of one exchange and group follow each other: a fold has some of all
-    groups: dict[tuple[str, int], list[float]] = {}
-    for fold in range(FOLDS):
-        seen_steps = [step for index, step in enumerate(steps) if index % FOLDS != fold]
-        trial_costs, corrections = _spread_costs(costs, mesh, seen_steps or steps)
-        for step in steps[fold::FOLDS]:
-            pair = step.exchange, step.group_size
-            groups.setdefault(pair, []).append(abs(step.error(trial_costs, mesh, corrections)))
-    held_out = {pair: float(np.mean(errors)) for pair, errors in sorted(groups.items())}
+
+    def trained(some: Sequence[_SpreadStep]) -> Callable[[_SpreadStep], float]:
+        trial_costs, corrections = _spread_costs(costs, mesh, some)
+        return lambda step: step.error(trial_costs, mesh, corrections)
+
+    held_out = _mean_by_group(steps, _errors_of_unseen(steps, trained))
     return SpreadFit(*_spread_costs(costs, mesh, steps), held_out)
+
+
+def _errors_of_unseen(
+    steps: Sequence[Step], trained: Callable[[Sequence[Step]], Callable[[Step], float]]
+) -> list[float]:
+    """Returns each step's relative error under what is trained on the other folds. Points of one
+    exchange and group follow each other, so that a fold has some of all. trained: returns the
+    error of a step, trained on some."""
+    errors = [0.0] * len(steps)
+    for fold in range(FOLDS):
+        others = [step for index, step in enumerate(steps) if index % FOLDS != fold]
+        error = trained(others or steps)
+        for index in range(fold, len(steps), FOLDS):
+            errors[index] = abs(error(steps[index]))
+    return errors
+
+
+def _mean_by_group(
+    steps: Sequence[_SpreadStep | _DecodeStep], errors: Sequence[float]
+) -> dict[tuple[str, int], float]:
+    """Returns the mean of the steps' errors by exchange and size of group."""
+    groups: dict[tuple[str, int], list[float]] = {}
+    for step, error in zip(steps, errors):
+        groups.setdefault((step.exchange, step.group_size), []).append(error)
+    return {pair: float(np.mean(found)) for pair, found in sorted(groups.items())}
 
 
 @dataclass(frozen=True)
@@ -323,30 +346,21 @@ def fit_decodes(
     for sample in samples:
         step = _DecodeStep.of(sample, costs, mesh, exchange)
         by_exchange.setdefault(step.exchange, []).append(step)
+
+    def trained(some: Sequence[_DecodeStep]) -> Callable[[_DecodeStep], float]:
+        correction = _decode_correction(some)
+        return lambda step: step.error(correction)
+
     corrections: dict[str, Correction] = {}
-    groups: dict[tuple[str, int], list[float]] = {}
+    held_out: dict[tuple[str, int], float] = {}
     for name, steps in by_exchange.items():
-        unseen = _errors_of_unseen(steps)
+        errors = _errors_of_unseen(steps, trained)
         plain = [abs(step.error(Correction())) for step in steps]
         corrections[name] = _decode_correction(steps)
-        if sum(unseen) >= sum(plain):
-            corrections[name], unseen = Correction(), plain
-        for step, error in zip(steps, unseen):
-            groups.setdefault((name, step.group_size), []).append(error)
-    return DecodeFit(
-        corrections, {pair: float(np.mean(errors)) for pair, errors in sorted(groups.items())}
-    )
-
-
-def _errors_of_unseen(steps: Sequence[_DecodeStep]) -> list[float]:
-    """Returns each step's relative error under the correction that is fitted to the other folds."""
-    errors = [0.0] * len(steps)
-    for fold in range(FOLDS):
-        others = [step for index, step in enumerate(steps) if index % FOLDS != fold]
-        correction = _decode_correction(others or steps)
-        for index in range(fold, len(steps), FOLDS):
-            errors[index] = abs(steps[index].error(correction))
-    return errors
+        if sum(errors) >= sum(plain):
+            corrections[name], errors = Correction(), plain
+        held_out |= _mean_by_group(steps, errors)
+    return DecodeFit(corrections, dict(sorted(held_out.items())))
 
 
 @dataclass(frozen=True)
