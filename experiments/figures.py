@@ -97,8 +97,8 @@ class Claim:
 
 @dataclass(frozen=True)
 class Mechanism:
-    """What a figure shows at work: without it, its numbers are of something else. what: counted
-    things, such as 'steps with a spread sequence'. count: of these, read off the rows."""
+    """A mechanism that must have run for a figure's numbers to mean what they should. what: counted
+    things, such as 'steps with a spread sequence'. count: returns their number from the rows."""
 
     what: str
     count: Callable[[Rows], float]
@@ -184,7 +184,7 @@ def fewest(column: str, **where: Cell) -> Callable[[Rows], float]:
 
 
 def by_seed(rows: Rows) -> list[Rows]:
-    """Splits rows by their seed; all are of one where there is no such column."""
+    """Splits rows by their seed; rows without that column are of one seed."""
     seeds = dict.fromkeys(row.get(SEED, "") for row in rows)
     return [[row for row in rows if row.get(SEED, "") == seed] for seed in seeds]
 

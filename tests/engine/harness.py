@@ -124,9 +124,9 @@ def _tiny(mesh: str) -> Engine:
 
 
 def shared(mesh: str = "", placement: str = "grow", pages: int | None = None) -> Engine:
-    """A new engine of the smallest model, with an empty cache of so many pages per lane, on devices
-    and compiled programs that all tests of this process share. It overwrites the pages of the one
-    taken before on this mesh: use that no more."""
+    """Returns a new engine of the smallest model on devices and compiled programs that all tests of
+    this process share. pages: of its empty cache, per lane. It overwrites the pages of the engine
+    returned before on this mesh: use that no more."""
     base = _tiny(mesh)
     stages = base.worker.stages
     own = [name for name in vars(stages) if callable(getattr(type(stages), name, None))]

@@ -265,8 +265,8 @@ class OnePlan:
 
 
 def sizes(context: int) -> dict[str, list[int]]:
-    """Bytes of decode steps after so many tokens, of the first step after a prefix hit of them, and
-    of the step with which they go over two lanes."""
+    """Returns bytes of decode steps after `context` tokens, of the first step after a prefix hit of
+    them, and of the step with which they go over two lanes."""
     found: dict[str, list[int]] = {}
     tail = 3 * BLOCK
     params = SamplingParams(temperature=0, max_tokens=40)
@@ -305,7 +305,7 @@ def sizes(context: int) -> dict[str, list[int]]:
 
 
 def test_a_command_at_a_million_tokens_is_as_long_as_at_a_thousand():
-    """Plain, after a prefix hit, and after a regroup: pages that a prompt got in a row are told as
+    """Plain, after a prefix hit, and after a regroup: pages that a prompt got in a row are sent as
     a run."""
     short, long, longest = (sizes(context) for context in (2**10, 2**17, 2**20))
     print({name: (short[name][:3], long[name][:3], longest[name][:3]) for name in short})

@@ -93,7 +93,8 @@ def test_lrs_is_relative_and_unshared_and_eq_7_can_be_run():
 
 @pytest.mark.parametrize("noise", [0.0, SERVED])
 def test_plans_of_several_chunks_run_and_leave_instances_idle_for_less(noise):
-    """What they gain by it in figure 13 is small, and within the spread of the seeds with noise."""
+    """Figure 13. The gain in TTFT is small, and with noise within the spread of the seeds: it is
+    not asserted."""
     for settings in TetrisSettings(requests=200, noise=noise, seeds=3).each_seed():
         several, single = (
             tetris.run(name, "llama3-8b", "medium", 3.1, settings, 0.3)
