@@ -36,6 +36,7 @@ from tests.waiting import eventually
 SECRET = b"a secret of layers"
 MATRIX = pytest.mark.matrix
 BLOCK = 16
+PACE_SECONDS = 2.0
 
 
 def replica(
@@ -89,6 +90,25 @@ def served(stack: contextlib.ExitStack, engine: Engine) -> Source:
     return Source(stack, engine)
 
 
+def pace(engine: Engine, source: Source) -> None:
+    """Has each group of layers wait, at most PACE_SECONDS, until parts of the one before it were
+    sent: on a busy machine all layers could have run before anything is read."""
+    layers = engine.worker.stages.programs.layers
+    sent = 0
+
+    def paced(stage, shape):
+        nonlocal sent
+        until = time.monotonic() + PACE_SECONDS
+        while engine.scheduler.cache.stores.wanted and len(source.pieces) == sent:
+            if time.monotonic() > until or not engine.scheduler.cache.stores.promised:
+                break
+            time.sleep(0.002)
+        sent = len(source.pieces)
+        return layers(stage, shape)
+
+    engine.worker.stages.programs.layers = paced
+
+
 GROUPS = [
     pytest.param("", 5, id="a layer each"),
     *(
@@ -135,6 +155,7 @@ def test_blocks_that_come_by_layers_are_those_that_come_whole(
 ):
     far = replica(smollm2_first_layers, groups, meshes[0])
     source = served(stack, far)
+    pace(far, source)
     near = replica(smollm2_first_layers, 1, meshes[1], peers)
     stack.callback(near.close)
     case = long(golden_first_layers["cases"])
@@ -173,6 +194,7 @@ def by_layers(stack, peers, smollm2_first_layers) -> tuple[Engine, Source, Engin
     """A replica that sends layer by layer, its port, and one that asks it."""
     far = replica(smollm2_first_layers, 5)
     source = served(stack, far)
+    pace(far, source)
     near = replica(smollm2_first_layers, 1, "", peers)
     stack.callback(near.close)
     return far, source, near
