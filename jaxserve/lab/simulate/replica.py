@@ -71,14 +71,18 @@ class StepListener(Protocol):
 
 class Pipeline:
     """Pipeline stages: when each is free again, and when the last token of each slot left the last
-    one. noise: spread of step times; a step takes the same factor in all stages, for what it
-    consists of is the same in all."""
+    one.
+
+    Steps take what `predictor` predicts when this is made, times a drawn factor: what it learns of
+    them later, as of devices, does not make them faster. noise: spread of the factors; a step takes
+    the same one in all stages, for what it consists of is the same in all."""
 
     def __init__(self, predictor: Predictor, stages: int, slots: int, noise: Noise = NO_NOISE):
         self.predictor = predictor
         self.free = [0.0] * stages
         self._left = np.zeros(slots)
-        self._factor = noise.draws()
+        self._draw = noise.draws()
+        self._scale = predictor.scale
         self._partial = StagePassage(0.0, 0.0, 0.0)  # of the batch that enters in parts
 
     def enter(self, now: float, batch: Batch) -> StagePassage:
@@ -112,6 +116,10 @@ class Pipeline:
         self.free[0] = end
         self._left[batch.slot[batch.sample]] = end
         return StagePassage(passage.start, end, passage.seconds)
+
+    def _factor(self) -> float:
+        """Draws what a step takes, over what is predicted for it now."""
+        return self._scale / self.predictor.scale * self._draw()
 
 
 class VirtualReplica(ReplicaCore):

@@ -3,6 +3,8 @@ online correction learns, and that nothing changes without noise."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -72,6 +74,20 @@ def test_the_scheduler_predicts_the_same_and_the_correction_sees_what_was_drawn(
     assert first[0].chunks == first[1].chunks and first[0].pace != first[1].pace
     exact, corrected = (replica.scheduler.predictor.scale for replica in replicas)
     assert exact == 1.0 and corrected != 1.0
+
+
+def test_steps_take_what_was_predicted_at_first_whatever_is_learnt_of_them():
+    """Else what the correction learns of draws would become what steps take, and be learnt
+    again."""
+    alone = System(MODELS["llama3-8b"], "a100", MeshConfig())
+    noises = (Noise(0.5, 1), Noise())
+    replica, exact = (replace(alone, noise=noise).replica(SCHEDULER, CACHE) for noise in noises)
+    arrivals = [Arrival(0.0, 200, 4000)]
+    noisy, plain = (execute(one, arrivals, keep_steps=True) for one in (replica, exact))
+    assert len(noisy.steps) > 3000
+    assert noisy.records[0].end == pytest.approx(plain.records[0].end, rel=0.05)
+    # the correction goes by logarithms, whose mean is 0.125 below 0
+    assert 0.6 < replica.scheduler.predictor.scale < 1.2
 
 
 def test_measured_spreads_are_in_order():
