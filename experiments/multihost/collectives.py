@@ -169,25 +169,19 @@ def steps_of(replica: Replica, plan: StagePlan) -> dict[str, StepShape]:
 
 
 def abstract_stages(plan: StagePlan, devices: Sequence[Any], hosts: int) -> Stages:
-    """The stages of a plan on these devices, numbered host by host, with shapes in place of
-    arrays."""
+    """The stages of a plan on these devices, numbered host by host, of which nothing is loaded."""
     grid = np.array(devices)[layout(plan.mesh, hosts)]
     axes = (AxisType.Auto, AxisType.Auto)
     meshes = [Mesh(part, (KVP, TP), axis_types=axes) for part in grid]
-    load: Any = lambda declared, shardings: {
-        path: jax.ShapeDtypeStruct(one.shape, plan.dtype, sharding=shardings[path])
-        for path, one in declared.items()
-    }
     here = property(lambda mesh: list(mesh.devices.flat))  # all devices are this process's
     owner = {device: at // (plan.mesh.devices // hosts) for at, device in enumerate(devices)}
     spans_hosts = property(lambda mesh: len({owner[each] for each in mesh.devices.flat}) > 1)
     with (
         mock.patch.object(stages_module, "stage_meshes", lambda config: meshes),
-        mock.patch.object(stages_module, "_zeros", lambda like: like),
         mock.patch.object(Mesh, "local_devices", here),
         mock.patch.object(Mesh, "is_multi_process", spans_hosts),
     ):
-        return Stages(plan, load)
+        return Stages(plan)
 
 
 def read_programs(replica: Replica, devices: Sequence[Any], compiles: bool) -> list[Program]:

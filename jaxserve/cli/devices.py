@@ -32,10 +32,10 @@ class NoDevices(Exception):
     """The devices could not be found; the message says why."""
 
 
-def look(count: int, limit: float) -> Devices:
-    """Finds the devices for a replica that needs `count`, within `limit` seconds. Errors:
-    NoDevices."""
-    command = own_command("jaxserve.cli.devices", str(count))
+def look(count: int, limit: float, share: float) -> Devices:
+    """Finds the devices for a replica that needs `count` and takes a share of their memory, within
+    `limit` seconds. Errors: NoDevices."""
+    command = own_command("jaxserve.cli.devices", str(count), str(share))
     environment = {
         **os.environ,
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
@@ -54,14 +54,16 @@ def look(count: int, limit: float) -> Devices:
         ) from None
 
 
-def main(count: int) -> None:
+def main(count: int, share: float) -> None:
     """Prints the devices as JSON: what the process of `look` runs."""
     import jax
 
+    from jaxserve.engine.memory import claim
     from jaxserve.kernels.cpu import library
     from jaxserve.kernels.ops import hopper_unsupported
     from jaxserve.sharding.mesh import ensure_devices
 
+    claim(share, count)
     ensure_devices(count)
     devices = jax.devices()
     on_cpu = devices[0].platform == "cpu"
@@ -85,4 +87,4 @@ def main(count: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), float(sys.argv[2]))

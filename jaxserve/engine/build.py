@@ -11,7 +11,7 @@ from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.engine.block_layout import BlockLayout
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.executor import CommandExecutor
-from jaxserve.engine.loading import cache_identity, hello_of, load_worker
+from jaxserve.engine.loading import cache_identity, hello_of, make_worker
 from jaxserve.engine.profiling.profile_file import profile_for, replica_sizes
 from jaxserve.engine.sizing import (
     for_this_machine,
@@ -21,7 +21,7 @@ from jaxserve.engine.sizing import (
     split_model,
 )
 from jaxserve.engine.stage_plan import StagePlan
-from jaxserve.engine.step_shapes import first_shapes
+from jaxserve.engine.step_shapes import StepShape, first_shapes
 from jaxserve.engine.worker import Worker
 from jaxserve.engine.worker_group import AskForBlocks, GroupTerms, WorkerGroup
 from jaxserve.engine.worker_process import work
@@ -130,12 +130,13 @@ def open_worker(
     model."""
     checkpoint = open_checkpoint(config.source.model, config.source.revision)
     ensure_devices(config.mesh.devices)
-    worker = load_worker(config, checkpoint, progress, peers)
+    worker, load = make_worker(config, checkpoint, progress, peers)
+    shapes: list[StepShape] = []
     if warm_up:
-        shapes = None if everything else first_shapes(worker.plan.shapes)
-        count = worker.program_count(shapes)
-        with progress_bar("compiling programs", count, progress) as step:
-            worker.warm_up(step, shapes=shapes)
+        shapes = worker.plan.shapes if everything else first_shapes(worker.plan.shapes)
+    count = len(worker.programs(shapes))
+    with progress_bar("compiling programs", count, progress and warm_up) as step:
+        worker.start(load, shapes, step)
     return worker, checkpoint.config
 
 

@@ -1,4 +1,4 @@
-"""Loads a worker: its part of the weights, and the tiers below its pages."""
+"""Makes a worker: what reads its part of the weights, and the tiers below its pages."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from jaxserve.engine.sizing import (
     split_model,
     weights_dtype,
 )
+from jaxserve.engine.stages import Loader
 from jaxserve.engine.worker import Worker
 from jaxserve.group.channel import free_port
 from jaxserve.group.messages import Hello, shared_settings
@@ -38,26 +39,23 @@ from jaxserve.weights.store import OrbaxFolder
 STORE_SECONDS = 2.0  # of a call of the shared store
 
 
-def load_worker(
+def make_worker(
     config: EngineConfig,
     checkpoint: Checkpoint | OrbaxFolder,
     progress: bool,
     peers: PeerBlocks | None = None,
-) -> Worker:
-    """Loads the weights of the stages that have devices in this process."""
+) -> tuple[Worker, Loader]:
+    """Makes a worker of the stages that have devices in this process, and what reads their weights
+    when it starts."""
     if config.cache.kv_store_master is not None:
         load_client()  # refused before weights are read
     model = split_model(config, checkpoint.config)
     plan = make_plan(config, model, kept=kept_weights(config, checkpoint))
     keep_compiled(config.compile_cache)
-    return Worker(
-        plan,
-        lambda declared, shardings: load(
-            checkpoint, model, declared, shardings, plan.dtype, progress
-        ),
-        _tiers(config, checkpoint.config) if config.cache.host_cache_gib else None,
-        checkpoint.config.kv_heads,
-        peers,
+    tiers = _tiers(config, checkpoint.config) if config.cache.host_cache_gib else None
+    worker = Worker(plan, tiers, checkpoint.config.kv_heads, peers)
+    return worker, lambda declared, shardings: load(
+        checkpoint, model, declared, shardings, plan.dtype, progress
     )
 
 

@@ -11,11 +11,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
-
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.engine.memory import DeviceRoom
-from jaxserve.group.member import this_member
 from jaxserve.settings.schema import EngineConfig, MeshConfig
 
 # tokens: a page is then one load of a kernel, and a prefix is shared from 64 tokens on
@@ -72,6 +69,9 @@ def fitted(
     }
     chosen = {name: choice for name, choice in chosen.items() if name in config.automatic}
     config = _with(config, {name: choice.value for name, choice in chosen.items()})
+    if config.source.dtype == "auto" and model.stored == "float32":
+        why = "float32 has half the room and no kernels of attention"
+        chosen["dtype"] = Choice("dtype", "bfloat16", why, "--dtype")
     if "max_seqs" in config.automatic:
         tokens = kv_tokens(_with(config, {"max_seqs": LEAST_SEQUENCES}))
         sequences = _sequences(tokens)
@@ -79,12 +79,6 @@ def fitted(
         chosen["max_seqs"] = Choice("max_seqs", sequences, why, "--max-num-seqs")
         config = _with(config, {"max_seqs": sequences})
     return dataclasses.replace(config, automatic=()), list(chosen.values())
-
-
-def local_devices() -> int:
-    """Number of devices that a replica of one process may have; 1 for those of a group, whose
-    leader has no devices and whose settings say what each has."""
-    return 1 if this_member() is not None else jax.local_device_count()
 
 
 def _mesh(model: ModelConfig, devices: int) -> MeshConfig:

@@ -4,8 +4,10 @@ of a device is left for KV."""
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import os
+import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -26,14 +28,36 @@ from jaxserve.weights.kept import arrays
 
 F32 = 4
 CPU_KV_GIB = 1.0  # for a device whose memory is not known
-# for what is neither weights nor KV nor in the estimate of a step: the runtime, compiled programs,
-# buffers of collectives
+# of what JAX has: for what is neither weights nor KV nor in the estimate of a step
 RESERVED_GIB = 2.0
+# of a device's memory, beside JAX's share: buffers of NCCL, which has none between few devices
+COLLECTIVES_SHARE = 0.02
+SHARE_VARIABLE = "XLA_CLIENT_MEM_FRACTION"
+SHARE_VARIABLES = (SHARE_VARIABLE, "XLA_PYTHON_CLIENT_MEM_FRACTION")
+TOTALS = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")  # MiB
+TOTALS_SECONDS = 20.0
+log = logging.getLogger(__name__)
+
+
+def claimed_share(share: float, devices: int) -> float:
+    """Returns the share of a GPU's memory that JAX takes: what the environment says, else `share`,
+    less what collectives take where a mesh has several devices."""
+    for name in SHARE_VARIABLES:
+        if os.environ.get(name):
+            return float(os.environ[name])
+    return share - COLLECTIVES_SHARE * (devices > 1)
+
+
+def claim(share: float, devices: int) -> None:
+    """Has JAX take a share of each GPU's memory, see `claimed_share`, where the environment does
+    not say how much. Comes before JAX is used, and has no effect afterwards."""
+    if not any(os.environ.get(name) for name in SHARE_VARIABLES):
+        os.environ[SHARE_VARIABLE] = f"{claimed_share(share, devices):g}"
 
 
 @dataclasses.dataclass(frozen=True)
 class DeviceRoom:
-    """A device: its platform, and the bytes of its memory that can be had; None where it does not
+    """A device: its platform, and the bytes of its memory that JAX has; None where it does not
     tell."""
 
     platform: str
@@ -42,13 +66,32 @@ class DeviceRoom:
     @classmethod
     def here(cls) -> DeviceRoom:
         """Returns the room of this process's devices, which are of one kind. Processes of a group
-        must all come to the same, and their leader has no devices: they look at the machine
-        only."""
+        must all come to the same, and their leader has no devices: they look at the machine only,
+        and workers follow the leader in what depends on memory."""
         if this_member() is not None:
             return cls(_likely_platform(), None)
         device = jax.local_devices()[0]
         stats = device.memory_stats() or {} if device.platform != "cpu" else {}
         return cls(device.platform, stats.get("bytes_limit"))
+
+    @classmethod
+    def of_machine(cls, share: float, devices: int) -> DeviceRoom:
+        """Returns the room of this machine's GPU that has least, without asking JAX, which would
+        take it: what a replica with this many devices has by `claim`."""
+        platform = _likely_platform()
+        if platform == "cpu":
+            return cls(platform, None)
+        try:
+            found = subprocess.run(
+                TOTALS, capture_output=True, text=True, timeout=TOTALS_SECONDS, check=True
+            )
+            least = min(map(int, found.stdout.split()))
+        except (OSError, subprocess.SubprocessError, ValueError) as error:
+            log.warning(
+                "the memory of GPUs is not known, so %g GiB are for KV: %s", CPU_KV_GIB, error
+            )
+            return cls(platform, None)
+        return cls(platform, int(least * 2**20 * claimed_share(share, devices)))
 
 
 def _likely_platform() -> str:
@@ -59,18 +102,18 @@ def _likely_platform() -> str:
 
 def kv_bytes(plan: StagePlan, given_gib: float | None, share: float, room: DeviceRoom) -> int:
     """Bytes of a device for pages and states. plan: with any number of pages. given_gib: what the
-    settings say. share: of the device's memory for all that is there. Errors: ConfigError where
-    nothing is left."""
+    settings say. share: of the device's memory that `room` is. Errors: ConfigError where nothing
+    is left."""
     if given_gib is not None or room.bytes is None:
         return int((CPU_KV_GIB if given_gib is None else given_gib) * 2**30)
     needed = sizes(plan)
     taken = needed.total - needed.kv - needed.states + int(RESERVED_GIB * 2**30)
-    room_left = int(share * room.bytes) - taken
+    room_left = room.bytes - taken
     if room_left <= 0:
         fault = (
-            f"{share:g} of {room.bytes / 2**30:.1f} GiB leave nothing for KV beside "
-            f"{taken / 2**30:.1f} GiB of weights and programs: more ranks or stages in the mesh, "
-            "or a larger share"
+            f"{room.bytes / 2**30:.1f} GiB, at {share:g} of the device, leave nothing for KV "
+            f"beside {taken / 2**30:.1f} GiB of weights and programs: more ranks or stages in the "
+            "mesh, or a larger share"
         )
         raise ConfigError("gpu_memory_utilization", fault)
     return room_left

@@ -24,6 +24,7 @@ Lower = Callable[[], Any]  # makes a lowered program: `jax.jit(f).lower(...)`
 TURNS = 64  # files by which processes take turns; programs that share one only wait for each other
 TURN_SECONDS = 300.0  # that a process waits for another one, which may be stopped
 POLL_SECONDS = 0.05
+GPU_COMPILERS = 4
 
 
 class Programs:
@@ -61,16 +62,28 @@ class Programs:
         self._expected = {*(self._expected or self.compiled), *names}
 
     def warm_up(self, programs: dict[str, Lower], done: Callable[[str], None]) -> None:
-        """Compiles programs in parallel on all cores, and calls `done` with the name of each."""
+        """Compiles programs in parallel, and calls `done` with the name of each, in their order. An
+        error of `done` ends it."""
         self.expect(programs)
 
         def one(name: str) -> str:
             self.get(name, programs[name])
             return name
 
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            for name in pool.map(one, programs):
-                done(name)
+        with ThreadPoolExecutor(_compilers()) as pool:
+            try:
+                for name in pool.map(one, programs):
+                    done(name)
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
+
+def _compilers() -> int:
+    """Counts the programs that are compiled at a time: on GPUs few, for each is tuned by runs that
+    need device memory for what goes in and out of its largest product."""
+    cores = os.cpu_count() or 1
+    return cores if jax.default_backend() == "cpu" else min(cores, GPU_COMPILERS)
 
 
 @contextlib.contextmanager

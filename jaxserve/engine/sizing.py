@@ -12,8 +12,8 @@ import ml_dtypes
 import numpy as np
 
 from jaxserve.checkpoint.model import ModelConfig, declare, layers_of
-from jaxserve.engine.machine import fitted, local_devices
-from jaxserve.engine.memory import DeviceRoom, kv_bytes, state_bytes
+from jaxserve.engine.machine import fitted
+from jaxserve.engine.memory import DeviceRoom, claim, kv_bytes, state_bytes
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.state_limits import check_states
 from jaxserve.engine.step_shapes import sample_sizes, shapes
@@ -38,19 +38,35 @@ DTYPES = {
 
 
 def for_this_machine(config: EngineConfig) -> EngineConfig:
-    """Chooses the settings that were not given, and logs the choices. Errors: ConfigError,
-    CheckpointError."""
-    if this_member() is not None:
+    """Chooses the settings that were not given, and logs the choices. Workers of a group follow
+    their leader. Errors: ConfigError, CheckpointError."""
+    member = this_member()
+    share = config.cache.gpu_memory_utilization
+    if member is None:
+        claim(share, config.mesh.devices)  # before anything asks for devices, which makes them
+        ensure_devices(config.mesh.devices)
+        room = DeviceRoom.here()
+        devices = jax.local_device_count()
+    elif member.leads:
+        room = DeviceRoom.of_machine(share, config.mesh.devices)
+        devices = config.mesh.devices
+    else:
         return config
-    ensure_devices(config.mesh.devices)  # before anything asks for them, which makes them
-    room = DeviceRoom.here()
     if room.platform == "cpu":
         return config
     model = open_checkpoint(config.source.model, config.source.revision).config
-    complete, choices = fitted(config, model, room, local_devices(), kv_tokens(model, room))
+    if member is not None:  # what launches a group goes by its mesh
+        given = (name for name in config.automatic if name != "mesh")
+        config = dataclasses.replace(config, automatic=tuple(given))
+    complete, choices = fitted(config, model, room, devices, kv_tokens(model, room))
     for choice in choices:
-        log.info("chosen for %d x %s: %s", local_devices(), room.platform, choice)
-    return complete
+        log.info("chosen for %d x %s: %s", devices, room.platform, choice)
+    if member is None:
+        return complete
+    plan = make_plan(complete, split_model(complete, model), room)
+    return dataclasses.replace(
+        complete, cache=dataclasses.replace(complete.cache, pages=plan.pages)
+    )
 
 
 def kv_tokens(model: ModelConfig, room: DeviceRoom) -> Callable[[EngineConfig], int]:
@@ -177,8 +193,10 @@ def max_length(config: EngineConfig, model: ModelConfig) -> int:
 
 def weights_dtype(config: EngineConfig, model: ModelConfig, platform: str | None = None) -> str:
     """The type of weights: where the settings leave it open, that of the checkpoint, but float32 on
-    CPUs, where tokens are then the same for every mesh and batch. platform: None for that of this
-    process."""
+    CPUs, where tokens are then the same for every mesh and batch, and bfloat16 in place of float32
+    on GPUs, whose kernels have no float32. platform: None for that of this process."""
     if config.source.dtype != "auto":
         return config.source.dtype
-    return "float32" if (platform or DeviceRoom.here().platform) == "cpu" else model.stored
+    if (platform or DeviceRoom.here().platform) == "cpu":
+        return "float32"
+    return "bfloat16" if model.stored == "float32" else model.stored

@@ -36,24 +36,27 @@ Named = tuple[str, Lower]  # a program's name, and how to lower it
 @dataclasses.dataclass
 class Stage:
     """A pipeline stage, or a group of its layers: a sub-mesh of lanes and ranks, and the arrays on
-    it. index: counts all groups of all stages."""
+    it. index: counts all groups of all stages. paths, values: of the weights; their shapes, with
+    shardings, until they are loaded."""
 
     index: int
     mesh: Mesh
     weights: Weights
-    values: list[jax.Array]
+    paths: list[str]
+    values: list[Any]
     layers: range
     caches: list[LayerCache] = dataclasses.field(default_factory=list)  # by layer
     table: Any = None  # [lanes, 2, slots, W]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class HeadStage:
-    """Final norm, head and sampling, on the mesh of the last stage."""
+    """Final norm, head and sampling, on the mesh of the last stage. paths, values: see `Stage`."""
 
     mesh: Mesh
     program: HeadProgram
-    values: list[jax.Array]
+    paths: list[str]
+    values: list[Any]
 
     @property
     def read(self) -> PartitionSpec:
@@ -79,14 +82,19 @@ class StagePrograms(Programs):
     def of_shapes(
         self, shapes: Iterable[StepShape], variants: tuple[str, ...] = sampling_rows.VARIANTS
     ) -> Iterator[Named]:
-        """Yields the programs of steps with these shapes; one may come twice."""
+        """Yields the programs of steps with these shapes, what every step needs first; one may come
+        twice."""
+        shapes = list(shapes)
         for shape in shapes:
             for stage in self._stages:
                 yield self.layers(stage, shape)
-            if self._head is not None:
-                for variant in variants:
-                    yield self.head(variant, shape.samples)
-                yield self.pick(shape.tokens)
+        if self._head is None:
+            return
+        for variant in variants:
+            for shape in shapes:
+                yield self.head(variant, shape.samples)
+        for shape in shapes:
+            yield self.pick(shape.tokens)
 
     def of_all_shapes(self) -> Iterator[Named]:
         """Yields the programs that do not depend on a step's shape."""

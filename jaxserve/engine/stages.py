@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from jaxserve.checkpoint.specs import Declared
 from jaxserve.engine import sampling_rows
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.stage_programs import UPDATES, HeadStage, Stage, StagePrograms
@@ -64,10 +65,11 @@ Loader = Callable[[dict, dict], dict[str, jax.Array]]
 class Stages:
     """All pipeline stages of a replica. Methods issue work to the devices and return at once.
 
-    plan: shapes and sizes. load: gives the arrays of declared parameters by path.
+    plan: shapes and sizes, which programs are compiled by. There is nothing on the devices before
+    `load` and `reset`: programs can be compiled, and tuned, while the devices are empty.
     """
 
-    def __init__(self, plan: StagePlan, load: Loader):
+    def __init__(self, plan: StagePlan):
         self.plan = plan
         # of each group of layers
         self.meshes = [mesh for mesh in stage_meshes(plan.mesh) for _ in range(plan.layer_groups)]
@@ -76,7 +78,7 @@ class Stages:
         self.head: HeadStage | None = None
         parts = enumerate(zip(self.meshes, plan.groups))
         self._local = {  # stages by index, where this process has devices
-            i: self._stage(i, mesh, part, load) for i, (mesh, part) in parts if mesh.local_devices
+            i: self._stage(i, mesh, part) for i, (mesh, part) in parts if mesh.local_devices
         }
         self.stages = list(self._local.values())
         self.programs = StagePrograms(plan, self.stages, self.head)
@@ -84,30 +86,49 @@ class Stages:
         self._sampled: deque[tuple[int, jax.Array | None]] = deque(maxlen=KEPT)
         self.newest: Any = None  # what the last stage here returned in the newest step
         self._fed: tuple[int, jax.Array | None] | None = None
-        self.reset()
 
     # --- arrays on the devices
 
-    def _stage(self, index: int, mesh: Mesh, part: range, load: Loader) -> Stage:
+    def _stage(self, index: int, mesh: Mesh, part: range) -> Stage:
         plan = self.plan
         module, head = stage_modules(plan.model, part, plan.mesh.tp)
-        declared = plan.parameters(part)
-        place = lambda d: sharding(mesh, *d.axes)
-        arrays = load(
-            declared, {path: jax.tree.map(place, tree_of(d)) for path, d in declared.items()}
-        )
+        shapes = self._weight_shapes(mesh, part)
         if head is not None:
-            values = [arrays[path] for path, _ in parameters(head)]
+            paths = [path for path, _ in parameters(head)]
             # what the host reads is on the devices of each process that has a part of the stage
             to_all = mesh.is_multi_process
             program = HeadProgram(Weights.of(head), plan.model.vocab, to_all)
-            self.head = HeadStage(mesh, program, values)
-        values = [arrays[path] for path, _ in parameters(module, part.start)]
-        return Stage(index, mesh, Weights.of(module), values, part)
+            self.head = HeadStage(mesh, program, paths, [shapes[path] for path in paths])
+        paths = [path for path, _ in parameters(module, part.start)]
+        values = [shapes[path] for path in paths]
+        return Stage(index, mesh, Weights.of(module), paths, values, part)
+
+    def _weight_shapes(self, mesh: Mesh, part: range) -> dict[str, Any]:
+        """Returns the shapes of the weights of some layers, with their shardings, by path."""
+        plan = self.plan
+
+        def shape(d: Declared) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(
+                d.shape, d.dtype(np.dtype(plan.dtype)), sharding=sharding(mesh, *d.axes)
+            )
+
+        parameters = plan.parameters(part).items()
+        return {path: jax.tree.map(shape, tree_of(d)) for path, d in parameters}
+
+    def load(self, load: Loader) -> None:
+        """Puts the weights on the devices, in the place of their shapes. load: gives the arrays of
+        declared parameters by path, of a stage at a time."""
+        for stage in self.stages:
+            shapes = self._weight_shapes(stage.mesh, stage.layers)
+            places = jax.tree.map(lambda shape: shape.sharding, shapes)
+            arrays = load(self.plan.parameters(stage.layers), places)
+            stage.values = [arrays[path] for path in stage.paths]
+            if self.head is not None and stage is self.stages[-1]:
+                self.head.values = [arrays[path] for path in self.head.paths]
 
     def reset(self) -> None:
-        """Replaces pages, states, page tables and sampling state by empty ones; for when those on
-        the devices may be lost. No step may be in flight."""
+        """Replaces pages, states, page tables and sampling state by empty ones: at the start, and
+        when those on the devices may be lost. No step may be in flight."""
         self._sampled.clear()
         self.sampling_state = None
         for stage in self.stages:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -79,10 +80,10 @@ class _Partial:
 class Worker(CommandExecutor):
     """The devices of a replica, behind commands.
 
-    plan: what the stages are made of. load: reads their weights. tiers: makes the tiers below the
-    devices for the parts of blocks that are here; None: without. kv_heads: the model's own. peers:
-    other replicas that are asked for blocks. Errors of the devices come as DeviceError from every
-    method.
+    plan: what the stages are made of. tiers: makes the tiers below the devices for the parts of
+    blocks that are here; None: without. kv_heads: the model's own. peers: other replicas that are
+    asked for blocks. It can be used after `start`. Errors of the devices come as DeviceError from
+    every method.
     """
 
     goes_by_groups = True
@@ -90,13 +91,12 @@ class Worker(CommandExecutor):
     def __init__(
         self,
         plan: StagePlan,
-        load: Loader,
         tiers: Callable[[BlockLayout], TieredBlocks] | None = None,
         kv_heads: int | None = None,
         peers: PeerBlocks | None = None,
     ):
         self.plan = plan
-        self.stages = Stages(plan, load)
+        self.stages = Stages(plan)
         self._uncompiled: Set[StepShape] = frozenset()
         self._compiler: threading.Thread | None = None
         self._closed = False
@@ -146,6 +146,26 @@ class Worker(CommandExecutor):
     def lower_tiers(self) -> TieredBlocks | None:
         return None if self.mover is None else self.mover.tiers
 
+    def start(
+        self, load: Loader, shapes: Collection[StepShape], done: Callable[[str], None]
+    ) -> None:
+        """Reads the weights, and compiles meanwhile what steps of these shapes can need, if there
+        are any; `done` is called with the name of each program. Pools are made last: what is tried
+        while programs are tuned then has the memory that pools will fill. Errors: those of `load`,
+        as soon as a program is compiled."""
+        with ThreadPoolExecutor(1, "weights") as reader:
+            loading = reader.submit(self.stages.load, load)
+
+            def compiled(name: str) -> None:
+                done(name)
+                if loading.done():
+                    loading.result()
+
+            if shapes:
+                self.warm_up(compiled, shapes=shapes)
+            loading.result()
+        self.stages.reset()
+
     def warm_up(
         self,
         done: Callable[[str], None],
@@ -155,16 +175,15 @@ class Worker(CommandExecutor):
         """Compiles all programs that steps of these shapes can need (None: of all); `done` is
         called with the name of each."""
         self._uncompiled = {*self.plan.shapes}.difference(shapes or self.plan.shapes)
-        programs = self._programs(self.plan.shapes, variants)
-        first = self._programs(shapes or self.plan.shapes, variants)
+        programs = self.programs(self.plan.shapes, variants)
+        first = self.programs(shapes or self.plan.shapes, variants)
         self.stages.programs.expect(programs)
         self.stages.programs.warm_up(first, done)
 
-    def program_count(self, shapes: Collection[StepShape] | None = None) -> int:
-        """Counts the programs that a warm-up for these shapes compiles (None: for all)."""
-        return len(self._programs(shapes or self.plan.shapes, VARIANTS))
-
-    def _programs(self, shapes: Iterable[StepShape], variants: tuple[str, ...]) -> dict[str, Lower]:
+    def programs(
+        self, shapes: Iterable[StepShape], variants: tuple[str, ...] = VARIANTS
+    ) -> dict[str, Lower]:
+        """Returns all programs that steps of these shapes can need, what every step needs first."""
         programs = dict(self.stages.programs.of_shapes(shapes, variants))
         programs |= dict(self.stages.programs.of_all_shapes())
         if self.mover is not None:

@@ -1,7 +1,7 @@
 """The leader's side of a replica with several processes: passes step commands on to all workers,
 and takes what worker 0 read of the last stage.
 
-A group forms when all workers have come and loaded their part of the weights. When one of them is
+A group forms when all workers have come, and is ready when all have started. When one of them is
 gone nothing that was computed can be used: every method raises WorkersLost until `formed` is
 called, the other workers are sent away, and the group forms again when all have come. The leader
 itself has no device, and goes on.
@@ -26,7 +26,6 @@ from jaxserve.engine.executor import CommandExecutor
 from jaxserve.engine.fetched_pieces import Arrival
 from jaxserve.engine.group_fetches import GroupFetches
 from jaxserve.engine.profiling.measure import first_token
-from jaxserve.engine.sampling_rows import VARIANTS
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.step_shapes import StepShape, first_shapes
 from jaxserve.engine.worker import KEEP_PAGES, KEEP_SECONDS
@@ -42,7 +41,7 @@ from jaxserve.store.block_part import BlockPart, PartPlace
 from jaxserve.store.parts import PartIndex
 
 HANGS = 3  # times hang_timeout that a step may take before the workers are given up
-COMPILE_SECONDS = 1800.0  # that the compilation of one program may take
+START_SECONDS = 7200.0  # that weights may take, and one program more than those before it
 END_SECONDS = 5.0  # for workers to end by themselves
 WRITE_SECONDS = 60.0  # where they write first what is in host memory to their disks
 AskForBlocks = Callable[[str, Sequence[bytes], int], None]
@@ -113,7 +112,7 @@ class WorkerGroup(CommandExecutor):
             self._progress(content["name"])
         elif frame.kind == Kind.ANSWER:
             peer.answers.put(content)
-        elif frame.kind == Kind.LOADED:
+        elif frame.kind == Kind.PLANNED:
             with self._peers.changed:
                 peer.facts = content
                 self._peers.changed.notify_all()
@@ -156,7 +155,7 @@ class WorkerGroup(CommandExecutor):
                 return
 
     def _gather(self) -> bool:
-        """Waits until all workers have come and loaded their weights; False where one of them left.
+        """Waits until all workers have come and know their parts; False where one of them left.
         Errors: ConfigError where a worker cannot work with its settings."""
         self._tell_state("waiting for workers")
         peers = self._peers
@@ -174,21 +173,26 @@ class WorkerGroup(CommandExecutor):
             coordinator = f"{host}:{peers.all[0].hello.port}"
             begin = {"coordinator": coordinator, "settings": self._terms.settings}
             peers.tell(Kind.BEGIN, json.dumps(begin).encode())
-            peers.changed.wait_for(lambda: not peers.formed or peers.loaded)
+            peers.changed.wait_for(lambda: not peers.formed or peers.planned)
             if peers.refused is not None:
                 raise peers.refused
             return peers.formed
 
     def _prepare(self) -> None:
-        """Has all workers compile what holds every batch, if the terms ask for it, and make a
-        token. Errors: WorkersLost."""
+        """Has all workers load their weights, compile what holds every batch, if the terms ask for
+        it, and make a token. Errors: ConfigError where a worker cannot; WorkersLost."""
         peers = self._peers
-        if self._terms.warm_up:
-            self._tell_state("compiling")
-            shapes = [self.plan.shapes.index(shape) for shape in first_shapes(self.plan.shapes)]
-            statuses = peers.ask("warm_up", COMPILE_SECONDS, variants=VARIANTS, shapes=shapes)
-            for peer, status in zip(peers.all, statuses):
-                peer.status = status
+        self._tell_state("loading")
+        first = first_shapes(self.plan.shapes) if self._terms.warm_up else []
+        shapes = [self.plan.shapes.index(shape) for shape in first]
+        try:
+            statuses = peers.ask("start", START_SECONDS, shapes=shapes)
+        except WorkersLost:
+            if peers.refused is not None:
+                raise peers.refused from None
+            raise
+        for peer, status in zip(peers.all, statuses):
+            peer.status = status
         first_token(self.plan, self._execute, self._wait, self.uncompiled)
         if self._compiles_others:
             peers.tell(Kind.COMPILE, b"{}")

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class Peer:
-    """A worker that has joined. facts: what it sent when it was loaded; status: what it sends each
+    """A worker that has joined. facts: what it sent before it started; status: what it sends each
     second. silent_looks: since its last frame; progressed_at: monotonic seconds of the last part of
     an answer."""
 
@@ -74,8 +74,8 @@ class Peers:
         return len(self._peers) == self._workers
 
     @property
-    def loaded(self) -> bool:
-        """Returns whether all workers that have come have their weights."""
+    def planned(self) -> bool:
+        """Returns whether all workers that have come know their parts."""
         return all(peer.facts is not None for peer in self.all)
 
     def get(self, number: int) -> Peer | None:

@@ -27,7 +27,9 @@ import jax
 from jaxserve.engine import distributed
 from jaxserve.engine.command import NO_STEP, SAMPLE_LATER, StepCommand
 from jaxserve.engine.fetched_pieces import Arrival
-from jaxserve.engine.loading import hello_of, load_worker
+from jaxserve.engine.loading import hello_of, make_worker
+from jaxserve.engine.memory import claim
+from jaxserve.engine.stages import Loader
 from jaxserve.engine.tier_reports import TierReports
 from jaxserve.engine.worker import Worker
 from jaxserve.group.channel import Channel, connect
@@ -66,8 +68,8 @@ def work(config: EngineConfig, member: Member, open_port: OpenPort | None = None
                     port = open_port(channel.own_host)
                 peers = None if port is None else port.peers
                 join = begin["coordinator"], channel.own_host
-                worker = _load(config, member, join, pulse, peers)
-        _Process(member, worker, channel, pulse, port).run()
+                worker, load = _joined(config, member, join, pulse, peers)
+        _Process(member, worker, load, channel, pulse, port).run()
         code = 0
     except ConfigError as error:
         print(f"{member.name}: {error}", file=sys.stderr, flush=True)
@@ -116,18 +118,19 @@ def _begin(channel: Channel, pulse: Pulse) -> dict[str, Any]:
     return content
 
 
-def _load(
+def _joined(
     config: EngineConfig,
     member: Member,
     join: tuple[str, str],
     pulse: Pulse,
     peers: PeerBlocks | None,
-) -> Worker:
-    """Joins JAX's processes, and loads this one's part of the weights. join: address of their
-    coordinator, and this machine's own."""
+) -> tuple[Worker, Loader]:
+    """Joins JAX's processes, and makes this one's worker and what reads its part of the weights.
+    join: address of their coordinator, and this machine's own."""
     coordinator, own_host = join
     pulse.tell(state="loading")
     each = devices_each(config.mesh, member.workers, member.ranks_across_hosts)
+    claim(config.cache.gpu_memory_utilization, config.mesh.devices)
     distributed.join(
         coordinator,
         member.worker,
@@ -138,7 +141,7 @@ def _load(
         shared_stage=each < config.mesh.kvp * config.mesh.tp,
     )
     checkpoint = open_checkpoint(config.source.model, config.source.revision)
-    return load_worker(_with_own_folder(config, member), checkpoint, False, peers)
+    return make_worker(_with_own_folder(config, member), checkpoint, False, peers)
 
 
 def _with_own_folder(config: EngineConfig, member: Member) -> EngineConfig:
@@ -190,13 +193,14 @@ def _reporting(channel: Channel) -> Iterator[None]:
 
 
 class _Process:
-    """A worker that is loaded: executes the leader's commands, and answers its questions. port: at
-    which it offers its parts of blocks."""
+    """A worker that has joined: starts when the leader says so, executes its commands, and answers
+    its questions. load: reads the weights. port: at which it offers its parts of blocks."""
 
     def __init__(
         self,
         member: Member,
         worker: Worker,
+        load: Loader,
         channel: Channel,
         pulse: Pulse,
         port: WorkerPort | None = None,
@@ -204,6 +208,7 @@ class _Process:
         self._member = member
         self._port = port
         self._worker = worker
+        self._load = load
         self._channel = channel
         self._pulse = pulse
         self._codec = worker.plan.codec()
@@ -217,16 +222,14 @@ class _Process:
         facts: dict[str, Any] = {
             "platform": self._worker.platform,
             "device_kind": self._worker.device_kind,
-            "programs": self._worker.program_count(),
             "process": os.getpid(),
         }
         if self._port is not None:
             facts["place"] = self._offer_blocks(self._port)
-        self._channel.send(Kind.LOADED, json.dumps(facts).encode())
+        self._channel.send(Kind.PLANNED, json.dumps(facts).encode())
         self._start_thread(self._wait_for_steps)
         self._start_thread(self._send_status)
         self._report_blocks()
-        self._pulse.tell(state="ready")
         while True:
             frame = self._channel.receive()
             if frame.kind == Kind.COMMAND:
@@ -296,17 +299,16 @@ class _Process:
 
     def _answer(self, what: str, **arguments: Any) -> None:
         answers: dict[str, Callable[..., Any]] = {
-            "warm_up": self._warm_up,
+            "start": self._begin,
             "settle": self._settle,
             "links": self._links,
         }
         answer = answers[what](**arguments)
         self._channel.send(Kind.ANSWER, json.dumps(answer).encode())
 
-    def _warm_up(self, variants: list[str], shapes: list[int]) -> dict[str, Any]:
-        self._pulse.tell(state="compiling")
+    def _begin(self, shapes: list[int]) -> dict[str, Any]:
         first = [self._worker.plan.shapes[number] for number in shapes]
-        self._worker.warm_up(self._progress, tuple(variants), first)
+        self._worker.start(self._load, first, self._progress)
         self._pulse.tell(state="ready")
         return self._counts()
 

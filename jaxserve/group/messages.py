@@ -20,7 +20,7 @@ class Kind(enum.IntEnum):
     HELLO = 1  # a worker: who it is
     REFUSED = 2  # the leader: why it may not join
     BEGIN = 3  # the leader, once all have come: its settings, and where JAX's processes meet
-    LOADED = 4  # a worker: its weights are on its devices
+    PLANNED = 4  # a worker: it knows its part, and what it runs on
     COMMAND = 5  # the leader: a step command, see `engine.command`
     RESULT = 6  # worker 0: what a step left
     ASK = 7  # the leader: something else to do

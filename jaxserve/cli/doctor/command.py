@@ -162,9 +162,10 @@ def _error_of(make: Callable[[], object]) -> ConfigError | None:
 
 
 def _devices(patient: Patient, limit: float) -> Iterator[Check]:
-    mesh = patient.engine.mesh  # type: ignore[union-attr]
+    assert patient.engine is not None
+    mesh = patient.engine.mesh
     try:
-        devices = look(mesh.devices, limit)
+        devices = look(mesh.devices, limit, patient.engine.cache.gpu_memory_utilization)
     except NoDevices as error:
         yield Check("devices", FAULT, str(error), "nvidia-smi, and JAX_PLATFORMS=cpu to do without")
         return
