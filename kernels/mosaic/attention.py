@@ -66,7 +66,7 @@ def attention(
 
         def query_tile(index: Any, _: Any) -> tuple:
             part = work.tile(index)
-            keys = Keys(config, table_g, split, part.row_tile)
+            keys = Keys(config, table_g, split, part.place)
             row, row0, head = work.where(part, wg)
             rows = (
                 (row, pl.ds(row0, config.stored_rows), head),
@@ -82,7 +82,7 @@ def attention(
                 buffers.v.shape[2],
             )
             plgpu.barrier_wait(buffers.q_ready.at[wg])
-            unmasked = tiles_g[part.row_tile, UNMASKED]
+            unmasked = tiles_g[part.place, UNMASKED]
             acc, lse = _softmax(config, work, part, keys, buffers, pos, wg, unmasked, begin)
             complete = (part.begin == 0) & (part.end == part.key_tiles)
 

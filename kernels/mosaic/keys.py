@@ -22,13 +22,13 @@ NEVER = 2**31 - 512  # a position after all queries, for keys that do not exist
 
 class Keys:
     """Pages and positions of the keys of one query tile. split: how the
-    kernel's work is split; row_tile: the tile's number within one head."""
+    kernel's work is split; place: of the query tile in `WorkSplit.tiles`."""
 
-    def __init__(self, config: KernelConfig, table: Any, split: WorkSplit, row_tile: Any):
+    def __init__(self, config: KernelConfig, table: Any, split: WorkSplit, place: Any):
         self.config = config
         self.table = table
         self.slot, self.first, self.entries, self.last = (
-            split.tiles[row_tile, i] for i in (SLOT, FIRST_KEY_TILE, ENTRIES, LAST_POSITION)
+            split.tiles[place, i] for i in (SLOT, FIRST_KEY_TILE, ENTRIES, LAST_POSITION)
         )
 
     def entry(self, tile: Any, copy: int) -> tuple[Any, Any]:

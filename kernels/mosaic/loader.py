@@ -79,7 +79,7 @@ def load_tiles(
 
     def query_tile(index: Any, _: Any) -> tuple:
         part = work.tile(index)
-        keys = Keys(config, table_g, split, part.row_tile)
+        keys = Keys(config, table_g, split, part.place)
         head = lax.div(part.heads * config.packing.side, config.packing.group)
 
         def key_tile(tile: Any, ids: tuple[Any, ...]) -> tuple[Any, ...]:

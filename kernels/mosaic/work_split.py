@@ -16,19 +16,19 @@ from jaxserve.kernels.mosaic.tiles import ROWS
 from jaxserve.kernels.table import entries_below
 
 # Columns of WorkSplit.tiles: row of the page table, first key tile, number of key tiles, page-table
-# entries that any of its rows sees, key tiles that none of its rows masks, last position, units
-# before this tile.
-SLOT, FIRST_KEY_TILE, KEY_TILES, ENTRIES, UNMASKED, LAST_POSITION, OFFSET = range(7)
+# entries that any of its rows sees, key tiles that none of its rows masks, last position, number of
+# the row tile, units before this one.
+SLOT, FIRST_KEY_TILE, KEY_TILES, ENTRIES, UNMASKED, LAST_POSITION, ROW_TILE, OFFSET = range(8)
 
 
 class WorkSplit(NamedTuple):
-    """Arrays that the kernels read to find their work. Query tiles are numbered row tile by row
-    tile for the first kv head (or `side` heads), then for the next; a *row tile* is a query tile
-    within one head.
+    """Arrays that the kernels read to find their work. A *row tile* is a query tile within one kv
+    head (or `side` heads). Those of padding alone are no work, and nothing is written for them; the
+    others are counted for the first head, then for the next.
 
-    tiles: [n, 7] int32 by row tile, with the columns above. blocks: [blocks, 4] int32: first unit,
-    unit after the last, first query tile, number of query tiles. total: [1] int32: units of one kv
-    head.
+    tiles: [n, 8] int32 by row tile, with the columns above, padding last. blocks: [blocks, 4]
+    int32: first unit, unit after the last, first query tile, number of query tiles. total: [2]
+    int32: units and row tiles of one kv head.
     """
 
     tiles: jax.Array
@@ -63,36 +63,40 @@ def split_work(
     else:
         in_window = key_tiles_before(jnp.minimum(first, last) - window + 1)
         begin = jnp.minimum(in_window, jnp.maximum(end - 1, 0))
-    number = jnp.maximum(end - begin, 1)  # a query tile without keys is written too
-    offset = jnp.cumsum(number.reshape(-1)) - number.reshape(-1)
+    # a query tile without keys is written too
+    number = jnp.where(last < 0, 0, jnp.maximum(end - begin, 1))
     slots = jnp.broadcast_to(slot[:, None], end.shape)
-    columns = [x.reshape(-1) for x in (slots, begin, number, seen, unmasked, last)]
-    tiles = jnp.stack([*columns, offset], 1).astype(jnp.int32)
-    total = number.sum(dtype=jnp.int32)
-    units = total * (packing.heads // packing.side)
+    row_tiles = jnp.arange(end.size, dtype=jnp.int32)
+    columns = [x.reshape(-1) for x in (slots, begin, number, seen, unmasked, last, row_tiles)]
+    tiles = jnp.stack(columns, 1)[jnp.argsort(last.reshape(-1) < 0, stable=True)]
+    offset = jnp.cumsum(tiles[:, KEY_TILES]) - tiles[:, KEY_TILES]
+    tiles = jnp.concatenate([tiles, offset[:, None]], 1).astype(jnp.int32)
+    count = (last >= 0).sum(dtype=jnp.int32)
+    total = jnp.maximum(number.sum(dtype=jnp.int32), 1)
+    units = jnp.where(count > 0, total * (packing.heads // packing.side), 0)
     share = -(-units // blocks)
     low = jnp.minimum(jnp.arange(blocks, dtype=jnp.int32) * share, units)
     high = jnp.minimum(low + share, units)
 
     def query_tile(unit: jax.Array) -> jax.Array:
-        first = unit // total * len(tiles)
+        first = unit // total * count
         within = jnp.searchsorted(offset, unit % total, side="right", method="compare_all")
         return first + within - 1
 
     first_tile = query_tile(low)
     tiles_of_block = jnp.where(high > low, query_tile(high - 1) - first_tile + 1, 0)
     ranges = jnp.stack([low, high, first_tile, tiles_of_block], 1).astype(jnp.int32)
-    return WorkSplit(tiles, ranges, total[None])
+    return WorkSplit(tiles, ranges, jnp.stack([total, count]))
 
 
 class TileSlice(NamedTuple):
     """The part of a query tile that a block computes.
 
-    row_tile: its number within one head. heads: which kv head (or `side` heads). offset: its first
-    unit. key_tiles: all its key tiles, of which the block has those from `begin` to before `end`.
+    place: in `WorkSplit.tiles`. heads: which kv head (or `side` heads). offset: its first unit.
+    key_tiles: all its key tiles, of which the block has those from `begin` to before `end`.
     """
 
-    row_tile: Any
+    place: Any
     heads: Any
     offset: Any
     key_tiles: Any
@@ -114,15 +118,14 @@ class WorkRange:
 
     def tile(self, index: Any) -> TileSlice:
         """This block's part of its query tile number `index`."""
-        config = self.config
         at = self.first + index
-        tiles = config.rows * config.tiles_per_row
-        row_tile = lax.rem(at, tiles)
-        heads = lax.div(at, tiles)
-        offset = heads * self.split.total[0] + self.split.tiles[row_tile, OFFSET]
-        key_tiles = self.split.tiles[row_tile, KEY_TILES]
+        count = self.split.total[1]
+        place = lax.rem(at, count)
+        heads = lax.div(at, count)
+        offset = heads * self.split.total[0] + self.split.tiles[place, OFFSET]
+        key_tiles = self.split.tiles[place, KEY_TILES]
         return TileSlice(
-            row_tile,
+            place,
             heads,
             offset,
             key_tiles,
@@ -135,5 +138,6 @@ class WorkRange:
         head."""
         tiles = self.config.tiles_per_row
         side = self.config.packing.side
-        row0 = lax.rem(part.row_tile, tiles) * self.config.tile_rows + lax.div(wg, side) * ROWS
-        return lax.div(part.row_tile, tiles), row0, part.heads * side + lax.rem(wg, side)
+        row_tile = self.split.tiles[part.place, ROW_TILE]
+        row0 = lax.rem(row_tile, tiles) * self.config.tile_rows + lax.div(wg, side) * ROWS
+        return lax.div(row_tile, tiles), row0, part.heads * side + lax.rem(wg, side)

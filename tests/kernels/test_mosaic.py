@@ -8,6 +8,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -21,6 +22,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxserve.kernels import mosaic
 from jaxserve.kernels.mosaic import Tiles
+from jaxserve.kernels.mosaic.config import KernelConfig
+from jaxserve.kernels.mosaic.tiles import pack, to_rows
+from jaxserve.kernels.mosaic.work_split import WorkSplit, split_work
 
 SMALL = Tiles(keys=64, warpgroups=1, stages=2, blocks=3)
 TWO = dataclasses.replace(SMALL, warpgroups=2)
@@ -67,6 +71,8 @@ def assert_means_dense(
     )
     right_out, right_lse = truth(case.rounded(dtype, quantized), 0.3, window, softcap)
     assert out.dtype == out_dtype and lse.dtype == np.float32
+    real = case.q_pos >= 0  # what padding gets means nothing
+    out, lse, right_out, right_lse = (x[real] for x in (out, lse, right_out, right_lse))
     np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(right_lse))
     np.testing.assert_allclose(lse, right_lse, rtol=2e-5, atol=2e-5)
     # weights are rounded to the pages' type
@@ -123,6 +129,41 @@ def test_the_result_does_not_depend_on_how_many_blocks_share_the_work(blocks):
             dataclasses.replace(tiles, blocks=blocks),
             out_dtype="bfloat16",
         )
+
+
+@pytest.mark.parametrize(
+    "real", few([[[1]], [[0, 3]], [[1, 2, 5]], [[5]], [[]], [[*range(6)]]], (1, 4))
+)
+@pytest.mark.parametrize("blocks", [2, 7])
+def test_rows_of_padding_are_no_work_wherever_they_are(real, blocks):
+    case = make_case(Shape(5, H=64, C=8, W=40, R=6), 3)
+    padding = np.setdiff1d(np.arange(6), np.array(list(real), int))
+    case.q_pos[padding] = -1
+    tiles = dataclasses.replace(SMALL, blocks=blocks)
+    assert_means_dense(case, tiles, out_dtype="bfloat16")
+    split = split_of(case, tiles)
+    only = dataclasses.replace(
+        case,
+        q=np.delete(case.q, padding, 0),
+        q_pos=np.delete(case.q_pos, padding, 0),
+        slot=np.delete(case.slot, padding),
+        entries=np.delete(case.entries, padding),
+    )
+    assert split.total[1] == len(list(real))
+    if len(only.slot):
+        np.testing.assert_array_equal(split.blocks, split_of(only, tiles).blocks)
+    else:
+        assert not split.blocks[:, 3].any()
+
+
+def split_of(case: Case, tiles: Tiles) -> WorkSplit:
+    """How the work of a case is split."""
+    R, T, K, G, _ = case.q.shape
+    packing = pack(T, K, G, tiles.warpgroups, partial=True)
+    config = KernelConfig(1.0, None, packing, tiles, R, case.pages.shape[3], True)
+    whole = packing._replace(rows=config.tiles_per_row * config.tile_rows)
+    pos = to_rows(jnp.asarray(case.q_pos)[..., None, None, None], whole, -1, G)[..., 0, 0]
+    return jax.tree.map(np.asarray, split_work(pos, case.table, case.slot, case.entries, config))
 
 
 @pytest.mark.parametrize(
