@@ -25,6 +25,9 @@ from jaxserve.settings.schema import SchedulerConfig
 
 NOWHERE = np.int32(2**30)  # a slot that no table has: writes to it are dropped
 FEW_DECODES = 4  # spread sequences that decode on a lane, in most steps
+# decodes beside chunks: a part of those that there may be, where that is worth its programs
+FEW_OF_MANY = 8
+LEAST_FEW = 8
 FEW_ROWS = 4  # a part of the rows of a step, for spread chunks that do not fill it
 FEED = -1  # in place of a token id: the one sampled last for the row's slot
 
@@ -144,9 +147,12 @@ def _local_shapes(config: SchedulerConfig) -> Iterator[StepShape]:
     chunks = [RowGroup(1, width) for width in _powers(tile, tile * tiles, 2) if width > 1]
     if tiles > 1:
         chunks.append(RowGroup(tiles, tile))
+    few = config.max_seqs // FEW_OF_MANY
+    beside = [decodes] if few < LEAST_FEW else [RowGroup(few, 1), decodes]
     for prefill in chunks:
         yield StepShape(EMPTY, prefill)
-        yield StepShape(decodes, prefill)
+        for some in beside:
+            yield StepShape(some, prefill)
     for rows in _powers(2, tiles, 2):
         if rows < tiles:
             yield StepShape(decodes, RowGroup(rows, tile))
@@ -253,7 +259,8 @@ def first_shapes(shapes: list[StepShape]) -> list[StepShape]:
         for shape in shapes
         if shape.spread and not shape.spread_prefill.rows and not shape.moves
     }
-    mixed = [shape for shape in local if shape.decode.rows and shape.prefill.rows == 1]
+    most = max(shape.decode.rows for shape in local)
+    mixed = [shape for shape in local if shape.decode.rows == most and shape.prefill.rows == 1]
     chosen = {*largest.values(), *decodes[-1:], *spread.values(), *mixed[:1], *mixed[-1:]}
     return [shape for shape in shapes if shape in chosen]
 

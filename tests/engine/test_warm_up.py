@@ -20,7 +20,7 @@ from tests.engine.harness import Runner, engine
 
 CONFIGS = st.builds(
     SchedulerConfig,
-    max_seqs=st.integers(1, 40),
+    max_seqs=st.integers(1, 80),
     chunk_tokens=st.sampled_from([1, 16, 64, 100, 512]),
     exchange=st.sampled_from([*EXCHANGES, "auto"]),
     decode_exchange=st.sampled_from([*decode_exchanges(), "auto"]),
@@ -33,7 +33,7 @@ LONG = st.tuples(st.integers(0, 3), st.integers(2, 600), st.sampled_from([1, 2, 
 @given(
     CONFIGS,
     st.sampled_from([1, 2, 4]),
-    st.integers(0, 40),
+    st.integers(0, 80),
     st.integers(0, 40),
     st.lists(LONG, max_size=3),
     st.booleans(),
