@@ -113,13 +113,19 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         """True if each token is the argmax of the model's own logits."""
+        return self.temperature == 0 and not self.adjusts_logits
+
+    @property
+    def adjusts_logits(self) -> bool:
+        """True if logits depend on more than the model: penalties, biases, ids that are held
+        back."""
         plain = (
             self.repetition_penalty == 1
             and self.presence_penalty == 0
             and self.frequency_penalty == 0
             and not self.logit_bias
         )
-        return self.temperature == 0 and plain and self.min_tokens == 0
+        return not plain or self.min_tokens > 0
 
     def prompt_entries(self, tokens: int) -> int:
         """Returns the number of log-probabilities of a prompt of `tokens` tokens, in all

@@ -27,7 +27,7 @@ from jaxserve.replica.registry import Registry
 from jaxserve.scheduling import Scheduler
 from jaxserve.scheduling.batch_reader import Events
 
-GREEDY, FULL, LOGPROBS, GUIDED = range(len(VARIANTS))
+GREEDY, DRAWN, FULL, LOGPROBS, GUIDED = range(len(VARIANTS))
 
 
 class CommandBuilder:
@@ -177,8 +177,10 @@ class CommandBuilder:
             self._variant[slot] = GUIDED
         elif params.logprobs is not None:
             self._variant[slot] = LOGPROBS
+        elif params.adjusts_logits:
+            self._variant[slot] = FULL
         else:
-            self._variant[slot] = GREEDY if params.greedy else FULL
+            self._variant[slot] = GREEDY if params.greedy else DRAWN
         seed = sampling_rows.fold_seed(self._registry[sequence.id].seed, sequence.index)
         return sampling_rows.admissions(
             params,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +23,9 @@ from jaxserve.engine.sampling_rows import FLOATS, INTS, STOPS, SamplingAdmission
 from jaxserve.sharding.mesh import KVP, TP
 
 BROKEN = -1  # in place of a token whose logits were not finite
+THRESHOLD_BITS = 31  # of numbers >= 0
+PASS_BITS = 3  # of a threshold: seven sums a pass
+GROUP = 128  # ids whose maxima are sorted before they are
 LEAST = 1e-6  # temperatures below count as 0; repetition penalties below are raised to it
 _STATE = ["floats", "ints", "stops", "bias", "prompt", "output"]
 Leaf = Any  # an array, or its PartitionSpec or shape
@@ -125,25 +129,40 @@ def sample(
     logits [S, V / tp]. slot [S]: out of range for padding. position [S]: of the token to sample.
     mask [S, mask_words(V)]: bits of the allowed ids, in words of 32; None: all are allowed.
     """
-    ranks = lax.axis_size(TP)
     size = logits.shape[1]
     row = jnp.minimum(slot, state.floats.shape[1] - 1)
-    floats = state.floats[0, row]
-    ints = state.ints[0, row]
-    logits = _penalise(logits, state, row, floats) + state.bias[0, row]
+    logits = _penalise(logits, state, row, state.floats[0, row]) + state.bias[0, row]
     barred = jax.vmap(
         lambda ids: jnp.zeros(size, bool).at[_local(ids, size)].set(True, mode="drop")
     )(state.stops[0, row])
-    logits = jnp.where(barred & (position < ints[:, 2])[:, None], -jnp.inf, logits)
+    held_back = position < state.ints[0, row, 2]
+    logits = jnp.where(barred & held_back[:, None], -jnp.inf, logits)
+    token = draw(logits, slot, position, state, vocab, mask)
+    return token, dataclasses.replace(
+        state, output=state.output.at[0, slot, _local(token, size)].add(1, mode="drop")
+    )
+
+
+def draw(
+    logits: jax.Array,
+    slot: jax.Array,
+    position: jax.Array,
+    state: SamplingState,
+    vocab: int,
+    mask: jax.Array | None = None,
+) -> jax.Array:
+    """Samples ids [S] as `sample` does, without penalties, biases and ids that are held back. Needs
+    none of the tables [slots, V] of the state, which are ten times what a token's logits are."""
+    ranks = lax.axis_size(TP)
+    row = jnp.minimum(slot, state.floats.shape[1] - 1)
+    floats = state.floats[0, row]
+    ints = state.ints[0, row]
     if ranks > 1:
         logits, (floats, ints, position, mask) = _deal(logits, (floats, ints, position, mask))
     if mask is not None:
         logits = jnp.where(_bits(mask)[:, : logits.shape[1]], logits, -jnp.inf)
     token = choose(logits, floats, ints, position, vocab)
-    token = _regather(token, len(slot)) if ranks > 1 else token
-    return token, dataclasses.replace(
-        state, output=state.output.at[0, slot, _local(token, size)].add(1, mode="drop")
-    )
+    return _regather(token, len(slot)) if ranks > 1 else token
 
 
 def _penalise(
@@ -201,26 +220,33 @@ def choose(
     logits = jnp.where(ids < vocab, logits, -jnp.inf)
     temperature = floats[:, 0]
     best, top = _greatest(logits)
-    draw = lambda: _draw(logits, top, floats, ints, position, ids)
-    token = lax.cond(
-        jnp.any(temperature >= LEAST),
-        lambda: jnp.where(temperature < LEAST, best, draw()),
-        lambda: best,
+    token = _if_any(
+        temperature >= LEAST,
+        lambda best: jnp.where(
+            temperature < LEAST, best, _random(logits, top, floats, ints, position, ids)
+        ),
+        best,
     )
     return jnp.where(jnp.isfinite(top), token, BROKEN)
 
 
-def _draw(logits, top, floats, ints, position, ids) -> jax.Array:
+def _if_any(rows: jax.Array, change: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """Changes x where any of `rows` [S] is true; `change` gives x itself where none is. On GPUs it
+    is always called: a branch that the device chooses waits for the host, outside of the step's
+    CUDA graph."""
+    branch = lambda x: lax.cond(jnp.any(rows), change, lambda x: x, x)
+    return lax.platform_dependent(x, cpu=branch, default=change)
+
+
+def _random(logits, top, floats, ints, position, ids) -> jax.Array:
     """Samples ids [S] by the Gumbel-max trick; for rows with a temperature."""
     temperature = floats[:, 0]
     top_p = floats[:, 1]
     min_p = floats[:, 2]
     # subtract the maximum first, so that nothing overflows
     scaled = (logits - top[:, None]) / jnp.maximum(temperature, LEAST)[:, None]
-    scaled = lax.cond(
-        jnp.any(ints[:, 0] > 0), lambda x: _keep_top_k(x, ints[:, 0]), lambda x: x, scaled
-    )
-    scaled = lax.cond(jnp.any(top_p < 1), lambda x: _keep_top_p(x, top_p), lambda x: x, scaled)
+    scaled = _if_any(ints[:, 0] > 0, lambda x: _keep_top_k(x, ints[:, 0]), scaled)
+    scaled = _if_any(top_p < 1, lambda x: _keep_top_p(x, top_p), scaled)
     scaled = jnp.where(scaled >= jnp.log(min_p)[:, None], scaled, -jnp.inf)
     return jnp.argmax(scaled + _gumbel(ints[:, 1], position, ids), -1).astype(jnp.int32)
 
@@ -237,39 +263,60 @@ def _gumbel(seed: jax.Array, position: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def _keep_top_k(x: jax.Array, k: jax.Array) -> jax.Array:
-    """x [S, V] with -inf outside each row's k largest; k <= 0: all."""
+    """x [S, V] <= 0 with -inf outside each row's k largest; k <= 0: all."""
     k = jnp.where(k <= 0, x.shape[1], jnp.minimum(k, x.shape[1]))
-    return _above(x, lambda keep: keep.sum(-1) >= k)
+    return _above(x, jnp.int32(1), k)
 
 
 def _keep_top_p(x: jax.Array, top_p: jax.Array) -> jax.Array:
-    """x [S, V] with -inf outside each row's nucleus of probability top_p (Holtzman et al.,
-    2020)."""
+    """x [S, V] <= 0 with -inf outside each row's nucleus of probability top_p (Holtzman et al.,
+    2020); top_p >= 1: all."""
     weights = jnp.exp(x)
-    goal = jnp.where(top_p >= 1, 0.0, top_p * weights.sum(-1))
-    kept = _above(x, lambda keep: (weights * keep).sum(-1) >= goal)
-    return jnp.where((top_p >= 1)[:, None], x, kept)
+    goal = jnp.where(top_p >= 1, jnp.inf, top_p * weights.sum(-1))
+    return _above(x, weights, goal)
 
 
-def _above(x: jax.Array, enough) -> jax.Array:
-    """x with -inf below each row's highest threshold at which the kept entries are `enough`.
+def _above(x: jax.Array, weights: jax.Array, goal: jax.Array) -> jax.Array:
+    """x [S, V] <= 0 with -inf below each row's highest threshold at which the weights of what is
+    kept, each >= 0, add up to its goal [S]; all is kept where no threshold does.
 
-    Bisects over the bits of x <= 0: 31 passes, no sort. x [S, V]: the maximum of each row is 0.
-    enough: [S, V] bool (kept) -> [S] bool; true when all are kept.
+    Finds the bits of the threshold from the top, some in each pass over x, with no sort: on CPUs
+    one, for sums take longer than reading; elsewhere `PASS_BITS`, as many as a GPU adds up in a
+    launch, and without a loop, which would not be part of the step's CUDA graph.
     """
     # the bits of numbers >= 0 are ordered as the numbers are
     bits = lax.bitcast_convert_type(-x + 0.0, jnp.int32)
 
-    def halve(_, bounds):
-        low, high = bounds  # low is too few, high is enough
-        middle = low + (high - low) // 2
-        ok = enough(bits <= middle[:, None])
-        return jnp.where(ok, low, middle), jnp.where(ok, middle, high)
+    def search(found: jax.Array, step: int | jax.Array, width: int) -> jax.Array:
+        """Finds the next `width` bits, of which the last one counts `step`."""
+        tried = [found + (number * step - 1) for number in range(1, 1 << width)]
+        kept = [jnp.where(bits <= each[:, None], weights, 0) for each in tried]
+        too_few = [(total < goal).astype(jnp.int32) for total in _sums(kept)]
+        return found + step * sum(too_few)
 
-    infinity = jnp.float32(jnp.inf).view(jnp.int32)  # so that high - low does not overflow
-    start = jnp.full(x.shape[:1], -1, jnp.int32), jnp.full(x.shape[:1], infinity)
-    _, high = lax.fori_loop(0, 31, halve, start)
-    return jnp.where(bits <= high[:, None], x, -jnp.inf)
+    def bit_by_bit(found: jax.Array) -> jax.Array:
+        top = jnp.int32(1) << (THRESHOLD_BITS - 1)
+        step = lambda at, found: search(found, top >> at, 1)
+        return lax.fori_loop(0, THRESHOLD_BITS, step, found)
+
+    def several(found: jax.Array) -> jax.Array:
+        left = THRESHOLD_BITS
+        while left:
+            width = min(PASS_BITS, left)
+            left -= width
+            found = search(found, 1 << left, width)
+        return found
+
+    found = jnp.zeros(x.shape[:1], jnp.int32)
+    found = lax.platform_dependent(found, cpu=bit_by_bit, default=several)
+    return jnp.where(bits <= found[:, None], x, -jnp.inf)
+
+
+def _sums(rows: list[jax.Array]) -> Sequence[jax.Array]:
+    """Adds up rows [S, V] of several arrays of one type in one reduction -> [S] of each."""
+    zeros = [jnp.zeros((), rows[0].dtype) for _ in rows]
+    add = lambda left, right: tuple(a + b for a, b in zip(left, right))
+    return lax.reduce(tuple(rows), tuple(zeros), add, (1,))
 
 
 def log_probabilities(
@@ -286,10 +333,27 @@ def log_probabilities(
     chosen = lax.psum(
         jnp.take_along_axis(logits, at[:, None], 1, mode="fill", fill_value=0)[:, 0], TP
     )
-    value, index = lax.top_k(logits, min(MAX_LOGPROBS, size))
+    value, index = _top_k(logits, min(MAX_LOGPROBS, size))
     if lax.axis_size(TP) > 1:
         value, index = _top_of_all(value, ids[index])
     return chosen - total, value - total[:, None], index.astype(jnp.int32)
+
+
+def _top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """The k largest of each row of x [S, V] and their indices, as of `lax.top_k`: the lower index
+    of equals first. Only those of the k groups with the greatest maxima are sorted."""
+    rows, size = x.shape
+    groups = -(-size // GROUP)
+    if groups <= k:
+        return lax.top_k(x, k)
+    padded = jnp.pad(x, ((0, 0), (0, groups * GROUP - size)), constant_values=-jnp.inf)
+    padded = padded.reshape(rows, groups, GROUP)
+    _, chosen = lax.top_k(padded.max(-1), k)
+    chosen = jnp.sort(chosen)  # so that of equals the lower index is before the other
+    some = jnp.take_along_axis(padded, chosen[:, :, None], 1).reshape(rows, k * GROUP)
+    value, place = lax.top_k(some, k)
+    first = jnp.take_along_axis(chosen, place // GROUP, 1) * GROUP
+    return value, first + place % GROUP
 
 
 def _top_of_all(value: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:

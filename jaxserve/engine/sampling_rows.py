@@ -1,8 +1,8 @@
 """Sampling parameters of sequences, as the host sends them to the devices.
 
-Four variants of the sampling program are compiled: `greedy` (argmax), `full` (any parameters),
-`logprobs` (as full, with log-probabilities), and `guided` (as logprobs, with a mask of the tokens
-that may be sampled).
+Five variants of the sampling program are compiled: `greedy` (argmax), `drawn` (by temperature,
+top_k, top_p and min_p), `full` (any parameters), `logprobs` (as full, with log-probabilities), and
+`guided` (as logprobs, with a mask of the tokens that may be sampled).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import numpy as np
 
 from jaxserve.api.sampling import MAX_LOGIT_BIAS, MAX_STOP_IDS, SamplingParams
 
-VARIANTS = ("greedy", "full", "logprobs", "guided")  # each does what those before it do
-SCORED = VARIANTS[2:]  # those that tell log-probabilities
+VARIANTS = ("greedy", "drawn", "full", "logprobs", "guided")  # each does what those before it do
+SCORED = VARIANTS[3:]  # those that tell log-probabilities
 STOPS = MAX_STOP_IDS + 32  # ids that min_tokens holds back: stop ids and end ids
 HISTORY = 1024  # ids of a prompt noted by one launch
 FLOATS = (

@@ -217,8 +217,10 @@ class StagePrograms(Programs):
         if variant == "greedy":
             return lowered(f, mesh, arguments, (read, LANES))
         state = self.sampling_shapes(mesh)
-        scored = (read,) * 3 if variant in sampling_rows.SCORED else ()
         arguments += (state,)
+        if variant == "drawn":
+            return lowered(f, mesh, arguments, (read, LANES))
+        scored = (read,) * 3 if variant in sampling_rows.SCORED else ()
         if variant == "guided":
             arguments += (self._on_lanes(mesh, size, self._plan.mask_words),)
         return lowered(f, mesh, arguments, (read, LANES, _specs(state), scored), donate=(4,))

@@ -211,6 +211,8 @@ class Stages:
         logprobs: tuple[jax.Array, ...] = ()
         if variant == "greedy":
             tokens, sampled = program(*arguments)
+        elif variant == "drawn":
+            tokens, sampled = program(*arguments, self.sampling_state)
         else:
             arguments += (self.sampling_state,)
             if variant == "guided":

@@ -119,13 +119,16 @@ class HeadProgram:
 
         ints [1, S, 3]: token, slot and position of each. sampled [1, slots]: last token of each
         slot. state: `SamplingState`, except for the greedy variant. mask [1, S, W]: allowed ids,
-        for the guided variant. Returns tokens [1, S], sampled, and (except for greedy) state and
-        log-probabilities.
+        for the guided variant. Returns tokens [1, S], sampled, and (where the state changes: not
+        for greedy and drawn) state and log-probabilities.
         """
         _, slot, position = ints[0].T
         logits = self.weights.module(values)(x[0])
         if variant == "greedy":
             token = sampling.greedy(logits, self.vocab)
+            return self._read(token), sampled.at[0, slot].set(token, mode="drop")
+        if variant == "drawn":
+            token = sampling.draw(logits, slot, position, state, self.vocab)
             return self._read(token), sampled.at[0, slot].set(token, mode="drop")
         allowed = None if mask is None else mask[0]
         token, state = sampling.sample(logits, slot, position, state, self.vocab, allowed)

@@ -5,10 +5,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from jax.sharding import Mesh
 
 from jaxserve.api.sampling import SamplingParams
@@ -48,12 +52,16 @@ def program(name: str, lanes: int, ranks: int, vocab: int):
         )
         return token[None], state
 
+    def draw(logits, slot, position, state):
+        return sampling.draw(logits[0], slot[0], position[0], state, vocab)[None]
+
     def log_probabilities(logits, token):
         return tuple(part[None] for part in sampling.log_probabilities(logits[0], token[0], vocab))
 
     f, into, out = {
         "admit": (sampling.admit, (STATE, spec()), STATE),
         "greedy": (lambda logits: sampling.greedy(logits[0], vocab)[None], (LOGITS,), LANE),
+        "draw": (draw, (LOGITS, LANE, LANE, STATE), LANE),
         "sample": (sample, (LOGITS, LANE, LANE, STATE), (LANE, STATE)),
         "guided": (sample, (LOGITS, LANE, LANE, STATE, LANE), (LANE, STATE)),
         "log_probabilities": (log_probabilities, (LOGITS, LANE), (LANE, LANE, LANE)),
@@ -98,6 +106,15 @@ class Device:
         position = np.broadcast_to(np.asarray(positions, np.int32), slot.shape)
         token, self.state = self.program("sample")(self._whole(logits), slot, position, self.state)
         return np.asarray(token)[lane]
+
+    def draw(self, logits: np.ndarray, slots, position: int) -> np.ndarray:
+        """Tokens [S] of logits [S, V] on lane 0, by the program that adjusts no logits."""
+        slot, place = (
+            np.broadcast_to(np.asarray(x, np.int32), (self.lanes, len(logits)))
+            for x in (slots, position)
+        )
+        token = self.program("draw")(self._whole(logits), slot, place, self.state)
+        return np.asarray(token)[0]
 
     def guided(self, logits: np.ndarray, slots, positions, allowed: np.ndarray) -> np.ndarray:
         """Samples of what is allowed [S, V] bool; what lies beyond the vocabulary is allowed too,
@@ -219,6 +236,57 @@ def test_draws_follow_the_distribution_and_reach_all_of_its_support_and_nothing_
     chi_square = ((observed - expected)[expected > 0] ** 2 / expected[expected > 0]).sum()
     degrees = likely.sum()
     assert chi_square < degrees + 5 * np.sqrt(2 * degrees)
+
+
+def test_drawing_alone_gives_the_tokens_of_the_program_that_also_adjusts_logits(device):
+    for slot, fields in enumerate(CHOICES[:SLOTS]):
+        device.admit(slot, seed=slot, **fields)
+    for position in range(20):
+        logits = logits_of(position, SLOTS)
+        drawn = device.draw(logits, range(SLOTS), position)
+        np.testing.assert_array_equal(drawn, device.sample(logits, range(SLOTS), position))
+
+
+def test_tokens_are_the_same_on_devices_where_nothing_is_branched_over(monkeypatch):
+    tokens = []
+    for chosen in ("cpu", "default"):
+        program.cache_clear()
+        monkeypatch.setattr(
+            sampling.lax, "platform_dependent", lambda x, chosen=chosen, **by: by[chosen](x)
+        )
+        device = Device()
+        for slot, fields in enumerate(CHOICES[:SLOTS]):
+            device.admit(slot, seed=slot, **{"temperature": 1.0, **fields})
+        tokens.append([device.draw(logits_of(at, SLOTS), range(SLOTS), at) for at in range(20)])
+        device.admit(0, temperature=0)
+        tokens[-1].append(device.draw(logits_of(0, SLOTS), [0] * SLOTS, 0))
+    program.cache_clear()
+    np.testing.assert_array_equal(*tokens)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 3000), st.sampled_from([1, 2, 5, 1000]))
+def test_thresholds_are_those_of_sorting(seed, size, values):
+    """values: how many different ones there are at most, so that many tie."""
+    random = np.random.default_rng(seed)
+    x = -random.integers(0, values, (4, size)).astype(np.float32) / 7
+    x[:, random.integers(0, size, 3)] = -np.inf
+    x[:, 0] = 0
+    k = random.integers(1, size + 1, 4).astype(np.int32)
+    for chosen in ("cpu", "default"):
+        with mock.patch.object(sampling.lax, "platform_dependent", lambda x, **by: by[chosen](x)):  # noqa: B023
+            kept = np.asarray(sampling._keep_top_k(jnp.asarray(x), jnp.asarray(k)))
+        for row, want, found in zip(x, k, kept):
+            least = np.sort(row)[-want]
+            np.testing.assert_array_equal(found, np.where(row >= least, row, -np.inf))
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 4000), st.sampled_from([1, 3, 50, 10**6]))
+def test_the_largest_are_those_of_sorting_the_lower_index_of_equals_first(seed, size, values):
+    random = np.random.default_rng(seed)
+    x = random.integers(0, values, (3, size)).astype(np.float32)
+    k = min(20, size)
+    for found, wanted in zip(sampling._top_k(jnp.asarray(x), k), jax.lax.top_k(x, k)):
+        np.testing.assert_array_equal(found, wanted)
 
 
 def test_tokens_that_tie_at_the_threshold_all_stay():
