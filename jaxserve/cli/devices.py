@@ -7,18 +7,23 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import sys
+from pathlib import Path
 from typing import Any
 
 from jaxserve.cli.answers import NoAnswer, answer_of
 from jaxserve.group.own_code import own_command
+
+DRIVER = Path("/proc/driver/nvidia/version")
 
 
 @dataclasses.dataclass(frozen=True)
 class Devices:
     """kind: as JAX names it. memory: bytes that JAX may take on each, None where it does not say,
     as for CPUs. lacks: why the kernels for such devices (CPUs, Hopper GPUs) cannot run, None where
-    they can. instruction_set: of the kernels for CPUs."""
+    they can. instruction_set: of the kernels for CPUs. driver, runtime: of GPUs, as their makers
+    number them, where they can be found."""
 
     platform: str
     kind: str
@@ -26,6 +31,8 @@ class Devices:
     memory: int | None
     lacks: str | None
     instruction_set: str | None = None
+    driver: str | None = None
+    runtime: str | None = None
 
 
 class NoDevices(Exception):
@@ -54,6 +61,15 @@ def look(count: int, limit: float, share: float) -> Devices:
         ) from None
 
 
+def driver_version(file: Path = DRIVER) -> str | None:
+    """Reads the version of NVIDIA's driver, if it is loaded."""
+    try:
+        found = re.search(r"\b\d{3}\.\d+(\.\d+)*\b", file.read_text())
+    except OSError:
+        return None
+    return found and found[0]
+
+
 def main(count: int, share: float) -> None:
     """Prints the devices as JSON: what the process of `look` runs."""
     import jax
@@ -80,6 +96,8 @@ def main(count: int, share: float) -> None:
                     stats.get("bytes_limit"),
                     library.unsupported() if on_cpu else hopper_unsupported(),
                     library.instruction_set(),
+                    driver_version(),
+                    None if on_cpu else devices[0].client.platform_version,
                 )
             )
         )

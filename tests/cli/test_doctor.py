@@ -17,7 +17,7 @@ import trustme
 
 from jaxserve.cli import devices
 from jaxserve.cli import main as cli
-from jaxserve.cli.devices import Devices, NoDevices, look
+from jaxserve.cli.devices import Devices, NoDevices, driver_version, look
 from jaxserve.cli.doctor import checks
 from jaxserve.cli.doctor import command as doctor
 from jaxserve.cli.doctor.forecast import forecast, launch_lines, seconds, shown
@@ -45,6 +45,8 @@ TINY = {
 FLAGS = [f"--{name}={value}" for name, value in TINY.items()]
 CPU = Devices("cpu", "cpu", 12, None, None, library.instruction_set())
 H200 = Devices("gpu", "NVIDIA H200", 1, 100 * 2**30, None)
+OLD_DRIVER = dataclasses.replace(H200, driver="535.183.01", runtime="CUDA 12.2")
+A100 = dataclasses.replace(H200, kind="NVIDIA A100", lacks="it needs a Hopper GPU")
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +60,7 @@ def seen(monkeypatch):
     """Sets what the doctor finds of devices, in place of a process that looks."""
 
     def see(found: Devices | NoDevices) -> None:
-        def answer(count: int, limit: float) -> Devices:
+        def answer(count: int, limit: float, share: float) -> Devices:
             if isinstance(found, NoDevices):
                 raise found
             return found
@@ -195,6 +197,9 @@ def test_the_real_model_is_well(capsys, seen, smollm2_gguf, monkeypatch):
         ([], H200, "memory", "ok", "in each device"),
         ([], dataclasses.replace(H200, memory=2**20), "memory", "fault", "of 1 MiB in each device"),
         ([], H200, "kernels", "ok", "Hopper"),
+        ([], H200, "CUDA graphs", "ok", "driver unknown"),
+        ([], OLD_DRIVER, "CUDA graphs", "warning", "driver 535.183.01, runtime CUDA 12.2"),
+        ([], A100, "kernels", "warning", "four times the bytes"),
         (
             [],
             dataclasses.replace(H200, lacks="it needs jax 0.11.2, and this is 0.10.2"),
@@ -249,7 +254,7 @@ def test_a_driver_that_hangs_is_reported_in_time(interpreter, tmp_path):
     interpreter(f"echo $$ > {tmp_path}/pid; exec sleep 600")
     began = time.monotonic()
     with pytest.raises(NoDevices, match="did not answer for 3 s"):
-        look(1, 3)
+        look(1, 3, 0.9)
     assert time.monotonic() - began < 60
     status = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}/stat")
     eventually(lambda: not status.exists() or status.read_text().split()[2] == "Z")
@@ -258,7 +263,7 @@ def test_a_driver_that_hangs_is_reported_in_time(interpreter, tmp_path):
 def test_a_library_that_crashes_is_quoted(interpreter):
     interpreter("echo 'RuntimeError: no driver' >&2; exit 3")
     with pytest.raises(NoDevices, match=r"exit code 3.*no driver"):
-        look(1, 10.0)
+        look(1, 10.0, 0.9)
 
 
 # --- files, folders, ports
@@ -492,3 +497,17 @@ def test_before_it_serves_a_server_tells_what_it_will_do_and_needs(engine):
 )
 def test_counts_are_short(count, text):
     assert shown(count) == text
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Thu Jul 24 UTC 2026\n",
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n",
+    ],
+)
+def test_the_version_of_the_driver_is_read_where_it_is_loaded(tmp_path, said):
+    file = tmp_path / "version"
+    assert driver_version(file) is None
+    file.write_text(said)
+    assert driver_version(file) == "580.65.06"

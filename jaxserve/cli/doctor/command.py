@@ -34,6 +34,7 @@ DOCTOR = [
 SETTINGS = options_of(EngineConfig).keys() | options_of(ServerConfig).keys()
 FULL = 0.9  # of memory: what takes more is warned of
 NVIDIA = Path("/dev/nvidiactl")  # there where its driver is
+GRAPHS_DRIVER = 545  # first version of the driver whose graphs may have kernels of libraries
 _CUDA_JAX = "pip install --upgrade 'jax[cuda12]' (or cuda13)"
 NO_ROOM = "fewer --pages (or --kv_memory_gib), --dtype=bfloat16, or more ranks or stages in --mesh"
 
@@ -179,8 +180,11 @@ def _devices(patient: Patient, limit: float) -> Iterator[Check]:
             "there is one of NVIDIA's, and JAX does not see it",
             f"{_CUDA_JAX}, and leave LD_LIBRARY_PATH unset",
         )
-    kernels = {"gpu": _kernels}.get(devices.platform, _cpu_kernels)
-    yield kernels(devices)
+    if devices.platform == "gpu":
+        yield _graphs(devices)
+        yield _kernels(devices)
+    else:
+        yield _cpu_kernels(devices)
     yield Check.of(
         "mesh",
         checks.state_of(devices.count, mesh.devices, mesh.devices),
@@ -205,10 +209,31 @@ def _kernels(devices: Devices) -> Check:
     lacks = devices.lacks
     if lacks is None:
         return Check("kernels", OK, "those for Hopper")
-    advice = "it works, slower, in XLA's plain form"
+    advice = "long contexts and batches want a Hopper GPU"
     if "jax" in lacks:
         advice = f"{_CUDA_JAX}, in an environment of Python 3.12 or later"
-    return Check("kernels", WARNING, f"not those for Hopper: {lacks}", advice)
+    return Check(
+        "kernels",
+        WARNING,
+        f"not those for Hopper: {lacks}. XLA's form of attention moves about four times the bytes "
+        "of KV, over as many tokens in all rows as in the longest",
+        advice,
+    )
+
+
+def _graphs(devices: Devices) -> Check:
+    """Checks whether a step is one CUDA graph."""
+    driver = devices.driver
+    versions = f"driver {driver or 'unknown'}, runtime {devices.runtime or 'unknown'}"
+    if driver is None or int(driver.partition(".")[0]) >= GRAPHS_DRIVER:
+        return Check("CUDA graphs", OK, versions)
+    return Check(
+        "CUDA graphs",
+        WARNING,
+        f"{versions}: products and attention are no part of them, so that each layer of a step is "
+        "launched by itself, some 20 launches of 1.5 us and more where the host is busy",
+        f"a driver of version {GRAPHS_DRIVER} or later (CUDA 12.3)",
+    )
 
 
 def _model(patient: Patient) -> Iterator[Check]:
