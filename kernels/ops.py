@@ -76,11 +76,19 @@ def choose(
     platform: str, q: jax.ShapeDtypeStruct, kv: jax.ShapeDtypeStruct, value_dim: int | None = None
 ) -> str:
     """Name of the fastest implementation that supports these queries, pages and value dim."""
-    unsupported = {
+    what = f"attention over pages on {platform}, rows of {q.shape[1]} tokens"
+    return _chosen(what, unsupported(q, kv, value_dim))
+
+
+def unsupported(
+    q: jax.ShapeDtypeStruct, kv: jax.ShapeDtypeStruct, value_dim: int | None = None
+) -> dict[str, str | None]:
+    """Returns why implementations of attention cannot have these queries, pages and value dim, None
+    where they can, the fastest first. Those that are left out can have any."""
+    return {
         "mosaic": _mosaic_unsupported("check", kv, value_dim),
         "cpu": cpu_attention.unsupported(q, kv, value_dim),
     }
-    return _chosen(f"attention over pages on {platform}, rows of {q.shape[1]} tokens", unsupported)
 
 
 def _chosen(what: str, unsupported: Mapping[str, str | None]) -> str:

@@ -20,12 +20,13 @@ class Attend:
     """Attends over pages in one layer. Tokens are flat: q [R * T, K, G, H] -> out [R * T, K, G, H],
     lse [R * T, K, G] f32. scale: factor on q k. window: sliding window in tokens, or None. softcap:
     bound of the logits, 0: none; value_dim: numbers of a key that are its value, None: pages have
-    values besides; see `kernels.reference`."""
+    values besides; see `kernels.reference`. implementation: see `ops.attend`."""
 
     scale: float
     window: int | None = None
     softcap: float = 0
     value_dim: int | None = None
+    implementation: str | None = None
 
     def __call__(
         self,
@@ -51,6 +52,7 @@ class Attend:
             value_dim=self.value_dim,
             dtype=dtype,
             before=jax.tree.map(shaped, before),
+            implementation=self.implementation,
         )
         return out.reshape(*q.shape[:-1], -1), lse.reshape(q.shape[:-1])
 

@@ -40,6 +40,7 @@ def attention(
     a value that every query of a head sees; None: there is no such key. Returns out,
     shaped like q but with the dimensions of values, and the pages with the new keys and values.
     """
+    attend = dataclasses.replace(attend, implementation=groups.attention)
     parts = _spread_parts(groups)
     spread_outs = []
     puts: list[Put] = []

@@ -110,7 +110,7 @@ class Rows:
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["local", "spread", "table"],
-    meta_fields=["exchange", "lanes", "room"],
+    meta_fields=["exchange", "lanes", "room", "attention"],
 )
 @dataclasses.dataclass(frozen=True)
 class Groups:
@@ -120,7 +120,8 @@ class Groups:
     lane's group, in order of lanes, [lanes * R, T] each. table [2, slots, W]: this lane's page
     table. exchange: strategy for settled spread rows, or for the others where there are none; a
     name in `sharding.exchange.EXCHANGES`. lanes: the groups of lanes that meet for spread rows.
-    room: share of a lane's spread rows that may visit one other lane (`sharding.visit`).
+    room: share of a lane's spread rows that may visit one other lane (`sharding.visit`). attention:
+    a name in `ops.ATTEND`; None: chosen by shape.
     """
 
     local: tuple[Rows, ...]
@@ -129,6 +130,7 @@ class Groups:
     exchange: str
     lanes: LaneGroups
     room: float = 1.0
+    attention: str | None = None
 
     @property
     def settled(self) -> bool:

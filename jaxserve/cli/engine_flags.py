@@ -30,7 +30,7 @@ ENGINE = {
     "cache": _of(CacheConfig),
     "scheduling": _of(
         SchedulerConfig,
-        *("profile", "lookahead", "layer_groups", "hang_timeout", "replay", "role"),
+        *("profile", "lookahead", "layer_groups", "attention", "hang_timeout", "replay", "role"),
         *("compile_cache", "compile_all"),
     ),
 }

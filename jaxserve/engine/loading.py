@@ -13,7 +13,9 @@ from jaxserve.checkpoint.fetch import local_files
 from jaxserve.checkpoint.fingerprint import fingerprint
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.clock import WallClock
+from jaxserve.engine.attention_check import checked
 from jaxserve.engine.block_layout import BlockLayout
+from jaxserve.engine.memory import DeviceRoom
 from jaxserve.engine.programs import keep_compiled
 from jaxserve.engine.sizing import (
     kept_weights,
@@ -25,6 +27,7 @@ from jaxserve.engine.sizing import (
 from jaxserve.engine.stages import Loader
 from jaxserve.engine.worker import Worker
 from jaxserve.group.channel import free_port
+from jaxserve.group.member import this_member
 from jaxserve.group.messages import Hello, shared_settings
 from jaxserve.settings.schema import ConfigError, EngineConfig
 from jaxserve.store.disk import DiskBlocks
@@ -46,12 +49,15 @@ def make_worker(
     peers: PeerBlocks | None = None,
 ) -> tuple[Worker, Loader]:
     """Makes a worker of the stages that have devices in this process, and what reads their weights
-    when it starts."""
+    when it starts. Attention is checked first on devices other than CPUs, whose kernel is tested
+    where it is built, and where it was chosen by name. Errors: ConfigError."""
     if config.cache.kv_store_master is not None:
         load_client()  # refused before weights are read
     model = split_model(config, checkpoint.config)
     plan = make_plan(config, model, kept=kept_weights(config, checkpoint))
     keep_compiled(config.compile_cache)
+    if plan.attention is not None or DeviceRoom.here().platform != "cpu":
+        plan = checked(plan, fails_over=this_member() is None)
     tiers = _tiers(config, checkpoint.config) if config.cache.host_cache_gib else None
     worker = Worker(plan, tiers, checkpoint.config.kv_heads, peers)
     return worker, lambda declared, shardings: load(

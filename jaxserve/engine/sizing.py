@@ -138,6 +138,7 @@ def make_plan(
         sample_sizes(config.scheduler),
         _kept_parameters(kept, model, config.mesh),
         config.layer_groups,
+        None if config.attention == "auto" else config.attention,
     )
     if config.cache.pages is None:
         plan = dataclasses.replace(plan, pages=_pages(config, plan, blocks, room))

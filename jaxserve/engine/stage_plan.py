@@ -39,6 +39,7 @@ class StagePlan:
     samples: list[int]
     kept: Mapping[str, KeptParameter]  # of all layers, by path
     layer_groups: int = 1  # of each stage, which run one after the other
+    attention: str | None = None  # a name in `ops.ATTEND`; None: chosen by shape
 
     @functools.cached_property
     def groups(self) -> list[range]:

@@ -185,7 +185,14 @@ class StagePrograms(Programs):
         caches = self.cache_shapes(stage)
         return lowered(
             LayersProgram(
-                stage.weights, plan.model, shape, last, plan.dtype, plan.pages, plan.block_size
+                stage.weights,
+                plan.model,
+                shape,
+                last,
+                plan.dtype,
+                plan.pages,
+                plan.block_size,
+                plan.attention,
             ).run,
             stage.mesh,
             (stage.values, caches, self.table_shape(stage), ints, x),

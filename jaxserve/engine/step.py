@@ -51,7 +51,7 @@ class Weights:
 @dataclasses.dataclass(frozen=True)
 class LayersProgram:
     """The layers of one stage, in steps of a shape. last: whether this is the last stage. dtype: of
-    hidden states. pages, block_size: of a pool, and tokens of a page."""
+    hidden states. pages, block_size: of a pool, and tokens of a page. attention: see `Groups`."""
 
     weights: Weights
     model: ModelConfig
@@ -60,6 +60,7 @@ class LayersProgram:
     dtype: Any
     pages: int
     block_size: int
+    attention: str | None
 
     def run(
         self,
@@ -83,6 +84,7 @@ class LayersProgram:
         view = layout(shape, self.block_size).views(ints[0])
         table = write_table(table, view["deltas"])
         groups = _groups(view, shape, table[0], self.pages, self.block_size)
+        groups = dataclasses.replace(groups, attention=self.attention)
         x = x[0]
         if stage.is_first:
             x = stage.embed_tokens(_tokens(view, shape, x))

@@ -49,6 +49,14 @@ class EngineConfig(Settings):
         low=1,
         high=64,
     )
+    attention: str = option(
+        "auto",
+        "kernels of attention over pages: those for Hopper GPUs (mosaic) or CPUs (cpu), XLA's form "
+        "of any device (xla), or one that is slow and plain (reference); auto: the fastest that "
+        "supports the shapes, which GPUs compute a few tokens with at the start, and replace if "
+        "these are not those of the reference",
+        choices=("auto", "mosaic", "cpu", "xla", "reference"),
+    )
     hang_timeout: float = option(
         60.0,
         "seconds after which a step counts as hung, if it has also taken ten times as long as "
