@@ -13,6 +13,7 @@ and KV, what that costs, and which lanes compute what. Integers only, no JAX.
     segments   least tokens that a placement should put on a lane as one
     dealing    PromptLanes: the lanes of prompts by their tokens, for predictions
     cdsp       PLANNERS: which lanes compute which part of a prompt; `improvement` by load
+    instance_queues      PlannedQueues: prefill instances that do what `cdsp` planned
     improvement_search   finds improvement rates by simulation
     planner    LanePlanner: the lanes of a replica as the instances of `cdsp`
     moves      PageMoves, Rebalance: blocks that change lanes

@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from jaxserve.lanes.cdsp import Instances, Planning
+from jaxserve.lanes.instance_queues import PlannedQueues
 
 # improvement rates that are tried (Tetris, 7.1)
 IMPROVEMENT_RATES = (0.05, 0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75)
@@ -54,15 +55,11 @@ def mean_ttft(
 ) -> float:
     """Returns the mean seconds to the first token of prompts on `count` instances, whose chunks
     take what is planned. Errors: ConfigError, of the policy."""
-    free = np.zeros(count)  # clock second at which each instance is free
+    queues = PlannedQueues(count)
     found = []
     for prompt in prompts:
-        queues = np.maximum(free - prompt.time, 0.0)
-        plan = policy(instances, queues, prompt.prompt, rate)
-        for chunk in plan.chunks:
-            queues[list(chunk.group)] = chunk.end
-        free = prompt.time + queues
-        found.append(plan.ttft)
+        plan = policy(instances, queues.seconds(prompt.time), prompt.prompt, rate)
+        found.append(queues.give(plan, prompt.time).ttft)
     return float(np.mean(found))
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from jaxserve.lab.simulate.arrival import Arrival
 from jaxserve.lab.simulate.noise import NO_NOISE, Noise
 from jaxserve.lanes.cdsp import CdspPlan, Instances, Planning
+from jaxserve.lanes.instance_queues import PlannedQueues, PlanRun
 
 Rate = Callable[[float], float]  # improvement rate for a request that comes at this second
 # seconds for which a request keeps one of its instances after its first token
@@ -44,14 +45,6 @@ class PrefillOutcome:
     several: int
 
 
-class PlanRun(NamedTuple):
-    """Result of a plan. ttft: seconds. computed, idle: instance seconds; see `PrefillOutcome`."""
-
-    ttft: float
-    computed: float
-    idle: float
-
-
 class InstanceQueues(Protocol):
     """Queues of instances: the work that each was given."""
 
@@ -63,34 +56,6 @@ class InstanceQueues(Protocol):
 
     def hold(self, instance: int, seconds: float) -> None:
         """Has an instance do something else, for that long, after the plan that was given last."""
-
-
-class PlannedQueues:
-    """Queues of instances whose chunks take what was planned."""
-
-    def __init__(self, count: int):
-        self._free = np.zeros(count)  # clock second at which each is free
-        self._queues = self._free
-
-    def seconds(self, now: float) -> np.ndarray:
-        """See `InstanceQueues`."""
-        self._queues = np.maximum(self._free - now, 0.0)
-        return self._queues
-
-    def give(self, plan: CdspPlan, now: float) -> PlanRun:
-        """See `InstanceQueues`."""
-        computed = idle = 0.0
-        for chunk in plan.chunks:
-            group = list(chunk.group)
-            idle += float((chunk.start - self._queues[group]).sum())
-            computed += (chunk.end - chunk.start) * len(group)
-            self._queues[group] = chunk.end
-        self._free = now + self._queues
-        return PlanRun(plan.ttft, computed, idle)
-
-    def hold(self, instance: int, seconds: float) -> None:
-        """See `InstanceQueues`."""
-        self._free[instance] += seconds
 
 
 class GivenWork(NamedTuple):
