@@ -18,8 +18,8 @@ Made by `python -m experiments.tetris`. Nothing here was measured on a GPU. *sim
 real planner on a virtual clock, where chunks
 take a drawn factor (`--noise`, lognormal, sigma 0.13, of mean 1) of what Eq. 1 says, fitted to \
 the paper's Table 1 for 8B and to a composed
-model for 70B, with three seeds; the planner knows Eq. 1 alone; *computed*: read off these \
-models alone;
+model for 70B, and of what balancing of KV exposes as groups grow, with three seeds; the planner \
+knows these alone; *computed*: read off these models alone;
 *measured*: on the CPU where this was run, whatever else ran there. Baselines are simulated over \
 the same arrivals with the same latencies.
 """

@@ -8,10 +8,8 @@ from collections.abc import Iterator
 from experiments.figures import Claim, Figure, Panel, Row, Rows, cell, matching
 from experiments.papers import main
 from experiments.tetris.figure import TetrisSettings
-from experiments.tetris.model import TP, K, composed
+from experiments.tetris.model import K, balancing, composed
 from experiments.tetris.systems import MODELS
-from jaxserve.costs.profiles import costs, devices
-from jaxserve.lab.simulate.run import shape_of
 
 CHUNK = {"llama3-8b": 128 * K, "llama3-70b": 64 * K}  # tokens (7.4)
 SHARES = (0.25, 0.5, 1.0, 1.5, 2.0)  # of history, by the chunk
@@ -25,38 +23,23 @@ def sweep(settings: TetrisSettings) -> Iterator[Row]:
     for model, chunk in CHUNK.items():
         for where, (before, after) in GROUPS[model].items():
             for share in SHARES:
-                yield balancing(model, where, before, after, round(share * chunk), chunk) | {
-                    "share": share
+                history = round(share * chunk)
+                found = balancing(model, before, after, history, chunk)
+                whole = composed(model, after, history, chunk)
+                yield {
+                    "model": model,
+                    "where": f"{model}, {where}",
+                    "before": before,
+                    "after": after,
+                    "history": history,
+                    "chunk": chunk,
+                    "send_s": found.send,
+                    "linear_s": found.linear,
+                    "chunk_s": whole,
+                    "overhead": found.exposed / whole,
+                    "not_hidden": found.layers * found.send / whole,
+                    "share": share,
                 }
-
-
-def balancing(model: str, where: str, before: int, after: int, history: int, chunk: int) -> Row:
-    """Each instance that was there sends half of its KV of a layer to one that joins, beside the
-    linear parts of the layer before; the first layer's has nothing to hide behind."""
-    shape = shape_of(model)
-    tp = TP[model]
-    device = devices()["a100"]
-    one = costs("a100", shape, tp)
-    link = device.ranks[2] if where == "within a node" else device.node
-    send = link(
-        2 * 2 * shape.rank_heads(tp)[1] * shape.head_dim * history * (1 / before - 1 / after)
-    )
-    hidden = one.linear(-(-chunk // after))
-    exposed = send + (shape.layers - 1) * max(send - hidden, 0.0)
-    whole = composed(model, after, history, chunk)
-    return {
-        "model": model,
-        "where": f"{model}, {where}",
-        "before": before,
-        "after": after,
-        "history": history,
-        "chunk": chunk,
-        "send_s": send,
-        "linear_s": hidden,
-        "chunk_s": whole,
-        "overhead": exposed / whole,
-        "not_hidden": shape.layers * send / whole,
-    }
 
 
 def _most(rows: Rows, column: str) -> float:

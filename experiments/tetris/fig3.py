@@ -3,6 +3,7 @@ between, and several need not."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from experiments.figures import Claim, Figure, Panel, Row, cell
 from experiments.papers import main
 from experiments.tetris.figure import TetrisSettings
-from experiments.tetris.model import LENGTHS, NODE, TABLE, K
+from experiments.tetris.model import LENGTHS, NODE, TABLE, K, growth
 from jaxserve.lanes.cdsp import PLANNERS, CdspPlan, Instances, Latency, Queues
 
 RATE = 0.1
@@ -35,7 +36,9 @@ def exact(size: int) -> Latency:
     return Latency(base, token, 2 * pair, pair)
 
 
-INSTANCES = Instances({8: exact(8), 16: exact(16)}, NODE)
+INSTANCES = Instances(
+    {8: exact(8), 16: exact(16)}, NODE, growth=functools.partial(growth, "llama3-8b")
+)
 RULES = {"SP16": ("single", 0.0), "SP8": ("fixed-8", 0.0), "CDSP": ("cdsp", RATE)}
 
 

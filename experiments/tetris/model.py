@@ -4,14 +4,18 @@ costs for 70B.
 The paper prints no latencies of 70B. They are composed, layer by layer, of what our profiles say of
 A100s at tp=4 (linear parts and attention, split over the group), of the hops of KV in a ring, which
 attention hides as far as it lasts, and of what a hop costs whatever it carries, which is read off
-Table 1: the constant parts of its rows grow with the number of hops.
+Table 1: the constant parts of its rows grow with the number of hops. What balancing of KV exposes
+as a group grows is composed alike, for both.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
+from jaxserve.costs.coefficients import Costs
 from jaxserve.costs.profiles import costs, devices
 from jaxserve.lab.simulate.run import shape_of
 from jaxserve.lanes.cdsp import Instances, Latency, LatencyPoint, fit
@@ -51,13 +55,24 @@ def hop(size: int) -> float:
     )
 
 
+@functools.cache
+def costs_of(model: str) -> Costs:
+    """Returns the costs of one instance."""
+    return costs("a100", shape_of(model), TP[model])
+
+
+@functools.cache
+def kv_bytes(model: str) -> int:
+    """Returns the bytes of a token's KV in a layer, on one rank of an instance."""
+    shape = shape_of(model)
+    return 2 * 2 * shape.rank_heads(TP[model])[1] * shape.head_dim
+
+
 def composed(model: str, size: int, history: int, tokens: int) -> float:
     """Seconds of a chunk on `size` instances, from the costs of one."""
-    shape = shape_of(model)
-    tp = TP[model]
     device = devices()["a100"]
-    one = costs("a100", shape, tp)
-    kv = 2 * 2 * shape.rank_heads(tp)[1] * shape.head_dim * (history + tokens) / size
+    one = costs_of(model)
+    kv = kv_bytes(model) * (history + tokens) / size
     attention = max(
         one.attend_chunk(history, tokens) / size, (size - 1) * kv / device.node.bytes_per_s
     )
@@ -80,6 +95,37 @@ def latencies(model: str) -> dict[int, Latency]:
     return fit(table_points() if model == "llama3-8b" else composed_points(model))
 
 
+class Balancing(NamedTuple):
+    """Balancing of KV over a group that has grown (4.1). Seconds per layer: send, of what each
+    instance that was there sends to those that join; linear, of the linear parts of the layer
+    before, beside which it does."""
+
+    send: float
+    linear: float
+    layers: int
+
+    @property
+    def exposed(self) -> float:
+        """Seconds, of all layers, in which nothing else runs: nothing hides the first layer's."""
+        return self.send + (self.layers - 1) * max(self.send - self.linear, 0.0)
+
+
+def balancing(model: str, before: int, after: int, history: float, tokens: float) -> Balancing:
+    """Returns what balancing a history takes beside a chunk of `tokens` tokens, where `before`
+    instances have become `after`: in a node, if one has as many, else between nodes."""
+    device = devices()["a100"]
+    link = device.ranks[2] if after <= NODE // TP[model] else device.node
+    one = costs_of(model)
+    send = link(kv_bytes(model) * history * (1 / before - 1 / after))
+    return Balancing(send, one.linear(math.ceil(tokens / after)), one.layers)
+
+
+def growth(model: str, before: int, after: int, history: float, tokens: float) -> float:
+    """Returns the seconds that balancing exposes: `cdsp.Growth` of a model."""
+    return balancing(model, before, after, history, tokens).exposed
+
+
 @functools.cache
 def instances(model: str) -> Instances:
-    return Instances(latencies(model), NODE // TP[model], BLOCK)
+    moves = functools.partial(growth, model)
+    return Instances(latencies(model), NODE // TP[model], BLOCK, growth=moves)

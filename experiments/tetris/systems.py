@@ -24,10 +24,8 @@ import numpy as np
 from experiments.bounds import load_of_time
 from experiments.figures import Mechanism, Row, Rows, matching
 from experiments.tetris.figure import TetrisSettings
-from experiments.tetris.model import NODE, TP, instances
-from jaxserve.costs.profiles import costs
+from experiments.tetris.model import NODE, TP, costs_of, instances
 from jaxserve.lab.simulate.arrival import Arrival
-from jaxserve.lab.simulate.run import shape_of
 from jaxserve.lab.simulate.tetris import PrefillInstances, PrefillOutcome, constant
 from jaxserve.lanes.cdsp import PLANNERS, Planning
 from jaxserve.lanes.improvement import ImprovementRate
@@ -154,7 +152,7 @@ def rates(name: str, model: str, trace: str, settings: TetrisSettings) -> dict[f
 
 def decode_seconds(model: str, arrival: Arrival) -> float:
     """Seconds that a request decodes alone on the instance that it prefilled on."""
-    one = costs("a100", shape_of(model), TP[model])
+    one = costs_of(model)
     step = (
         one.launch
         + one.layers * (one.linear(1) + one.attend_decodes(1, arrival.prompt))
@@ -213,6 +211,7 @@ def row_of(
         "p50_s": p50,
         "p99_s": p99,
         "busy": served.busy,
+        "exposed": served.exposed,
         "idle": served.idle,
         "tokens_per_s": served.tokens_per_s,
         "several": served.several,

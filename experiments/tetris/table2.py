@@ -3,6 +3,7 @@ scheduler is C++, ours is Python."""
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterator
 
@@ -11,7 +12,7 @@ import numpy as np
 from experiments.figures import Claim, Figure, Panel, Row, cell
 from experiments.papers import main
 from experiments.tetris.figure import TetrisSettings
-from experiments.tetris.model import BLOCK, NODE, K, latencies
+from experiments.tetris.model import BLOCK, NODE, K, growth, latencies
 from jaxserve.lanes.cdsp import Instances, Latency, cdsp
 
 # us, mean and most
@@ -29,7 +30,7 @@ def largest(size: int) -> Instances:
         found[2 * max(found)] = Latency(
             2 * last.base, last.token / 2, last.history / 2, last.pair / 2
         )
-    return Instances(found, NODE, BLOCK)
+    return Instances(found, NODE, BLOCK, growth=functools.partial(growth, "llama3-8b"))
 
 
 def sweep(settings: TetrisSettings) -> Iterator[Row]:

@@ -104,6 +104,11 @@ class Predictor:
         part = PrefillPart(lanes, cached, total)
         return self.lane_costs.prefill(part, chunk, self.layers) * self.scale + self.head(1)
 
+    def growth(self, before: int, after: int, history: float, chunk: int) -> float:
+        """Seconds that moves add to the steps of a prompt as its group of lanes grows: see
+        `LaneCosts.growth`."""
+        return self.lane_costs.growth(before, after, history, chunk, self.layers) * self.scale
+
     # --- learning while serving
 
     def seen(self, predicted: float, seconds: float) -> None:

@@ -4,12 +4,14 @@ prompt.
 Sequence parallelism runs all its instances in step, so a prompt on a large group waits for the
 busiest of them, while the others idle. CDSP fills that gap: the first chunk begins on the instances
 that are free now and is just long enough to end when more of them are; the next chunk runs on these
-as well. A group never loses an instance, so KV only ever moves to those that join.
+as well. A group never loses an instance, so KV only ever moves to those that join. Seconds of such
+moves that no linear layers hide are part of the chunk on the grown group.
 
     Latency    seconds of a chunk after a history, on a group of one size (Eq. 1), and its inverse
                (Alg. 3)
-    Instances  what there is to plan with: a latency for each group size, how many instances share
-               a node, the length of a block
+    Growth     seconds in which history moves to instances that join a group, and nothing else runs
+    Instances  what there is to plan with: a latency for each group size, what growth takes, how
+               many instances share a node, the length of a block
     cdsp       a plan in several chunks (Alg. 1); `single` in one (Alg. 2); `fixed` on groups of one
                size that never change
 
@@ -24,7 +26,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -108,6 +110,19 @@ def _fit(size: int, points: np.ndarray) -> Latency:
     return Latency(*values.tolist())
 
 
+# --- what growth takes
+
+# Seconds that are exposed, behind no linear layer, as history is dealt out evenly over a group that
+# grows (Tetris, section 4.1): sizes of the group before and after, tokens of history, tokens of the
+# chunk that then runs.
+Growth = Callable[[int, int, float, float], float]
+
+
+def free_growth(before: int, after: int, history: float, tokens: float) -> float:
+    """Returns 0: a `Growth` where linear layers hide all moves."""
+    return 0.0
+
+
 # --- what plans are made of
 
 
@@ -115,13 +130,14 @@ def _fit(size: int, points: np.ndarray) -> Latency:
 class Instances:
     """Prefill instances. latencies: by group size, powers of two where not aligned; per_node:
     instances in a node; block: every chunk but the last ends on a multiple of that many tokens;
-    aligned: groups are those of `lanes.groups`, as the lanes of a replica meet; else any
-    instances."""
+    aligned: groups are those of `lanes.groups`, as the lanes of a replica meet; else any instances;
+    growth: what a chunk takes besides where its group has grown since the one before."""
 
     latencies: Mapping[int, Latency]
     per_node: int
     block: int = 1
     aligned: bool = False
+    growth: Growth = field(kw_only=True)
 
     def __post_init__(self) -> None:
         """Checks the fields. Errors: ConfigError."""
@@ -138,13 +154,15 @@ class Instances:
 @dataclass(frozen=True)
 class CdspChunk:
     """`tokens` tokens of a prompt after `history` ones, on a group of instances, from `start` to
-    `end` in seconds from now."""
+    `end` in seconds from now. exposed: seconds of these in which history moves to instances that
+    joined, and nothing else runs."""
 
     history: int
     tokens: int
     group: tuple[int, ...]  # numbers of instances, ascending
     start: float
     end: float
+    exposed: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -168,9 +186,10 @@ Counts = tuple[int, ...]
 
 
 class Group(NamedTuple):
-    """Instances that compute together, and the seconds until the last of them is free."""
+    """Instances that compute together, how many, and the seconds until the last is free."""
 
     counts: Counts
+    size: int
     free: float
 
 
@@ -191,20 +210,20 @@ class _Groups:
         self._by_full = sorted(range(len(times)), key=lambda node: self._free[node][-1])
         self._per_node = per_node
         self._known: dict[tuple[Counts, int], Group] = {}
-        self.none = Group((0,) * len(times), 0.0)
+        self.none = Group((0,) * len(times), 0, 0.0)
 
     def extended(self, group: Group, size: int) -> Group:
         """The group grown to `size` instances: within its nodes first."""
         key = group.counts, size
         if key not in self._known:
-            self._known[key] = self._extended(group.counts, size)
+            self._known[key] = self._extended(group, size)
         return self._known[key]
 
-    def _extended(self, before: Counts, size: int) -> Group:
-        counts = list(before)
-        need = size - sum(before)
+    def _extended(self, before: Group, size: int) -> Group:
+        counts = list(before.counts)
+        need = size - before.size
         used = [node for node, count in enumerate(counts) if count]
-        room = len(used) * self._per_node - sum(before)
+        room = len(used) * self._per_node - before.size
         if need >= room:
             for node in used:
                 counts[node] = self._per_node
@@ -220,7 +239,7 @@ class _Groups:
             for _, node in waits[:need]:
                 counts[node] += 1
         waits_of_nodes = (free[count - 1] for free, count in zip(self._free, counts) if count)
-        return Group(tuple(counts), max(waits_of_nodes))
+        return Group(tuple(counts), size, max(waits_of_nodes))
 
     def _open(self, counts: list[int], need: int) -> None:
         """Adds whole unused nodes, those that are free first; for the others that are needed, the
@@ -249,7 +268,7 @@ class _AlignedGroups:
     def __init__(self, queues: Queues):
         self._times = np.asarray(queues, float)
         self._known: dict[tuple[Counts, int], Group] = {}
-        self.none = Group((), 0.0)
+        self.none = Group((), 0, 0.0)
 
     def extended(self, group: Group, size: int) -> Group:
         """The group grown to `size` instances."""
@@ -258,7 +277,7 @@ class _AlignedGroups:
             waits = self._times.reshape(-1, size).max(1)
             index = group.counts[0] // size if group.counts else int(waits.argmin())
             members = tuple(range(index * size, (index + 1) * size))
-            self._known[key] = Group(members, float(waits[index]))
+            self._known[key] = Group(members, size, float(waits[index]))
         return self._known[key]
 
     def members(self, group: Group) -> tuple[int, ...]:
@@ -275,7 +294,8 @@ def cdsp(
 
     queues: [instances] seconds. rate: the improvement rate; a larger group is taken only if it
     shortens what is left by more than this share. history: tokens before these that are computed
-    already. Errors: ConfigError for what makes no sense.
+    already; that they move to the first group is not counted. Errors: ConfigError for what makes no
+    sense.
     """
     return _planned(instances, queues, tokens, rate, history, chunked=True)
 
@@ -302,14 +322,9 @@ def fixed(
             f"that divides {len(queues)} instances",
         )
     groups = _AlignedGroups(queues)
-    group, start = groups.extended(groups.none, size)
-    return CdspPlan(
-        (
-            CdspChunk(
-                history, tokens, group, start, start + instances.latencies[size](history, tokens)
-            ),
-        )
-    )
+    group = groups.extended(groups.none, size)
+    end = group.free + instances.latencies[size](history, tokens)
+    return CdspPlan((CdspChunk(history, tokens, groups.members(group), group.free, end),))
 
 
 PLANNERS: Mapping[str, Planning] = {
@@ -350,6 +365,7 @@ class FoundChunk(NamedTuple):
     group: Group
     start: float
     end: float
+    exposed: float
 
 
 def _planned(
@@ -365,10 +381,7 @@ def _planned(
         chunks = search.whole(history, none, 0, last, 0.0)[1]
     members = search.groups.members
     return CdspPlan(
-        tuple(
-            CdspChunk(each.history, each.tokens, members(each.group), each.start, each.end)
-            for each in chunks
-        )
+        tuple(CdspChunk(**each._asdict() | {"group": members(each.group)}) for each in chunks)
     )
 
 
@@ -384,6 +397,7 @@ class _Search:
         )
         self.total = tokens
         self.block = instances.block
+        self.growth = instances.growth
         self.keep = 1 - rate
         self.least = [_least(self.latencies[index:]) for index in range(len(self.sizes))]
 
@@ -399,11 +413,12 @@ class _Search:
         for index in range(first, last + 1):
             group = self.groups.extended(before, self.sizes[index])
             start = max(now, group.free)
-            seconds = start - now + self.latencies[index](history, left)
+            exposed = self._exposed(before, index, history, left)
+            seconds = start - now + exposed + self.latencies[index](history, left)
             if chosen is None or seconds < self.keep * best:
                 best = seconds
                 place = index
-                chosen = FoundChunk(history, left, group, start, now + seconds)
+                chosen = FoundChunk(history, left, group, start, now + seconds, exposed)
         assert chosen is not None
         return place, [chosen]
 
@@ -419,32 +434,52 @@ class _Search:
             start = max(now, group.free)
             for following in range(current + 1, last + 1):
                 free = self.groups.extended(group, self.sizes[following]).free
-                count = self._filling(history, current, free - start)
+                count = self._filling(history, before, current, free - start)
                 if not count:
                     continue
                 done = history + count
-                end = start + self.latencies[current](history, count)
+                exposed = self._exposed(before, current, history, count)
+                end = start + exposed + self.latencies[current](history, count)
                 if end + self.least[following](done, self.total - done) >= min(best[-1].end, limit):
                     continue
                 others = self.chunked(done, group, following, last, end, min(best[-1].end, limit))
                 if others[-1].end < best[-1].end:
-                    best = [FoundChunk(history, count, group, start, end), *others]
+                    best = [FoundChunk(history, count, group, start, end, exposed), *others]
         return best
 
-    def _filling(self, history: int, index: int, seconds: float) -> int:
+    def _exposed(self, before: Group, index: int, history: int, tokens: int) -> float:
+        """Seconds by which a chunk takes longer as its group has grown out of `before`."""
+        size = self.sizes[index]
+        if not 0 < before.size < size:
+            return 0.0
+        return self.growth(before.size, size, history, tokens)
+
+    def _filling(self, history: int, before: Group, index: int, seconds: float) -> int:
         """Tokens of a chunk that takes `seconds`, in whole blocks; 0 where it would be empty, all
-        that is left, or so short that the next smaller group is as fast."""
-        tokens = self.latencies[index].tokens(history, seconds)
-        if not tokens < self.total - history:
+        that is left, or so short that the next smaller group is as fast. Of `seconds`, exposed
+        moves take as many as beside a chunk that fills all of them."""
+        latency = self.latencies[index]
+        left = self.total - history
+        tokens = min(latency.tokens(history, seconds), left)
+        if before.size and tokens >= 1:
+            exposed = self._exposed(before, index, history, int(tokens))
+            tokens = latency.tokens(history, seconds - exposed)
+        if not tokens < left:
             return 0
         ends = (history + int(tokens)) // self.block * self.block
         count = ends - history
         if count <= 0 or (
             index
-            and self.latencies[index](history, count) >= self.latencies[index - 1](history, count)
+            and self._seconds(history, before, index, count)
+            >= self._seconds(history, before, index - 1, count)
         ):
             return 0
         return count
+
+    def _seconds(self, history: int, before: Group, index: int, tokens: int) -> float:
+        """Seconds of a chunk on a group grown out of `before`."""
+        exposed = self._exposed(before, index, history, tokens)
+        return exposed + self.latencies[index](history, tokens)
 
 
 def _least(latencies: Sequence[Latency]) -> Latency:

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from jaxserve.api.batch import DEFAULT_EXCHANGE, Batch
-from jaxserve.lanes.choice import Decision, ExchangeChooser
+from jaxserve.lanes.choice import CHOOSERS, Decision, ExchangeChooser
 from jaxserve.lanes.dealing import PromptLanes
 from jaxserve.lanes.exchange import EXCHANGES
 from jaxserve.lanes.groups import ChunkPlace, group_around, group_sizes, size_around, size_of_step
@@ -149,6 +149,11 @@ class LaneCosts:
     def exposed_moves(self, batch: Batch, loads: Sequence[LaneLoad], layers: int) -> float:
         """Seconds of a step's `layers` layers in which pages change lanes and nothing else runs.
         loads: of the batch."""
+        return 0.0
+
+    def growth(self, before: int, after: int, history: float, chunk: int, layers: int) -> float:
+        """Seconds of exposed moves, in steps of `chunk` tokens for each lane, as `history` tokens
+        of a prompt are dealt out over `after` lanes instead of `before` of these."""
         return 0.0
 
     # --- a whole prompt
@@ -414,6 +419,19 @@ class ExchangeCosts(GatherCosts):
         moving = chooser.move_seconds()
         linear = self.costs.linear(tokens)
         return moving + (layers - 1) * (chooser.rates.beside(moving, linear) - linear)
+
+    def growth(self, before: int, after: int, history: float, chunk: int, layers: int) -> float:
+        """Seconds of exposed moves as a group of lanes grows: see `LaneCosts.growth`. Each of the
+        `before` lanes sends to those that join; one step more moves what the last of these steps
+        computes, unless settled chunks let nothing move ahead (`scheduling.history_moves`)."""
+        limit = self.chooser.moves
+        if not limit:
+            return 0.0  # nothing moves
+        steps = math.ceil(math.ceil(history / self._block) / (before * after * limit))
+        exchange = self.chooser.chooser
+        if not isinstance(exchange, str) or exchange in CHOOSERS or not EXCHANGES[exchange].settled:
+            steps += 1
+        return steps * self._exposed(after, chunk, layers)
 
     # --- a whole prompt
 

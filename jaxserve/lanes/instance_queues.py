@@ -10,11 +10,13 @@ from jaxserve.lanes.cdsp import CdspPlan
 
 
 class PlanRun(NamedTuple):
-    """Result of a plan. ttft: seconds. Instance seconds: computed, while its chunks ran; idle,
-    while instances waited for others of their group."""
+    """Result of a plan. ttft: seconds. Instance seconds: computed, while its chunks ran; exposed,
+    of these, while history moved to instances that joined and nothing else ran; idle, while
+    instances waited for others of their group."""
 
     ttft: float
     computed: float
+    exposed: float
     idle: float
 
 
@@ -32,14 +34,15 @@ class PlannedQueues:
 
     def give(self, plan: CdspPlan, now: float) -> PlanRun:
         """Has instances do a plan, which was made for the queues that `seconds(now)` gave."""
-        computed = idle = 0.0
+        computed = exposed = idle = 0.0
         for chunk in plan.chunks:
             group = list(chunk.group)
             idle += float((chunk.start - self._queues[group]).sum())
             computed += (chunk.end - chunk.start) * len(group)
+            exposed += chunk.exposed * len(group)
             self._queues[group] = chunk.end
         self._free = now + self._queues
-        return PlanRun(plan.ttft, computed, idle)
+        return PlanRun(plan.ttft, computed, exposed, idle)
 
     def hold(self, instance: int, seconds: float) -> None:
         """Has an instance do something else, for that long, after the plan that was given last."""

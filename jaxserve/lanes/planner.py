@@ -3,13 +3,14 @@
 The lanes are the prefill instances of Tetris. The seconds of a chunk on a group of lanes are those
 of the steps that it will take, as the predictor says: each lane of the group computes a share of
 the linear layers, and attention takes as long as with the exchange that these steps would choose.
+Where a group grows, pages change lanes, which adds what the predictor says that steps expose of it.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
 
 from jaxserve.lanes import cdsp
 from jaxserve.lanes.cdsp import Instances
@@ -35,21 +36,25 @@ def part_at(plan: tuple[PlanPart, ...], start: int, stop: int) -> PlanPart:
     return next((part for part in plan if start < part.stop), PlanPart(stop, ()))
 
 
-# seconds of part of a prompt alone: lanes, first token, end, tokens of a step for each lane
-PrefillSeconds = Callable[[int, int, int, int], float]
+class PrefillTimes(Protocol):
+    """Seconds of parts of a prompt alone, in steps of `chunk` tokens for each lane: see
+    `costs.predictor.Predictor`."""
+
+    def prefill_on(self, lanes: int, cached: int, total: int, chunk: int) -> float: ...
+    def growth(self, before: int, after: int, history: float, chunk: int) -> float: ...
 
 
-def instances_of(
-    seconds: PrefillSeconds, lanes: int, step: int, longest: int, block: int
-) -> Instances:
+def instances_of(times: PrefillTimes, lanes: int, step: int, longest: int, block: int) -> Instances:
     """Returns the lanes, all in one node, with latencies for contexts up to `longest` tokens, in
-    steps of `step` tokens for each lane. Chunks but the last are of whole blocks."""
+    steps of `step` tokens for each lane. Chunks but the last are of whole blocks. A group's growth
+    takes the same however long the chunk is that follows: moves go with the steps before it."""
     lengths = [max(1, longest >> power) for power in range(LENGTHS)]
     points = [
-        (size, history, tokens, seconds(size, history, history + tokens, step))
+        (size, history, tokens, times.prefill_on(size, history, history + tokens, step))
         for size, history, tokens in itertools.product(group_sizes(lanes), [0, *lengths], lengths)
     ]
-    return Instances(cdsp.fit(points), lanes, block, aligned=True)
+    growth = lambda before, after, history, tokens: times.growth(before, after, history, step)
+    return Instances(cdsp.fit(points), lanes, block, aligned=True, growth=growth)
 
 
 class LanePlanner:

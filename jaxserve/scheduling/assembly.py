@@ -120,9 +120,9 @@ class ReplicaSizes:
         kvp = self.mesh.kvp
         everywhere = PromptLanes(Striped(kvp, limit=0), self.cache.block_size)
         lanes = lane_costs(profile.costs, kvp, self.chooser(profile), everywhere)
-        seconds = Predictor(profile.costs, self.mesh, lanes).prefill_on
+        predictor = Predictor(profile.costs, self.mesh, lanes)
         step = self.scheduler.chunk_tokens
-        return instances_of(seconds, kvp, step, self.planned_len, self.cache.block_size)
+        return instances_of(predictor, kvp, step, self.planned_len, self.cache.block_size)
 
     def planner(self, profile: ReplicaProfile) -> LanePlanner | PoolScheduler | None:
         """Returns the planner that the settings ask for, if any."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ from jaxserve.lanes.improvement_search import quick_rates
 from jaxserve.settings.schema import ConfigError
 
 SEARCHED = ("single", "cdsp")  # planners with an improvement rate
-FORMAT = 1  # of the file; another one where the search changes
+FORMAT = 2  # of the file; another one where the search changes
 
 
 def improvement_rates(
@@ -41,8 +42,13 @@ def _file(policy: str, instances: Instances, lanes: int, longest: int) -> Path:
     latencies = {
         size: dataclasses.astuple(latency) for size, latency in instances.latencies.items()
     }
+    growth = [
+        instances.growth(before, after, history, longest)
+        for before, after in itertools.combinations(sorted(latencies), 2)
+        for history in (instances.block, longest)
+    ]
     depends = [FORMAT, policy, lanes, longest, instances.per_node, instances.block]
-    text = json.dumps([*depends, instances.aligned, sorted(latencies.items())])
+    text = json.dumps([*depends, instances.aligned, sorted(latencies.items()), growth])
     name = f"{policy}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
     return cache_folder() / "improvement" / name
 

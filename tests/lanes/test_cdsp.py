@@ -3,6 +3,7 @@ and what holds of every plan."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from experiments.tetris import model
 from experiments.tetris.fig3 import occupied
 from jaxserve.lanes.cdsp import (
     PLANNERS,
@@ -20,6 +22,7 @@ from jaxserve.lanes.cdsp import (
     cdsp,
     fit,
     fixed,
+    free_growth,
     single,
 )
 from jaxserve.settings.schema import ConfigError
@@ -40,7 +43,8 @@ POINTS = [
     for length, seconds in zip(LENGTHS, row)
 ]
 FITTED = fit(POINTS)
-REAL = Instances(FITTED, per_node=8)
+links_of_a100s = functools.partial(model.growth, "llama3-8b")
+REAL = Instances(FITTED, per_node=8, growth=free_growth)
 
 
 # --- the latency model
@@ -118,7 +122,7 @@ def exact(size: int) -> Latency:
     return Latency(base, token, 2 * pair, pair)
 
 
-EXACT = Instances({8: exact(8), 16: exact(16)}, per_node=8)
+EXACT = Instances({8: exact(8), 16: exact(16)}, per_node=8, growth=free_growth)
 
 
 def two(policies: Sequence[tuple[str, float]], queues: np.ndarray) -> tuple[float, float]:
@@ -175,9 +179,15 @@ def longest(latency: Latency, history: int, seconds: float, most: int) -> int:
 
 
 def grown(
-    group: list[int], size: int, queues: list[float], first: list[float], per_node: int
+    group: list[int], size: int, queues: list[float], first: list[float], instances: Instances
 ) -> list[int]:
-    """T8. first: the queues of the beginning, which decide ties."""
+    """T8; of aligned groups the one with `group` in it, at first that which is free first. first:
+    the queues of the beginning, which decide ties."""
+    if instances.aligned:
+        aligned = [list(range(low, low + size)) for low in range(0, len(queues), size)]
+        around = [members for members in aligned if set(group) <= set(members)]
+        return min(around, key=lambda members: max(queues[i] for i in members))
+    per_node = instances.per_node
     node = lambda i: i // per_node
     wait = lambda i: (queues[i], first[i], i)
     group = list(group)
@@ -198,6 +208,14 @@ def grown(
     return group
 
 
+def takes(instances: Instances, group: list[int], size: int, history: int, tokens: int) -> float:
+    """Seconds of a chunk on `size` instances, grown out of `group`: with those in which its history
+    moves to the others."""
+    grows = 0 < len(group) < size
+    moves = instances.growth(len(group), size, history, tokens) if grows else 0.0
+    return moves + instances.latencies[size](history, tokens)
+
+
 def exhaustive(
     instances: Instances,
     queues: list[float],
@@ -209,12 +227,12 @@ def exhaustive(
     rate: float,
 ) -> float:
     """Seconds of the best plan for what is left: T5 to T9, with queue times lowered after each
-    chunk (Eq. 2) and nothing left out."""
+    chunk (Eq. 2) and nothing left out. Chunks on grown groups take what `growth` says besides."""
     largest = 0
     best = math.inf
     for size in sizes:
-        wait = max(queues[i] for i in grown(group, size, queues, first, instances.per_node))
-        seconds = wait + instances.latencies[size](history, left)
+        wait = max(queues[i] for i in grown(group, size, queues, first, instances))
+        seconds = wait + takes(instances, group, size, history, left)
         if largest == 0 or seconds < (1 - rate) * best:
             largest = size
             best = seconds
@@ -223,19 +241,21 @@ def exhaustive(
         for following in sizes:
             if not current < following <= largest:
                 continue
-            now = grown(group, current, queues, first, instances.per_node)
-            later = grown(now, following, queues, first, instances.per_node)
+            now = grown(group, current, queues, first, instances)
+            later = grown(now, following, queues, first, instances)
             wait = max(queues[i] for i in now)
-            count = longest(
-                instances.latencies[current], history, max(queues[i] for i in later) - wait, left
-            )
+            time = max(queues[i] for i in later) - wait
+            count = longest(instances.latencies[current], history, time, left)
+            if count and group:  # beside as many tokens the history moves
+                time -= instances.growth(len(group), current, history, count)
+                count = longest(instances.latencies[current], history, time, left)
             if count == left:
                 continue
             count = (history + count) // instances.block * instances.block - history
             if count <= 0:
                 continue
-            took = instances.latencies[current](history, count)
-            if smaller and instances.latencies[max(smaller)](history, count) <= took:
+            took = takes(instances, group, current, history, count)
+            if smaller and takes(instances, group, max(smaller), history, count) <= took:
                 continue
             after = [
                 0.0 if i in now else max(0.0, queue - (wait + took))
@@ -249,7 +269,17 @@ def exhaustive(
     return best
 
 
-def test_the_plan_is_the_best_of_an_exhaustive_search():
+def slow_links(before: int, after: int, history: float, tokens: float) -> float:
+    """A tenth of what is sent, and what as many tokens do not hide of it."""
+    send = 2e-5 * history * (1 / before - 1 / after)
+    return send / 10 + max(send - 2e-5 * tokens / after, 0.0)
+
+
+@pytest.mark.parametrize("aligned", [False, True], ids=["any", "aligned"])
+@pytest.mark.parametrize(
+    "growth", [free_growth, links_of_a100s, slow_links], ids=["free", "a100s", "slow"]
+)
+def test_the_plan_is_the_best_of_an_exhaustive_search(growth, aligned):
     chunks = []
     for seed in range(600):
         rng = np.random.default_rng(seed)
@@ -259,9 +289,14 @@ def test_the_plan_is_the_best_of_an_exhaustive_search():
         sizes = sorted(
             rng.choice([1, 2, 4, 8, 16], int(rng.integers(1, 6)), replace=False).tolist()
         )
-        sizes = [size for size in sizes if size <= count] or [1]
+        most = count & -count if aligned else count
+        sizes = [size for size in sizes if size <= most] or [1]
         instances = Instances(
-            {size: FITTED[size] for size in sizes}, per_node, int(rng.choice([1, 16, 256]))
+            {size: FITTED[size] for size in sizes},
+            per_node,
+            int(rng.choice([1, 16, 256])),
+            aligned,
+            growth=growth,
         )
         queues = rng.uniform(0, 4, count) * (rng.random(count) < 0.8)
         queues = (queues.round() if seed % 3 == 0 else queues).tolist()
@@ -291,7 +326,10 @@ def cases(draw) -> tuple[Instances, list[float], int, float]:
         st.lists(st.floats(0, 10) | st.sampled_from([0.0, 1.0]), min_size=count, max_size=count)
     )
     instances = Instances(
-        {size: FITTED[size] for size in sizes}, per_node, draw(st.sampled_from([1, 16, 512]))
+        {size: FITTED[size] for size in sizes},
+        per_node,
+        draw(st.sampled_from([1, 16, 512])),
+        growth=draw(st.sampled_from([free_growth, slow_links])),
     )
     return instances, queues, draw(st.integers(1, 300_000)), draw(st.floats(0, 0.75))
 
@@ -301,10 +339,11 @@ def replayed(plan: CdspPlan, instances: Instances, queues: Sequence[float]) -> f
     free = list(queues)
     done = 0.0
     history = 0
+    before: tuple[int, ...] = ()
     for chunk in plan.chunks:
-        done = max(done, *(free[i] for i in chunk.group)) + instances.latencies[len(chunk.group)](
-            history, chunk.tokens
-        )
+        start = max(done, *(free[i] for i in chunk.group))
+        done = start + takes(instances, list(before), len(chunk.group), history, chunk.tokens)
+        before = chunk.group
         history += chunk.tokens
         for i in chunk.group:
             free[i] = done
@@ -343,7 +382,8 @@ def test_chunks_are_never_worse_than_one(case):
 
 
 def group_of(queues: Sequence[float], size: int, per_node: int) -> tuple[int, ...]:
-    return single(Instances({size: FITTED[size]}, per_node), queues, 1000, 0.0).chunks[0].group
+    instances = Instances({size: FITTED[size]}, per_node, growth=free_growth)
+    return single(instances, queues, 1000, 0.0).chunks[0].group
 
 
 def test_a_group_that_fits_into_a_node_stays_in_one():
@@ -359,12 +399,35 @@ def test_a_group_grows_within_its_nodes_first():
     """The first chunk is on instances 0 and 1; the larger group takes 2 and 3 although 4 and 5 are
     free sooner."""
     plan = cdsp(
-        Instances({2: FITTED[2], 4: FITTED[4]}, per_node=4),
+        Instances({2: FITTED[2], 4: FITTED[4]}, per_node=4, growth=free_growth),
         [0.0, 0.0, 2.0, 2.0, 0.5, 0.5, 9.0, 9.0],
         200_000,
         0.0,
     )
     assert [chunk.group for chunk in plan.chunks] == [(0, 1), (0, 1, 2, 3)]
+
+
+@pytest.mark.parametrize("aligned", [False, True], ids=["any", "aligned"])
+def test_a_group_grows_as_long_as_moves_of_history_take_less_than_it_saves(aligned):
+    """Two of four instances are free in two seconds: a chunk before then saves some of that, unless
+    what it computes takes longer to move."""
+    queues = [0.0, 0.0, 2.0, 2.0]
+
+    def plan(seconds: float) -> CdspPlan:
+        growth = lambda before, after, history, tokens: seconds
+        sizes = {2: FITTED[2], 4: FITTED[4]}
+        instances = Instances(sizes, 4, aligned=aligned, growth=growth)
+        return cdsp(instances, queues, 200_000, 0.0)
+
+    free = plan(0.0)
+    whole = single(Instances({4: FITTED[4]}, 4, growth=free_growth), queues, 200_000, 0.0)
+    saved = whole.ttft - free.ttft
+    assert [chunk.group for chunk in free.chunks] == [(0, 1), (0, 1, 2, 3)] and saved > 0
+    slower = plan(0.9 * saved)
+    assert [chunk.group for chunk in slower.chunks] == [(0, 1), (0, 1, 2, 3)]
+    assert slower.ttft == pytest.approx(free.ttft + 0.9 * saved)
+    assert [chunk.exposed for chunk in slower.chunks] == [0, pytest.approx(0.9 * saved)]
+    assert plan(1.1 * saved).chunks == whole.chunks
 
 
 def test_a_larger_group_must_save_more_than_the_rate():
@@ -383,20 +446,22 @@ def test_a_fixed_group_is_the_one_that_is_free_first():
 
 # --- errors
 
+made = functools.partial(Instances, growth=free_growth)
+
 
 @pytest.mark.parametrize(
     "make, said",
     [
-        (lambda: Instances({3: FITTED[2]}, 8), "latencies: group sizes must be powers of two"),
-        (lambda: Instances({}, 8), "latencies"),
-        (lambda: Instances(FITTED, 0), "per_node: must be at least 1"),
-        (lambda: Instances(FITTED, 8, 0), "block: must be at least 1"),
+        (lambda: made({3: FITTED[2]}, 8), "latencies: group sizes must be powers of two"),
+        (lambda: made({}, 8), "latencies"),
+        (lambda: made(FITTED, 0), "per_node: must be at least 1"),
+        (lambda: made(FITTED, 8, 0), "block: must be at least 1"),
         (lambda: cdsp(REAL, [0.0] * 12, 10, 0.1), "queues: .* nodes of 8"),
         (lambda: cdsp(REAL, [], 10, 0.1), "queues"),
         (lambda: cdsp(REAL, [0.0] * 7 + [-1.0], 10, 0.1), "queues: .* not below 0"),
         (lambda: cdsp(REAL, [math.nan] * 8, 10, 0.1), "queues"),
         (
-            lambda: cdsp(Instances({16: FITTED[16]}, 8), [0.0] * 8, 10, 0.1),
+            lambda: cdsp(made({16: FITTED[16]}, 8), [0.0] * 8, 10, 0.1),
             "queues: 8 instances are fewer",
         ),
         (lambda: cdsp(REAL, [0.0] * 8, 0, 0.1), "tokens: must be at least 1, not 0"),

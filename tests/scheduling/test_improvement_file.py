@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from jaxserve.lab.simulate.run import System, shape_of
-from jaxserve.lanes.cdsp import PLANNERS, Instances, Latency
+from jaxserve.lanes.cdsp import PLANNERS, Instances, Latency, free_growth
 from jaxserve.lanes.improvement_search import quick_rates
 from jaxserve.lanes.planner import LanePlanner
 from jaxserve.scheduling.assembly import ReplicaProfile
+from jaxserve.scheduling.improvement_file import improvement_rates
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 
 SYSTEM = System(shape_of("llama3-8b"), "a100", MeshConfig(kvp=8))
@@ -59,7 +60,18 @@ def test_a_cache_folder_that_cannot_be_written_to_stops_no_start(folder):
     assert len(rates()) == 4
 
 
+def test_rates_are_kept_for_what_growth_takes(folder):
+    sizes = {1: Latency(0, 1e-4, 0, 0), 2: Latency(0, 5e-5, 0, 0)}
+    for seconds in (0.0, 0.1):
+        growth = lambda *grown, seconds=seconds: seconds
+        instances = Instances(sizes, 2, aligned=True, growth=growth)
+        improvement_rates("cdsp", instances, 2, 10**5)
+    assert len(list(folder.iterdir())) == 2
+
+
 def test_rates_are_least_where_more_lanes_cost_nothing():
     """Two lanes take half of the time of one: all are used, whatever the load."""
-    free = Instances({1: Latency(0, 1e-4, 0, 0), 2: Latency(0, 5e-5, 0, 0)}, 2, aligned=True)
+    free = Instances(
+        {1: Latency(0, 1e-4, 0, 0), 2: Latency(0, 5e-5, 0, 0)}, 2, aligned=True, growth=free_growth
+    )
     assert set(quick_rates(free, 2, PLANNERS["cdsp"], 10**6).values()) == {0.05}

@@ -68,7 +68,8 @@ def lanes(system: System, longest: int, block: int = BLOCK, step: int = STEP) ->
 
 def _sizes(system: System, longest: int = 0, block: int = BLOCK, step: int = STEP) -> ReplicaSizes:
     cache = CacheConfig(block_size=block)
-    return system.sizes(SchedulerConfig(exchange="auto", chunk_tokens=step), cache, longest)
+    scheduler = SchedulerConfig(exchange="auto", planner="cdsp", chunk_tokens=step)
+    return system.sizes(scheduler, cache, longest)
 
 
 def planned(

@@ -4,7 +4,7 @@ comes (Tetris and what it is compared with).
 A request is planned once, when it arrives, against the queue times that the plans before it left.
 Chunks take what the latency model says, so that a plan is also what happens; or, with noise, what
 is drawn around that: plans are then made of predictions, corrected by when chunks have ended.
-Moving KV to instances that join is hidden behind compute and costs nothing here.
+What moving KV to instances that join exposes, `Instances.growth`, is part of the chunk's time.
 """
 
 from __future__ import annotations
@@ -34,12 +34,14 @@ def constant(rate: float) -> Rate:
 @dataclass(frozen=True)
 class PrefillOutcome:
     """Results of a run of arrivals. ttft: [requests] seconds. Of the instances' time from the first
-    arrival to the last end, busy: the share in which they computed; idle: the share in which they
-    were kept for a group whose others were not free. tokens_per_s: of prompts, over the same
+    arrival to the last end, busy: the share in which they computed; exposed: the share, of these,
+    in which history moved to instances that joined, and nothing else ran; idle: the share in which
+    they were kept for a group whose others were not free. tokens_per_s: of prompts, over the same
     time. several: how many of the plans have several chunks."""
 
     ttft: np.ndarray
     busy: float
+    exposed: float
     idle: float
     tokens_per_s: float
     several: int
@@ -90,17 +92,19 @@ class DrawnQueues:
 
     def give(self, plan: CdspPlan, now: float) -> PlanRun:
         """See `InstanceQueues`."""
-        computed = idle = 0.0
+        computed = exposed = idle = 0.0
         end = now
         for chunk in plan.chunks:
             group = np.array(chunk.group)
             free = np.maximum(self._free[group], now)
             start = float(free.max())
-            end = start + (chunk.end - chunk.start) * self._factor()
+            factor = self._factor()
+            end = start + (chunk.end - chunk.start) * factor
+            exposed += chunk.exposed * factor * len(group)
             idle += float((start - free).sum())
             computed += (end - start) * len(group)
             self._give(group, end, now + chunk.end)
-        return PlanRun(end - now, computed, idle)
+        return PlanRun(end - now, computed, exposed, idle)
 
     def hold(self, instance: int, seconds: float) -> None:
         """See `InstanceQueues`."""
@@ -136,8 +140,7 @@ class PrefillInstances:
         """Serves arrivals in the order of their time. Errors: ConfigError, of the policy."""
         queues = self._queues()
         several = 0
-        computed = 0.0
-        idle = 0.0
+        computed = exposed = idle = 0.0
         ttft = np.empty(len(arrivals))
         for number, arrival in enumerate(arrivals):
             now = arrival.time
@@ -147,6 +150,7 @@ class PrefillInstances:
             ttft[number] = done.ttft
             idle += done.idle
             computed += done.computed
+            exposed += done.exposed
             several += len(plan.chunks) > 1
             if self.held:
                 queues.hold(plan.chunks[-1].group[0], self.held(arrival))
@@ -154,4 +158,6 @@ class PrefillInstances:
         span = float(ends.max() - arrivals[0].time)
         time = span * self.count
         tokens = sum(arrival.prompt for arrival in arrivals)
-        return PrefillOutcome(ttft, computed / time, idle / time, tokens / span, several)
+        return PrefillOutcome(
+            ttft, computed / time, exposed / time, idle / time, tokens / span, several
+        )

@@ -309,6 +309,19 @@ def test_pages_that_change_lanes_take_time():
     assert costs.exposed_moves(moving, few, 32) == pytest.approx(layer + 31 * exposed)
 
 
+class SlowMoves(System):
+    """Lanes that send pages at 10 MB/s, and all else as they do."""
+
+    @property
+    def profile(self) -> ReplicaProfile:
+        profile = super().profile
+        links = {
+            lanes: dataclasses.replace(each, all_to_all=Link(0.0, 1e7))
+            for lanes, each in profile.links.items()
+        }
+        return dataclasses.replace(profile, links=links)
+
+
 class Growing:
     """Plans one lane for the first `alone` tokens of a prompt, and all four for the rest."""
 
@@ -348,6 +361,30 @@ def test_a_growing_group_moves_pages_and_the_clock_knows():
     without = predictor.seconds(dataclasses.replace(first, moves=first.moves[:0]))
     shown = costs.exposed_moves(first, costs.loads(first), predictor.layers)
     assert first.seconds == pytest.approx(without + shown) and shown > 0
+
+
+@pytest.mark.parametrize("exchange", ["auto", "pass_q"])
+@pytest.mark.parametrize(("alone", "prompt"), [(16_384, 60_000), (65_536, 300_000)])
+def test_plans_are_charged_for_growth_as_steps_are_for_moves(alone, prompt, exchange):
+    """As many steps move pages as the planner reckons with, and expose as much. Round a ring, none
+    of them ahead."""
+    planner = replica(exchange, "cdsp", improvement=0.1).scheduler.packer.prefill.chunks.planner
+    made, batches = grown(alone, prompt, exchange)
+    predictor = made.scheduler.predictor
+    costs = predictor.lane_costs
+    shown = [costs.exposed_moves(each, costs.loads(each), predictor.layers) for each in batches]
+    charged = planner.instances.growth(1, 4, alone, prompt - alone)
+    assert charged == pytest.approx(sum(shown)) and charged > 0
+
+
+def test_a_live_plan_grows_only_where_links_are_fast_enough():
+    """The second lane is free in a second: with a link of 10 MB/s the history of a second takes
+    longer than the time that two lanes save."""
+    plan = lambda system: replica(
+        "gather", "cdsp", mesh=MeshConfig(kvp=2), improvement=0.0, system=system
+    ).scheduler.packer.prefill.chunks.planner([0.0, 1.0], 0, 60_000)
+    assert [part.lanes for part in plan(System)] == [(0,), (0, 1)]
+    assert len(plan(SlowMoves)) == 1
 
 
 def test_what_a_step_cannot_move_goes_with_the_next_ones():

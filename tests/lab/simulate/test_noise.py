@@ -15,14 +15,16 @@ from jaxserve.lab.simulate.noise import REPEATED, SERVED, Noise
 from jaxserve.lab.simulate.recorder import Outcome
 from jaxserve.lab.simulate.run import System, execute
 from jaxserve.lab.simulate.tetris import DrawnQueues, PrefillInstances, constant
-from jaxserve.lanes.cdsp import PLANNERS, Instances, Latency
+from jaxserve.lanes.cdsp import PLANNERS, Instances, Latency, free_growth
 from jaxserve.settings.schema import CacheConfig, ConfigError, MeshConfig, SchedulerConfig
 
 ARRIVALS = [Arrival(0.2 * number, 3000 + 500 * number, 20) for number in range(8)]
 SCHEDULER = SchedulerConfig(chunking="adaptive", chunk_tokens=2048, max_seqs=16)
 CACHE = CacheConfig(block_size=64)
 # One token takes a second on one instance; a group of two pays a second more.
-SIMPLE = Instances({1: Latency(0.0, 1.0, 0.0, 0.0), 2: Latency(1.0, 0.5, 0.0, 0.0)}, per_node=2)
+SIMPLE = Instances(
+    {1: Latency(0.0, 1.0, 0.0, 0.0), 2: Latency(1.0, 0.5, 0.0, 0.0)}, per_node=2, growth=free_growth
+)
 
 
 def system(noise: Noise = Noise()) -> System:  # noqa: B008 (frozen)

@@ -3,13 +3,16 @@ rates."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from jaxserve.lab.simulate.arrival import Arrival
-from jaxserve.lab.simulate.tetris import PrefillInstances, constant
+from jaxserve.lab.simulate.noise import NO_NOISE, Noise
+from jaxserve.lab.simulate.tetris import PrefillInstances, PrefillOutcome, constant
 from jaxserve.lab.simulate.workload import parse
-from jaxserve.lanes.cdsp import PLANNERS, Instances, Latency
+from jaxserve.lanes.cdsp import PLANNERS, Instances, Latency, free_growth
 from jaxserve.lanes.improvement import ImprovementRate
 from jaxserve.lanes.improvement_search import best_rates
 from jaxserve.settings.schema import ConfigError
@@ -23,6 +26,7 @@ SIMPLE = Instances(
         4: Latency(4.0, 0.25, 0.0, 0.0),
     },
     per_node=4,
+    growth=free_growth,
 )
 
 
@@ -72,6 +76,23 @@ def test_idle_is_what_a_group_waits_for_its_last_member():
         waits("single").idle == pytest.approx(3 * 2 / (4 * 31))
         and waits("cdsp").idle < waits("single").idle
     )
+
+
+@pytest.mark.parametrize("noise", [NO_NOISE, Noise(1e-9)], ids=["planned", "drawn"])
+def test_history_that_moves_delays_a_chunk_on_a_grown_group(noise):
+    """As above: two tokens on one instance, the others on all four in 28.5 s, and the moves in
+    between; one chunk takes half a second more than these two without any."""
+
+    def grows(seconds: float) -> PrefillOutcome:
+        instances = replace(SIMPLE, growth=lambda *grown: seconds)
+        served = PrefillInstances(instances, 4, PLANNERS["cdsp"], constant(0.0), noise=noise)
+        return served.run([Arrival(0.0, 2, 1), Arrival(0.0, 100, 1)])
+
+    assert grows(0.0).ttft == pytest.approx([2, 30.5]) and grows(0.0).exposed == 0
+    slower = grows(0.25)
+    assert slower.ttft == pytest.approx([2, 30.75]) and slower.several == 1
+    assert slower.exposed == pytest.approx(4 * 0.25 / (4 * 30.75))
+    assert grows(0.6).ttft == pytest.approx([2, 31]) and grows(0.6).several == 0
 
 
 def arrivals(load: float) -> list[Arrival]:
