@@ -3,39 +3,37 @@
     python -m experiments.multihost.collectives --mesh=spp=2,tp=8 --hosts=2 --model=llama3.1-8b
 
 Compiles the programs of a replica for GPUs that are not there (H200s, which compile as H100s do),
-or only lowers them where the compiler was not fetched (`python -m tests.kernels.cuda` does that),
-and reads the collectives out of them. Nothing is allocated: weights and pages are shapes. What
-passes between stages is no collective of a program; its bytes follow from the same shapes.
+or only lowers them where the compiler was not fetched (`python -m experiments.gpu_targets.compiler`
+does that), and reads the collectives out of them. Nothing is allocated: weights and pages are
+shapes. What passes between stages is no collective of a program; its bytes follow from the same
+shapes.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
 
-from experiments.benchmarks.gpu.lowering import as_on_a_gpu
+from experiments.gpu_targets import compiler
+from experiments.gpu_targets.lowering import abstract_stages, as_on_a_gpu, as_on_hopper
+from experiments.gpu_targets.sheets import TARGETS
 from experiments.multihost.hlo import Collective, collectives
 from experiments.script import command_line, keep
 from jaxserve.checkpoint.model import ModelConfig, layers_of
 from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.cli.display import table
-from jaxserve.engine import stages as stages_module
 from jaxserve.engine.sampling_rows import VARIANTS
 from jaxserve.engine.sizing import make_plan
 from jaxserve.engine.stage_plan import StagePlan
-from jaxserve.engine.stages import Stages
 from jaxserve.engine.step_shapes import StepShape
 from jaxserve.group.layout import described, devices_each, layout
 from jaxserve.settings.flags import Command
@@ -48,8 +46,7 @@ from jaxserve.settings.schema import (
     ModelSource,
     SchedulerConfig,
 )
-from jaxserve.sharding.mesh import KVP, TP, ensure_devices
-from tests.kernels import cuda
+from jaxserve.sharding.mesh import ensure_devices
 
 OPTIONS = {
     "collectives": [
@@ -168,22 +165,6 @@ def steps_of(replica: Replica, plan: StagePlan) -> dict[str, StepShape]:
     return {name: shape for name, shape in found.items() if replica.wants(name)}
 
 
-def abstract_stages(plan: StagePlan, devices: Sequence[Any], hosts: int) -> Stages:
-    """The stages of a plan on these devices, numbered host by host, of which nothing is loaded."""
-    grid = np.array(devices)[layout(plan.mesh, hosts)]
-    axes = (AxisType.Auto, AxisType.Auto)
-    meshes = [Mesh(part, (KVP, TP), axis_types=axes) for part in grid]
-    here = property(lambda mesh: list(mesh.devices.flat))  # all devices are this process's
-    owner = {device: at // (plan.mesh.devices // hosts) for at, device in enumerate(devices)}
-    spans_hosts = property(lambda mesh: len({owner[each] for each in mesh.devices.flat}) > 1)
-    with (
-        mock.patch.object(stages_module, "stage_meshes", lambda config: meshes),
-        mock.patch.object(Mesh, "local_devices", here),
-        mock.patch.object(Mesh, "is_multi_process", spans_hosts),
-    ):
-        return Stages(plan)
-
-
 def read_programs(replica: Replica, devices: Sequence[Any], compiles: bool) -> list[Program]:
     """The collectives of all programs of all steps. compiles: or only lowers."""
     text: Callable[[Any], str] = (
@@ -196,7 +177,9 @@ def read_programs(replica: Replica, devices: Sequence[Any], compiles: bool) -> l
     lengths = [len(part) for part in layers_of(replica.config, replica.mesh.spp)]
     size = replica.mesh.kvp * replica.mesh.tp
     out: list[Program] = []
-    with _hopper_attention(built[0].plan):
+    # those for Hopper cannot be lowered for a CPU
+    kernels = as_on_hopper(built[0].plan) if compiles else as_on_a_gpu()
+    with kernels:
         for name, shape in steps_of(replica, built[0].plan).items():
             for first in {0, replica.mesh.spp - 1}:  # those between are like the last
                 found = []
@@ -220,19 +203,6 @@ def read_programs(replica: Replica, devices: Sequence[Any], compiles: bool) -> l
             one = collectives(text(lower()), size)
             out += _programs(replica, f"sampling {variant}", last, one)
     return out
-
-
-def _hopper_attention(plan: StagePlan) -> Any:
-    """Has programs attend with the kernel for Hopper, as on such GPUs, where it supports the pages;
-    this process takes itself for one on a CPU."""
-    pool = plan.pool().kv
-    try:
-        from jaxserve.kernels import mosaic
-
-        mosaic.check(jax.ShapeDtypeStruct(pool.shape, pool.dtype))
-    except (ImportError, AttributeError, NotImplementedError):
-        return as_on_a_gpu()
-    return as_on_a_gpu(mosaic.attend)
 
 
 def _whole(found: Sequence[list[Collective]], layers: int) -> list[Collective]:
@@ -307,7 +277,7 @@ def _hand_over(
 def measured(replica: Replica, lowered: bool) -> tuple[str, list[Program]]:
     """Returns the origin of the figures, and all programs. Errors: ConfigError, CompilerError."""
     _ = replica.owners
-    if lowered or cuda.lacking() is not None:
+    if lowered or compiler.lacking() is not None:
         ensure_devices(replica.mesh.devices)
         devices = jax.devices("cpu")
         if len(devices) < replica.mesh.devices:
@@ -318,19 +288,14 @@ def measured(replica: Replica, lowered: bool) -> tuple[str, list[Program]]:
         return LOWERED, found + hand_overs(replica)
     with tempfile.TemporaryDirectory() as work:
         file = Path(work, "result.json")
-        code = (
-            "import sys; from experiments.multihost import collectives as c; c.child(*sys.argv[1:])"
-        )
         job = json.dumps(dataclasses.asdict(replica) | {"mesh": str(replica.mesh)})
-        run = subprocess.run(
-            [sys.executable, "-c", code, job, str(file)],
-            cwd=cuda.working_folder(),
-            env=cuda.environment() | {"MOSAIC_GPU_DUMP_PTXAS": "", "MOSAIC_GPU_DUMP_RESOURCES": ""},
-            stdout=subprocess.DEVNULL,
-            timeout=COMPILE_SECONDS,
+        ended = compiler.run(
+            "experiments.multihost.collectives:child", job, str(file), seconds=COMPILE_SECONDS
         )
-        if run.returncode:
-            raise cuda.CompilerError(f"the compiler ended with exit code {run.returncode}")
+        if ended.returncode:
+            raise compiler.CompilerError(
+                f"the compiler ended with exit code {ended.returncode}: {ended.stdout[-4000:]}"
+            )
         rows = json.loads(file.read_text())
     found = [
         Program(**{**row, "across": {int(host): n for host, n in row["across"].items()}})
@@ -340,10 +305,12 @@ def measured(replica: Replica, lowered: bool) -> tuple[str, list[Program]]:
 
 
 def child(job: str, result: str) -> None:
-    """Compiles, in the environment of `tests.kernels.cuda`."""
+    """Compiles, in a process of `compiler.run`."""
     values = json.loads(job)
     replica = Replica(**{**values, "mesh": MeshConfig.parse(values["mesh"])})
-    devices = cuda.topology(replica.hosts, replica.mesh.devices // replica.hosts)
+    devices = compiler.topology(
+        TARGETS["h200"], replica.hosts, replica.mesh.devices // replica.hosts
+    )
     found = read_programs(replica, devices, compiles=True)
     Path(result).write_text(json.dumps([dataclasses.asdict(one) for one in found]))
 
@@ -447,7 +414,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "which collectives of a step cross hosts, and their bytes, without a GPU",
         Command(OPTIONS, run),
         given,
-        cuda.CompilerError,
+        compiler.CompilerError,
     )
 
 

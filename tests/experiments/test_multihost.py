@@ -1,5 +1,5 @@
 """What the collectives of a step are, and which of them cross hosts, from lowered programs of a
-tiny model; and from compiled ones, where `python -m tests.kernels.cuda` was run."""
+tiny model; and from compiled ones, where `python -m experiments.gpu_targets.compiler` was run."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections import Counter
 
 import pytest
 
+from experiments.gpu_targets import compiler
 from experiments.multihost import collectives
 from experiments.multihost.hlo import Collective
 from experiments.multihost.hlo import collectives as read
 from jaxserve.settings.schema import ConfigError, MeshConfig
-from tests.kernels import cuda
 
 TINY = dict(model="tiny", max_seqs=4, chunk_tokens=64, min_chunk=16, max_model_len=1024)
 
@@ -79,7 +79,7 @@ def test_the_command_prints_a_table_and_writes_every_figure(tmp_path, capsys):
     assert figures["source"] == collectives.LOWERED and figures["programs"]
 
 
-@pytest.mark.skipif(cuda.lacking() is not None, reason=str(cuda.lacking()))
+@pytest.mark.skipif(compiler.lacking() is not None, reason=str(compiler.lacking()))
 def test_compiled_programs_send_as_much_between_lanes_as_lowered_ones():
     asked = replica("kvp=2", 2, only="spread decode", whole=True)
     both = [collectives.measured(asked, lowered=lowered)[1] for lowered in (True, False)]

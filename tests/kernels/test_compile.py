@@ -1,5 +1,5 @@
 """The kernels for Hopper lower on any machine, and compile to machine code where
-`python -m tests.kernels.cuda` was run.
+`python -m experiments.gpu_targets.compiler` was run.
 
 No number is computed here. These tests catch layouts and shapes that the compiler does not support,
 too much shared memory, register spills, and copies of the pool of pages. The limits on spills are
@@ -23,7 +23,8 @@ import pytest
 if jax.__version_info__ < (0, 11, 2):
     pytest.skip("Mosaic GPU kernels need jax 0.11.2", allow_module_level=True)
 
-from experiments.benchmarks.gpu.lowering import as_on_a_gpu
+from experiments.gpu_targets import compiler
+from experiments.gpu_targets.lowering import as_on_a_gpu
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.engine.machine import fitted
@@ -47,7 +48,7 @@ from jaxserve.sharding.rows import Groups, local_rows, spread_rows
 from tests.kernels import cuda
 
 PAGES = 4096
-needs_compiler = pytest.mark.skipif(cuda.lacking() is not None, reason=str(cuda.lacking()))
+needs_compiler = pytest.mark.skipif(compiler.lacking() is not None, reason=str(compiler.lacking()))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,55 @@
+"""GPUs that programs are compiled for, and their numbers by NVIDIA's data sheets."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A GPU. memory: bytes, as nvidia-smi shows them. bandwidth: bytes/s. flops: dense bf16
+    FLOP/s. The two rates are those of the data sheet."""
+
+    name: str
+    memory: int
+    bandwidth: float
+    flops: float
+
+    @functools.cached_property
+    def text(self) -> str:
+        """Describes the GPU to XLA's compiler."""
+        return (FOLDER / f"{self.name}.txtpb").read_text()
+
+    def number(self, field: str) -> float:
+        """Returns a number of the description. Errors: KeyError."""
+        found = re.search(rf"^ +{field}: ([\d.]+)", self.text, re.MULTILINE)
+        if found is None:
+            raise KeyError(field)
+        return float(found[1])
+
+    @property
+    def is_hopper(self) -> bool:
+        """True if it runs the kernels for Hopper."""
+        return "major: 9 minor: 0" in self.text
+
+
+TARGETS = {
+    target.name: target
+    for target in (
+        # NVIDIA A100 80GB SXM
+        Target("a100", 81920 * 2**20, 2.039e12, 312e12),
+        # NVIDIA H100 SXM
+        Target("h100", 81559 * 2**20, 3.35e12, 989e12),
+        # NVIDIA H200 SXM
+        Target("h200", 143771 * 2**20, 4.8e12, 989e12),
+        # NVIDIA L40S; 733 TFLOP/s are of sparse products
+        Target("l40s", 46068 * 2**20, 0.864e12, 362e12),
+        # an eighth of NVIDIA DGX B200
+        Target("b200", 183359 * 2**20, 8e12, 2250e12),
+    )
+}
