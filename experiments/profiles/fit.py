@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments.gpu_targets.sheets import TARGETS
 from experiments.profiles import aiconfigurator, llmservingsim, parts, served, vidur
 from experiments.profiles.parts import DEGREES, ENGINES, LLAMA, LONG, OTHER, VIDUR
 from experiments.script import command_line
@@ -35,13 +36,7 @@ OPTIONS = {
     ],
 }
 
-# Of the SXM devices: bytes of memory that nvidia-smi shows; its bytes/s and dense bf16 FLOP/s by
-# NVIDIA's data sheets.
-SHEETS = {
-    "a100": (81920 * 2**20, 2.039e12, 312e12),
-    "h100": (81559 * 2**20, 3.35e12, 989e12),
-    "h200": (143771 * 2**20, 4.8e12, 989e12),
-}
+DEVICES = ("a100", "h100", "h200")  # SXM
 # Not fitted: engines with CUDA graphs and a scheduler that runs ahead spend 0.1 to 0.5 ms of a step
 # outside its kernels. Vidur's
 # old_cpu_overheads have 1 to 8 ms, of a vLLM of 2023 that had neither; with these two, served
@@ -78,12 +73,12 @@ def fit_device(data: Path, device: str, mix: float) -> Device:
         "node": node.error(n),
         **{f"{degree} ranks": part.error(links[degree]) for degree, part in ranks.items()},
     }
-    memory, bandwidth, flops = SHEETS[device]
+    sheet = TARGETS[device]
     return Device(
         device,
-        memory,
-        bandwidth,
-        flops,
+        sheet.memory,
+        sheet.bandwidth,
+        sheet.flops,
         LAUNCH,
         SAMPLE,
         floor_seconds=c[0],
@@ -207,10 +202,10 @@ def run(values: dict[str, Any]) -> int:
         raise ConfigError("data", "give the folder of the measurements, or set JAXSERVE_DATA")
     data = Path(folder).expanduser()
     mix, *mix_errors = llmservingsim.fit_mixed(llmservingsim.batches(data))
-    device = {name: fit_device(data, name, mix) for name in SHEETS}
+    device = {name: fit_device(data, name, mix) for name in DEVICES}
     rows = [
         (name, model, tp, *fit_profile(data, device[name], model, tp))
-        for name in SHEETS
+        for name in DEVICES
         for model in LLAMA
         for tp in DEGREES
     ]
