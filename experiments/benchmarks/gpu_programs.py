@@ -41,6 +41,7 @@ from jaxserve.cli.display import table
 from jaxserve.engine.memory import DeviceRoom
 from jaxserve.engine.sizing import make_plan
 from jaxserve.engine.stage_plan import StagePlan
+from jaxserve.engine.stage_programs import graph_options
 from jaxserve.engine.step_shapes import StepShape
 from jaxserve.files import write_whole
 from jaxserve.folders import cache_folder
@@ -103,9 +104,11 @@ class Step:
 
 STEPS = {
     "decode 64 x 1K": Step(64),
-    "decode 64 x 1K, sampled": Step(64, variant="full"),
+    "decode 64 x 1K, sampled": Step(64, variant="drawn"),
     "decode 256 x 1K": Step(256),
-    "decode 256 x 1K, sampled": Step(256, variant="full"),
+    "decode 256 x 1K, sampled": Step(256, variant="drawn"),
+    "decode 256 x 1K, penalties": Step(256, variant="full"),
+    "decode 256 x 1K, guided": Step(256, variant="guided"),
     "decode 8 x 128K": Step(8, context=2**17),
     "prefill 2048": Step(chunk=2048),
     "8 decodes + 2048": Step(8, chunk=2048),
@@ -295,7 +298,8 @@ def _compile(lowered: Any) -> Compiled:
 def _place(replica: Replica, text: str) -> Path:
     """File of what a lowered program is compiled to for a target."""
     digest = hashlib.blake2b(digest_size=16)
-    for part in (jax.__version__, *compiler.WHEELS, replica.gpu.text, text):
+    options = json.dumps(graph_options())
+    for part in (jax.__version__, *compiler.WHEELS, replica.gpu.text, options, text):
         digest.update(part.encode())
     return cache_folder() / "gpu_programs" / f"{digest.hexdigest()}.json"
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -27,6 +28,12 @@ from jaxserve.sharding.exchange import compiler_options
 from jaxserve.sharding.mesh import KVP
 from jaxserve.sharding.rules import sharding, spec
 
+# what CUDA graphs may hold
+GRAPH_OPTION = "xla_gpu_enable_command_buffer"
+GRAPHED = (
+    *("FUSION", "CUBLAS", "CUBLASLT", "CUDNN", "CUSTOM_CALL", "DYNAMIC_SLICE_FUSION"),
+    *("COLLECTIVES", "WHILE", "CONDITIONAL"),
+)
 UPDATES = 1024  # page-table entries set by one launch of the table program
 POOL_AXES = ("lanes", None, "kv_heads")
 LANES = spec("lanes")
@@ -266,11 +273,22 @@ def lowered(
     shardings; without a sharding they are on all devices. donate: arguments whose memory the
     results may take. exchange: between lanes, if any."""
     options = None
-    if mesh.shape[KVP] > 1 and mesh.devices.flat[0].platform == "gpu":
-        options = compiler_options(exchange) or None
+    if mesh.devices.flat[0].platform == "gpu":
+        options = graph_options()
+        if mesh.shape[KVP] > 1:
+            options |= compiler_options(exchange)
     specs = _specs(arguments)
     mapped = jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
     return jax.jit(mapped, donate_argnums=donate, compiler_options=options).lower(*arguments)
+
+
+def graph_options() -> dict[str, Any]:
+    """Returns options for GPUs by which a step is one CUDA graph: without loops, branches and
+    collectives, which XLA leaves out by default, it is a graph for every piece between two of them,
+    which the host launches one by one. Nothing where XLA_FLAGS chooses."""
+    if f"--{GRAPH_OPTION}=" in os.environ.get("XLA_FLAGS", ""):
+        return {}
+    return {GRAPH_OPTION: ",".join(GRAPHED)}
 
 
 def _specs(arrays: Any) -> Any:

@@ -16,6 +16,7 @@ import pytest
 
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.programs import keep_compiled
+from jaxserve.engine.stage_programs import graph_options
 from jaxserve.engine.step_shapes import StepShape
 from jaxserve.settings.schema import ConfigError
 from tests.engine.harness import Runner, assert_empty, engine, fresh
@@ -307,3 +308,11 @@ def test_processes_that_start_at_once_compile_each_program_once(tmp_path):
             process.stdin.flush()
         misses = [int(process.communicate()[0].split()[-1]) for process in processes]
     assert sum(misses) == 4, misses
+
+
+def test_graphs_of_gpus_hold_loops_branches_and_collectives_unless_xla_flags_choose(monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    (held,) = graph_options().values()
+    assert {"COLLECTIVES", "WHILE", "CONDITIONAL", "CUSTOM_CALL"} <= set(held.split(","))
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=FUSION")
+    assert graph_options() == {}
