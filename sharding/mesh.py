@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -28,6 +29,17 @@ def axis_sum(x: jax.Array, axis: str) -> jax.Array:
     if jax.lax.axis_size(axis) == 1:
         return x
     return jax.lax.psum(x, axis)
+
+
+def over_lanes(compute: Callable[..., jax.Array], lanes: int, *tokens: jax.Array) -> jax.Array:
+    """Computes a part of each token's output on every lane, and sums the parts, inside shard_map
+    (Helix, Bhatia et al., 2025, on feed-forward parts). compute: arrays of tokens [T, ...] -> this
+    device's part of their outputs [T, D]. lanes: that have parts; 1: each lane computes its own
+    tokens alone."""
+    if lanes == 1:
+        return compute(*tokens)
+    everyone = [jax.lax.all_gather(x, KVP, tiled=True) for x in tokens]
+    return jax.lax.psum_scatter(compute(*everyone), KVP, tiled=True)
 
 
 def stage_meshes(config: MeshConfig) -> list[Mesh]:

@@ -13,6 +13,7 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
     "vocab": TP,
     "kv_heads": TP,
     "ffn": TP,
+    "ffn_over_lanes": (KVP, TP),
     "experts": TP,
     "experts_over_lanes": (KVP, TP),
     "embed": None,

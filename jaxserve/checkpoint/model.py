@@ -152,6 +152,13 @@ class ModelConfig(Dimensions):
         """Elements of the experts of one layer, averaged over the layers; on one of `tp` ranks."""
         return self._elements(tp, experts=True)
 
+    def weights_for_others(self, tp: int = 1) -> float:
+        """Elements of MLPs of one layer by which one of `tp` ranks multiplies tokens of other
+        lanes, times these lanes, averaged over the layers; experts do not count."""
+        share = self.share(tp)
+        specs = [share.mlp(layer) for layer in range(self.layers)]
+        return sum(spec.weights_for_others(share) for spec in specs) / self.layers
+
     @property
     def experts(self) -> int:
         """Number of a layer's experts; 0 without."""
@@ -220,12 +227,12 @@ class ModelConfig(Dimensions):
         vectors, numbers = self.page
         return vectors * numbers // 2
 
-    def with_tp(self, tp: int, lanes: int = 1) -> ModelConfig:
-        """The config for `tp` ranks: kv heads are repeated if there are fewer than ranks. lanes:
-        over which experts are split too. Errors: ConfigError if heads, d_ff or experts do not
-        divide, with the degrees that work."""
-        if lanes > 1:
-            return self.over(lanes).with_tp(tp)
+    def with_tp(self, tp: int, expert_lanes: int = 1, mlp_lanes: int = 1) -> ModelConfig:
+        """The config for `tp` ranks: kv heads are repeated if there are fewer than ranks. Others:
+        see `over`. Errors: ConfigError if heads, d_ff or experts do not divide, with the degrees
+        that work."""
+        if max(expert_lanes, mlp_lanes) > 1:
+            return self.over(expert_lanes, mlp_lanes).with_tp(tp)
         if not self.splits(tp):
             works = [d for d in range(1, self.heads + 1) if self.splits(d)]
             raise ConfigError(
@@ -237,9 +244,10 @@ class ModelConfig(Dimensions):
             )
         return replace(self, kv_heads=max(self.kv_heads, tp))
 
-    def over(self, lanes: int) -> ModelConfig:
-        """Returns the config for lanes that share experts out."""
-        return replace(self, mlps=tuple(spec.over(lanes) for spec in self.mlps))
+    def over(self, expert_lanes: int = 1, mlp_lanes: int = 1) -> ModelConfig:
+        """Returns the config for lanes that share out experts, and MLPs; 1: each has its own."""
+        mlps = tuple(spec.over(expert_lanes, mlp_lanes) for spec in self.mlps)
+        return replace(self, mlps=mlps)
 
     def splits(self, tp: int) -> bool:
         """Returns True if `tp` ranks can share the model; kv heads may be repeated."""

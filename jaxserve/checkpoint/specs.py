@@ -235,20 +235,30 @@ def heads_split(sizes: Dimensions, tp: int) -> bool:
     return sizes.kv_heads % tp == 0 or repeats
 
 
+def ffn_axis(lanes: int) -> str:
+    """Returns the logical axis of the inner states of an MLP that lanes share out, or one does."""
+    return "ffn" if lanes == 1 else "ffn_over_lanes"
+
+
 @dataclass(frozen=True)
 class MlpSpec:
     """Gated MLP: activation(gate) * up, then down (Shazeer, 2020). activation: a key of
-    `models.layers.GATES`."""
+    `models.layers.GATES`. lanes: over which it is split besides ranks; each lane then computes its
+    part of it for the tokens of all. parts_of_rank: those of a rank of which one device has one, in
+    the spec of its share."""
 
     activation: str = "silu"
+    lanes: int = 1
+    parts_of_rank: int = 1
 
     def declare(self, sizes: Dimensions) -> dict[str, Declared]:
         """`gate_up` has both projections, side by side."""
         D = sizes.d_model
-        F = sizes.d_ff
+        F = -(-sizes.d_ff // self.parts_of_rank)
+        axis = ffn_axis(self.lanes)
         return {
-            "gate_up": Declared((D, 2, F), ("embed", None, "ffn"), inputs=1),
-            "down": Declared((F, D), ("ffn", "embed"), inputs=1),
+            "gate_up": Declared((D, 2, F), ("embed", None, axis), inputs=1),
+            "down": Declared((F, D), (axis, "embed"), inputs=1),
         }
 
     def parts(self, sizes: Dimensions) -> dict[str, tuple[int, ...]]:
@@ -258,20 +268,26 @@ class MlpSpec:
         return {"gate": (F, D), "up": (F, D), "down": (D, F)}
 
     def splits(self, sizes: Dimensions, tp: int) -> bool:
-        """Returns True if `tp` ranks can share the MLP."""
-        return sizes.d_ff % tp == 0
+        """Returns True if `tp` ranks of each lane can share the MLP."""
+        return sizes.d_ff % (tp * self.lanes) == 0
 
     def share(self, tp: int) -> MlpSpec:
         """Returns the spec of one of `tp` ranks: sizes are those of `Dimensions`."""
-        return self
+        return replace(self, parts_of_rank=self.lanes)
 
-    def over(self, lanes: int) -> MlpSpec:
-        """Returns the spec for lanes that share experts: there are none."""
-        return self
+    def weights_for_others(self, sizes: Dimensions) -> int:
+        """Elements by which a device multiplies tokens of other lanes, times these lanes."""
+        return (self.lanes - 1) * 3 * sizes.d_model * -(-sizes.d_ff // self.parts_of_rank)
+
+    def over(self, expert_lanes: int, mlp_lanes: int) -> MlpSpec:
+        """Returns the spec for lanes that share MLPs out; there are no experts."""
+        return replace(self, lanes=mlp_lanes)
 
     def inner(self, sizes: Dimensions) -> int:
-        """Counts the inner states of a token: gate, up and their product."""
-        return 3 * sizes.d_ff
+        """Counts the inner states of a token: gate, up and their product; with lanes, also the
+        token and the result."""
+        states = 3 * -(-sizes.d_ff // self.parts_of_rank)
+        return states if self.lanes == 1 else self.lanes * (states + 2 * sizes.d_model)
 
 
 @dataclass(frozen=True)
@@ -300,7 +316,8 @@ class ExpertsSpec:
     MLPs with `d_ff` inner states each. biases: experts have biases. shared: inner states of an MLP
     that computes every token beside them, 0: there is none; shared_gate: its output has a weight
     for each token. lanes: over which experts are split besides ranks; each lane then computes its
-    experts for the tokens of all. held: experts of one device, in the spec of its share; 0: all."""
+    experts for the tokens of all. shared_lanes: the same of what is shared, 1 or as many. held:
+    experts of one device, in the spec of its share; 0: all."""
 
     count: int
     active: int
@@ -311,6 +328,7 @@ class ExpertsSpec:
     shared: int = 0
     shared_gate: bool = False
     lanes: int = 1
+    shared_lanes: int = 1
     held: int = 0
 
     def declare(self, sizes: Dimensions) -> dict[str, Declared]:
@@ -337,8 +355,9 @@ class ExpertsSpec:
             declared["expert_down_bias"] = Declared((E, D), axes[:2])
         if self.shared:
             S = self.shared
-            declared["shared_gate_up"] = Declared((D, 2, S), ("embed", None, "ffn"), inputs=1)
-            declared["shared_down"] = Declared((S, D), ("ffn", "embed"), inputs=1)
+            axis = ffn_axis(self.shared_lanes)
+            declared["shared_gate_up"] = Declared((D, 2, S), ("embed", None, axis), inputs=1)
+            declared["shared_down"] = Declared((S, D), (axis, "embed"), inputs=1)
         if self.shared_gate:
             declared["shared_gate"] = Declared((D, 1), ("embed", None), wide=True)
         return declared
@@ -366,22 +385,28 @@ class ExpertsSpec:
 
     def splits(self, sizes: Dimensions, tp: int) -> bool:
         """Returns True if `tp` ranks of each lane can share the experts."""
-        return self.count % (tp * self.lanes) == 0 and self.shared % tp == 0
+        whole = self.shared % (tp * self.shared_lanes) == 0
+        return self.count % (tp * self.lanes) == 0 and whole
 
-    def over(self, lanes: int) -> ExpertsSpec:
-        """Returns the spec of experts that lanes share out."""
-        return replace(self, lanes=lanes)
+    def weights_for_others(self, sizes: Dimensions) -> int:
+        """Elements of what is shared by which a device multiplies tokens of other lanes, times
+        these lanes."""
+        return (self.shared_lanes - 1) * 3 * sizes.d_model * self.shared
+
+    def over(self, expert_lanes: int, mlp_lanes: int) -> ExpertsSpec:
+        """Returns the spec for lanes that share experts, and what is shared, out."""
+        return replace(self, lanes=expert_lanes, shared_lanes=mlp_lanes)
 
     def share(self, tp: int) -> ExpertsSpec:
         """Returns the spec of one of `tp` ranks of a lane."""
         held = -(-self.count // (tp * self.lanes))
-        return replace(self, held=held, shared=-(-self.shared // tp))
+        return replace(self, held=held, shared=-(-self.shared // (tp * self.shared_lanes)))
 
     def inner(self, sizes: Dimensions) -> int:
         """Counts the inner states of a token: for each of its experts the token, gate, up, their
         product and the result, and those of what is shared."""
         each = 3 * self.d_ff + 2 * sizes.d_model
-        return self.lanes * self.active * each + 3 * self.shared
+        return self.lanes * self.active * each + self.shared_lanes * 3 * self.shared
 
 
 @dataclass(frozen=True)

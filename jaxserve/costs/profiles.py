@@ -17,7 +17,7 @@ from jaxserve.checkpoint.model import ModelConfig, declare
 from jaxserve.checkpoint.specs import ExpertsSpec
 from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.costs.coefficients import Costs
-from jaxserve.costs.experts import expert_seconds
+from jaxserve.costs.ffn_lanes import ffn_seconds
 from jaxserve.costs.heads import heads_of
 from jaxserve.lanes.rates import Link
 from jaxserve.lanes.work import ITEM
@@ -103,6 +103,7 @@ class Device:
         experts = ITEM * model.expert_weights(tp)
         lanes = expert_lanes(model)
         active = weights + experts * lanes * model.active_experts
+        active += ITEM * model.weights_for_others(tp)
         pair = attending * heads.pair_flops / self.attention_flops_per_s
         kv = attending * heads.kv_bytes
         head = model.head_weights(tp)
@@ -146,7 +147,7 @@ class Device:
         exchanged = heads.query_bytes + heads.new_kv_bytes + heads.partial_bytes
         node = self.node.in_layers(heads.attending)
         link = self._ranks(tp)
-        once, token = expert_seconds(model, self.node)
+        once, token = ffn_seconds(model, self.node)
         return Costs(
             layers=model.layers,
             tp=2 * link.seconds,
@@ -186,6 +187,10 @@ class DeviceProfile:
     costs: Costs
 
 
+# what lanes that share out MLPs and experts change
+SHARED_OUT = ("linear_floor", "linear_base", "linear_token", "expert_floor", "expert_base")
+
+
 @functools.cache
 def _table() -> dict:
     return json.loads(FILE.read_text())
@@ -215,7 +220,8 @@ def devices() -> dict[str, Device]:
 
 def costs(device: str, model: ModelConfig, tp: int = 1) -> Costs:
     """Returns the row of a measured model with these matrices, or else computes costs from the
-    device's. Errors: ConfigError."""
+    device's. What lanes share out was not measured: its parts of a row change by the factor that is
+    computed. Errors: ConfigError."""
     if device not in devices():
         raise ConfigError("device", f"{device!r} is not one of {', '.join(devices())}")
     if not 1 <= tp <= model.heads:
@@ -223,5 +229,19 @@ def costs(device: str, model: ModelConfig, tp: int = 1) -> Costs:
     for row in profiles():
         measured = (row.device, row.tp) == (device, tp) and not model.has_windows
         if measured and _matrices(MODELS[row.model]) == _matrices(model):
-            return row.costs
+            return _shared_out(row.costs, devices()[device], model, tp)
     return devices()[device].costs(model, tp)
+
+
+def _shared_out(measured: Costs, device: Device, model: ModelConfig, tp: int) -> Costs:
+    """Returns costs measured of a model whose lanes have all of it, for one that they share."""
+    alone = model.over()
+    if model == alone:
+        return measured
+    before = device.costs(alone, tp)
+    after = device.costs(model, tp)
+    changed = {
+        name: getattr(measured, name) * getattr(after, name) / (getattr(before, name) or 1.0)
+        for name in SHARED_OUT
+    }
+    return dataclasses.replace(measured, expert_lanes=after.expert_lanes, **changed)

@@ -20,7 +20,7 @@ from jaxserve.engine.step_shapes import sample_sizes, shapes
 from jaxserve.group.member import this_member
 from jaxserve.kernels import ops
 from jaxserve.kernels.kv_pages import FP8, pool_shapes
-from jaxserve.settings.schema import ConfigError, EngineConfig, MeshConfig
+from jaxserve.settings.schema import ConfigError, EngineConfig, MeshConfig, ModelSource
 from jaxserve.sharding.mesh import KVP, TP, ensure_devices
 from jaxserve.weights import open_checkpoint
 from jaxserve.weights.checkpoint import Checkpoint
@@ -82,9 +82,13 @@ def kv_tokens(model: ModelConfig, room: DeviceRoom) -> Callable[[EngineConfig], 
 def split_model(config: EngineConfig, model: ModelConfig) -> ModelConfig:
     """Returns the model as the mesh splits it. Errors: ConfigError for degrees that do not
     divide."""
-    if config.source.enable_expert_parallel:
-        return model.with_tp(config.mesh.tp, config.mesh.kvp)
-    return model.with_tp(config.mesh.tp)
+    return model.with_tp(config.mesh.tp, *ffn_lanes(config.source, config.mesh))
+
+
+def ffn_lanes(source: ModelSource, mesh: MeshConfig) -> tuple[int, int]:
+    """Returns the lanes that share experts out, and MLPs: see `ModelConfig.over`."""
+    mlps = mesh.kvp if source.ffn_over_lanes else 1
+    return (mesh.kvp if source.enable_expert_parallel else mlps), mlps
 
 
 def kept_weights(

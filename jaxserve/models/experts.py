@@ -4,8 +4,6 @@ the tokens of all, and sends back what its experts made of them."""
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -14,7 +12,7 @@ from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.checkpoint.specs import ExpertsSpec, RouterSpec
 from jaxserve.models.layers import gated
 from jaxserve.models.parameters import create, grouped, matmul
-from jaxserve.sharding.mesh import KVP, TP
+from jaxserve.sharding.mesh import KVP, TP, over_lanes
 
 SCORES = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}  # by `RouterSpec.scores`
 _LEAST = 1e-20  # beside sums of sigmoids, which may all be zero
@@ -42,18 +40,21 @@ class Experts(nnx.Module):
 
     def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
         """Hidden states [T, D] at positions [T] (-1: padding) -> this rank's part of the output."""
+        spec = self.spec
         weights, chosen = self._route(x)
         chosen = jnp.where((positions >= 0)[:, None], chosen, -1)
-        if self.spec.lanes == 1:
-            out = self._compute(x, weights, chosen, jax.lax.axis_index(TP))
-        else:
-            share = jax.lax.axis_index(KVP) * jax.lax.axis_size(TP) + jax.lax.axis_index(TP)
-            everyone = functools.partial(jax.lax.all_gather, axis_name=KVP, tiled=True)
-            out = self._compute(everyone(x), everyone(weights), everyone(chosen), share)
-            out = jax.lax.psum_scatter(out, KVP, tiled=True)
-        if self.spec.shared:
+        if spec.shared and spec.shared_lanes == spec.lanes:
+            return over_lanes(self._all, spec.lanes, x, positions, weights, chosen)
+        out = over_lanes(self._compute, spec.lanes, x, weights, chosen)
+        if spec.shared:
             out = out + self._shared(x, positions)
         return out
+
+    def _all(
+        self, x: jax.Array, positions: jax.Array, weights: jax.Array, chosen: jax.Array
+    ) -> jax.Array:
+        """Sums what this device's experts, and its part of what is shared, make of tokens."""
+        return self._compute(x, weights, chosen) + self._shared(x, positions)
 
     def _route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Weights f32 and numbers of the experts of each token, [T, active]; all in f32."""
@@ -67,12 +68,12 @@ class Experts(nnx.Module):
             correction = self.correction[...]
         return route(logits, self.spec.router, self.spec.active, correction)
 
-    def _compute(
-        self, x: jax.Array, weights: jax.Array, chosen: jax.Array, share: jax.Array
-    ) -> jax.Array:
+    def _compute(self, x: jax.Array, weights: jax.Array, chosen: jax.Array) -> jax.Array:
         """Sums what this device's experts make of tokens x [T, D], in the order of their ranking.
-        weights, chosen [T, active]; -1: none. share: number of the device's share of the
-        experts."""
+        weights, chosen [T, active]; -1: none."""
+        share = jax.lax.axis_index(TP)  # of the experts
+        if self.spec.lanes > 1:
+            share = share + jax.lax.axis_index(KVP) * jax.lax.axis_size(TP)
         E = len(jax.tree.leaves(self.expert_down.get_value())[0])
         mine = chosen - share * E
         mine = jnp.where((chosen >= 0) & (mine >= 0) & (mine < E), mine, E)  # E: of others

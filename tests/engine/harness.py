@@ -54,6 +54,7 @@ def engine(
     planned: bool = False,
     profiled: bool = True,
     expert_parallel: bool = False,
+    ffn_over_lanes: bool = False,
     layer_groups: int = 1,
     **cache,
 ) -> Engine:
@@ -69,6 +70,7 @@ def engine(
             dtype=dtype,
             quantization=quantization,
             enable_expert_parallel=expert_parallel,
+            ffn_over_lanes=ffn_over_lanes,
         ),
         MeshConfig.parse(mesh),
         CacheConfig(block_size=block, pages=pages, **cache),

@@ -95,7 +95,28 @@ def test_the_first_layers_say_what_the_reference_says_on_every_mesh(
     mesh, first_words, smollm2_first_layers
 ):
     """Tokens and their log-probabilities, by chunks of mixed sizes, on random lanes."""
-    real = engine(smollm2_first_layers, name_of(mesh), **SMALL)
+    assert_first_words(engine(smollm2_first_layers, name_of(mesh), **SMALL), mesh, first_words)
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param(m, id=str(m), marks=[] if m in FEW else pytest.mark.matrix)
+        for m in MESHES
+        if m[1] > 1
+    ],
+)
+def test_the_first_layers_say_what_the_reference_says_with_mlps_over_lanes(
+    mesh, first_words, smollm2_first_layers
+):
+    real = engine(smollm2_first_layers, name_of(mesh), **SMALL, ffn_over_lanes=True)
+    split = [value for stage in real.worker.stages.stages for value in stage.values]
+    inner = 1536 // (mesh[1] * mesh[2])
+    assert any(inner in value.addressable_shards[0].data.shape for value in split)
+    assert_first_words(real, mesh, first_words)
+
+
+def assert_first_words(real, mesh, first_words) -> None:
     real = fresh(real, "random" if mesh[1] > 1 else "grow")
     runner = Runner(real)
     cases = short(first_words)
@@ -137,6 +158,14 @@ def test_tokens_equal_the_reference_on_every_mesh(mesh, golden, smollm2_gguf):
     modes += [("64", "grow"), ("mixed", "grow")] if mesh[1] > 1 else []
     real = engine(smollm2_gguf, name_of(mesh), chunk=512, seqs=8, pages=640, max_len=8192)
     assert_golden(real, golden["cases"], modes)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("mesh", [mesh for mesh in MESHES if mesh[1] > 1], ids=str)
+def test_tokens_equal_the_reference_with_mlps_over_lanes(mesh, golden, smollm2_gguf):
+    sizes = dict(chunk=512, seqs=8, pages=640, max_len=8192)
+    real = engine(smollm2_gguf, name_of(mesh), **sizes, ffn_over_lanes=True)
+    assert_golden(real, golden["cases"], [("mixed", "random")], longest=2000)
 
 
 RINGS = [

@@ -84,6 +84,25 @@ def test_experts_may_be_split_over_lanes(name, mesh, tmp_path):
     assert_equals_transformers(name, mesh, tmp_path, expert_parallel=True)
 
 
+@pytest.mark.parametrize(
+    "name, mesh",
+    [
+        ("glm4_moe", "kvp=2,tp=2"),
+        *(
+            pytest.param(*case, marks=pytest.mark.matrix)
+            for case in (
+                ("gemma2", ALL_AXES),
+                ("deepseek_v3", "kvp=2,tp=2"),
+                ("qwen3_next", "kvp=2"),
+                ("gpt_oss", "kvp=4"),
+            )
+        ),
+    ],
+)
+def test_mlps_and_what_experts_share_may_be_split_over_lanes(name, mesh, tmp_path):
+    assert_equals_transformers(name, mesh, tmp_path, ffn_over_lanes=True)
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("exchange", ["pass_q", "pass_kv", "visit"])
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "deepseek_v3"])

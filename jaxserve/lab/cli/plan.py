@@ -57,6 +57,7 @@ SYSTEM = [
     Option("gpus", str, "8", "how many GPUs a replica has; several counts, as N,N, are compared"),
     _SIMULATED["lookahead"],
     _SIMULATED["enable_expert_parallel"],
+    _SIMULATED["ffn_over_lanes"],
 ]
 WORKLOAD = [
     _SIMULATED["workload"],
@@ -143,6 +144,7 @@ def question_of(values: Mapping[str, Any]) -> PlanQuestion:
         values["attainment"],
         values["lookahead"],
         values["enable_expert_parallel"],
+        values["ffn_over_lanes"],
     )
 
 

@@ -82,6 +82,7 @@ SYSTEM = [
         8,
     ),
     options_of(ModelSource)["enable_expert_parallel"],
+    options_of(ModelSource)["ffn_over_lanes"],
     Option(
         "noise",
         float,
@@ -141,6 +142,7 @@ def run(values: dict[str, Any]) -> int:
         values["gpu"],
         mesh_of(values["mesh"]),
         expert_parallel=values["enable_expert_parallel"],
+        ffn_over_lanes=values["ffn_over_lanes"],
         noise=Noise(values["noise"], values["seed"]),
     )
     scheduler, cache = configs(values)

@@ -148,6 +148,7 @@ def _simulated(point: Point, gpu: str) -> dict[str, Any]:
         gpu,
         config.mesh,
         expert_parallel=config.source.enable_expert_parallel,
+        ffn_over_lanes=config.source.ffn_over_lanes,
     )
     check_classes(config.scheduler, arrivals)
     replica = system.replica(config.scheduler, config.cache, config.lookahead)

@@ -76,9 +76,16 @@ class PlanQuestion:
     attainment: float = 0.9
     lookahead: int = 1
     expert_parallel: bool = False
+    ffn_over_lanes: bool = False
 
     def system(self, mesh: MeshConfig) -> System:
-        system = System(self.shape, self.device, mesh, expert_parallel=self.expert_parallel)
+        system = System(
+            self.shape,
+            self.device,
+            mesh,
+            expert_parallel=self.expert_parallel,
+            ffn_over_lanes=self.ffn_over_lanes,
+        )
         return system.with_cache(self.cache)
 
     def settings(self, mesh: MeshConfig) -> tuple[SchedulerConfig, CacheConfig]:

@@ -22,7 +22,7 @@ from jaxserve.checkpoint.model import ModelConfig, layers_of
 from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.clock import VirtualClock
 from jaxserve.costs.coefficients import Costs
-from jaxserve.costs.experts import expert_seconds
+from jaxserve.costs.ffn_lanes import ffn_seconds
 from jaxserve.costs.heads import heads_of
 from jaxserve.costs.profiles import costs, devices
 from jaxserve.lab.quotients import quotient
@@ -69,7 +69,8 @@ class System:
     """A simulated system: a model's shape on `mesh` of `device`s. A replica has no limit on a
     sequence but its pages. memory: share of a device's that weights and KV may fill. kv_gib: memory
     for KV per device, where it is given. kv_cache_dtype: see CacheConfig. node_devices: that one
-    node has; all ranks of a lane are in one. expert_parallel: lanes share experts out.
+    node has; all ranks of a lane are in one. expert_parallel: lanes share experts out;
+    ffn_over_lanes: MLPs too.
     layer_groups: programs that run one after the other in each step, each with a launch."""
 
     shape: ModelConfig
@@ -80,6 +81,7 @@ class System:
     kv_cache_dtype: str = "auto"
     node_devices: int = NODE_DEVICES
     expert_parallel: bool = False
+    ffn_over_lanes: bool = False
     noise: Noise = NO_NOISE
     layer_groups: int = 1
 
@@ -98,7 +100,8 @@ class System:
     @property
     def model(self) -> ModelConfig:
         """The model as lanes share it."""
-        return self.shape.over(self.mesh.kvp if self.expert_parallel else 1)
+        mlps = self.mesh.kvp if self.ffn_over_lanes else 1
+        return self.shape.over(self.mesh.kvp if self.expert_parallel else mlps, mlps)
 
     @property
     def costs(self) -> Costs:
@@ -106,7 +109,7 @@ class System:
         bfloat16. Errors: ConfigError for an unknown device or a degree of tp that was not
         measured."""
         measured = costs(self.device, self.model, self.mesh.tp)
-        once, token = expert_seconds(self.model, self.link(self.mesh.kvp))
+        once, token = ffn_seconds(self.model, self.link(self.mesh.kvp))
         bytes_ = self.heads.stored / (ITEM * self.heads.head_dim)
         return dataclasses.replace(
             measured,

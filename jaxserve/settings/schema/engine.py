@@ -17,6 +17,7 @@ from jaxserve.settings.schema.model import ModelSource
 from jaxserve.settings.schema.scheduler import SchedulerConfig
 
 AUTOMATIC = frozenset({"mesh", "block_size", "chunk_tokens", "max_seqs"})
+MORE_LANES = "give --mesh a kvp of 2 or more"
 # defaults of servers, where they differ from those of the config
 SERVED: Mapping[str, str] = {"policy": "slack", "chunking": "adaptive", "admission": "stated"}
 
@@ -89,6 +90,8 @@ class EngineConfig(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_lanes(self.mesh, self.cache, self.scheduler)
+        if self.source.ffn_over_lanes and self.mesh.kvp == 1:
+            raise ConfigError("ffn_over_lanes", f"has no effect on one lane; {MORE_LANES}")
         scheduler = self.scheduler
         for name, value, needs_costs in (
             ("exchange", scheduler.exchange, scheduler.exchange in CHOOSERS),
@@ -114,9 +117,7 @@ def check_lanes(mesh: MeshConfig, cache: CacheConfig, scheduler: SchedulerConfig
         ("prefix_copies", cache.prefix_copies, CacheConfig.prefix_copies),
     ):
         if mesh.kvp == 1 and value != default:
-            raise ConfigError(
-                name, f"{value} has no effect on one lane; give --mesh a kvp of 2 or more"
-            )
+            raise ConfigError(name, f"{value} has no effect on one lane; {MORE_LANES}")
     if scheduler.matched_homes and not PLACEMENTS[cache.placement].pools:
         raise ConfigError("matched_homes", f"has no effect with --placement={cache.placement}")
     if scheduler.improvement is not None and planner not in ("single", "cdsp"):

@@ -41,6 +41,12 @@ class ModelSource(Settings):
         "split the experts of mixtures over lanes as well as ranks: less memory and fewer weights "
         "read by a device, but every lane gets the tokens of all",
     )
+    ffn_over_lanes: bool = option(
+        False,
+        "split MLPs, and the experts of mixtures, over lanes as well as ranks: a lane that decodes "
+        "long contexts reads its part of their weights in place of all, and gets the tokens of all "
+        "lanes",
+    )
     generation_config: str = option(
         "auto",
         "where the sampling parameters stand that requests have unless they state them: in the "

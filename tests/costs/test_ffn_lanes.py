@@ -1,4 +1,5 @@
-"""What lanes that share experts out send each other, beside a compiled layer and by hand."""
+"""What lanes that share out experts or MLPs send each other, beside a compiled layer and by
+hand."""
 
 from __future__ import annotations
 
@@ -12,13 +13,15 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from experiments.multihost.hlo import collectives
-from jaxserve.checkpoint.specs import ExpertsSpec
+from jaxserve.checkpoint.specs import ExpertsSpec, MlpSpec
 from jaxserve.checkpoint.zoo import MODELS
-from jaxserve.costs.experts import MESSAGES, expert_traffic
+from jaxserve.costs.ffn_lanes import ffn_traffic
 from jaxserve.costs.profiles import devices
 from jaxserve.lab.simulate.run import System
 from jaxserve.models.experts import Experts
+from jaxserve.models.mlp import GatedMlp
 from jaxserve.settings.schema import MeshConfig
+from jaxserve.sharding import rules
 from jaxserve.sharding.mesh import KVP, TP
 
 TINY = MODELS["tiny"]
@@ -28,11 +31,17 @@ TOKENS = 6  # of a lane
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 @pytest.mark.parametrize("lanes, tp", [(2, 4), (4, 2), (8, 1), (1, 8)])
-def test_a_compiled_layer_sends_what_the_formula_says(lanes, tp):
-    spec = ExpertsSpec(16, 3, 32, lanes=lanes)
-    graph, state = nnx.split(Experts(dataclasses.replace(TINY, mlps=(spec,)), 0))
-    experts = PartitionSpec((KVP, TP))
-    split = {name: experts if name.startswith("expert_") else PartitionSpec() for name in state}
+@pytest.mark.parametrize("kind", ["experts", "experts and what is shared", "MLP"])
+def test_a_compiled_layer_sends_what_the_formula_says(lanes, tp, kind):
+    spec: ExpertsSpec | MlpSpec = ExpertsSpec(16, 3, 32, lanes=lanes)
+    if kind == "MLP":
+        spec = MlpSpec(lanes=lanes)
+    elif kind != "experts":
+        spec = ExpertsSpec(16, 3, 32, shared=64, lanes=lanes, shared_lanes=lanes)
+    model = dataclasses.replace(TINY, mlps=(spec,))
+    made = GatedMlp if kind == "MLP" else Experts
+    graph, state = nnx.split(made(model, 0))
+    split = {name: rules.spec(*one.axes) for name, one in spec.declare(model).items()}
     tokens = PartitionSpec(KVP)
     layer = jax.shard_map(
         lambda state, x, positions: nnx.merge(graph, state)(x, positions),
@@ -49,13 +58,16 @@ def test_a_compiled_layer_sends_what_the_formula_says(lanes, tp):
         "all-gather": bytes_of("all-gather") * (lanes - 1) // lanes,
         "reduce-scatter": bytes_of("reduce-scatter") * (lanes - 1),
     }
-    said = expert_traffic(TINY.d_model, spec, item=4)
+    said = ffn_traffic(TINY.d_model, spec, item=4)
+    # of what is not experts, positions are gathered too: of a whole model once, for all layers
+    positions = 4 * (lanes - 1) * (kind != "experts")
     assert sent == {
-        "all-gather": TOKENS * said.gathered,
+        "all-gather": TOKENS * (said.gathered + positions),
         "reduce-scatter": TOKENS * said.scattered,
     }
     assert {one.operation for one in found} <= sent.keys()
-    assert sum(one.times for one in found) <= MESSAGES  # XLA may join some
+    messages = said.messages + (lanes > 1 and kind != "experts")
+    assert sum(one.times for one in found) <= messages  # XLA may join some
 
 
 def test_seconds_of_experts_over_lanes_by_hand():
@@ -93,6 +105,21 @@ def test_lanes_that_share_experts_hold_and_read_fewer_of_them():
     # products as before; but tokens of both lanes are sorted by expert, and their results summed
     sorted_bytes = 2 * 8 * (3 * 768 + 2 * 2048) / devices()["h100"].elementwise_bytes_per_s
     assert few.linear_token == pytest.approx(of_all.linear_token + sorted_bytes)
+
+
+def test_lanes_that_share_mlps_read_their_part_and_compute_as_much():
+    llama = MODELS["llama3.1-8b"]
+    mesh = MeshConfig(kvp=4, tp=2)
+    alone, shared = (System(llama, "h100", mesh, ffn_over_lanes=each) for each in (False, True))
+    mlps = 32 * 3 * 4096 * 14336 * 2  # bytes
+    assert alone.weights - shared.weights == mlps / 2 - mlps / 8
+    few, of_all = shared.costs, alone.costs
+    assert 0.3 < few.linear_floor / of_all.linear_floor < 0.6
+    # the products of a token are as many; it is gathered, and its result scattered
+    assert of_all.linear_token < few.linear_token < 1.1 * of_all.linear_token
+    link = shared.link(4)
+    assert few.experts_sent == pytest.approx(2 * link.seconds)
+    assert few.experts_sent_token == pytest.approx(2 * 3 * 4096 * 2 / link.bytes_per_s)
 
 
 def test_experts_must_divide_over_the_devices_that_share_them():
