@@ -4,6 +4,7 @@ tell, and as many as the batch asks for, however long the context is."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 
 import numpy as np
@@ -264,10 +265,20 @@ class OnePlan:
         return PlanPart(self.stop, (0,)), PlanPart(target, (0, 1))
 
 
-def sizes(context: int) -> dict[str, list[int]]:
-    """Returns bytes of decode steps after `context` tokens, of the first step after a prefix hit of
-    them, and of the step with which they go over two lanes."""
-    found: dict[str, list[int]] = {}
+@dataclasses.dataclass
+class Sizes:
+    """Bytes of decode steps after a context, of the first step after a prefix hit of it, and, by
+    how many pages move and how many entries of page tables change, of the longest of the steps with
+    which it goes over two lanes."""
+
+    plain: list[int]
+    hit: list[int]
+    regroup: dict[tuple[int, int], int]
+
+
+@functools.cache
+def sizes(context: int) -> Sizes:
+    """Returns bytes of steps after `context` tokens."""
     tail = 3 * BLOCK
     params = SamplingParams(temperature=0, max_tokens=40)
     prompt = np.arange(context + tail, dtype=np.int32) % 997
@@ -296,21 +307,37 @@ def sizes(context: int) -> dict[str, list[int]]:
                 scheduler.finish(batch, StepResults(np.ones(len(batch.slot), np.int32)), 0.0)
         return steps
 
-    plain = run(1, None, ["first", "second"])
-    found["plain"] = [size for batch, size in plain if batch.is_decode.all()][:32]
-    found["hit"] = [size for batch, size in plain if batch.admitted and batch.start[0]]
-    moved = run(2, OnePlan(context), ["first"])
-    found["regroup"] = [size for batch, size in moved if len(batch.moves)]
-    return found
+    steps = run(1, None, ["first", "second"])
+    regroup: dict[tuple[int, int], int] = {}
+    for batch, size in run(2, OnePlan(context), ["first"]):
+        if len(batch.moves):
+            alike = len(batch.moves), len(batch.table_updates)
+            regroup[alike] = max(size, regroup.get(alike, 0))
+    return Sizes(
+        [size for batch, size in steps if batch.is_decode.all()][:32],
+        [size for batch, size in steps if batch.admitted and batch.start[0]],
+        regroup,
+    )
 
 
 def test_a_command_at_a_million_tokens_is_as_long_as_at_a_thousand():
-    """Plain, after a prefix hit, and after a regroup: pages that a prompt got in a row are sent as
-    a run."""
+    """Plain and after a prefix hit: pages that a prompt got in a row are sent as a run."""
     short, long, longest = (sizes(context) for context in (2**10, 2**17, 2**20))
-    print({name: (short[name][:3], long[name][:3], longest[name][:3]) for name in short})
-    assert all(len(short[name]) == len(longest[name]) > 0 for name in ("plain", "hit"))
-    assert sorted(short["plain"]) == sorted(long["plain"]) == sorted(longest["plain"])
-    assert max(long["hit"]) <= short["hit"][0] + 64 and max(longest["hit"]) <= short["hit"][0] + 64
-    assert max(longest["regroup"]) <= max(long["regroup"]) + 64
-    assert max(longest["plain"]) < 400 and max(longest["hit"]) < 1000
+    assert len(short.plain) == len(longest.plain) > 0 and len(short.hit) == len(longest.hit) > 0
+    assert sorted(short.plain) == sorted(long.plain) == sorted(longest.plain)
+    assert max(*long.hit, *longest.hit) <= short.hit[0] + 64
+    assert max(longest.plain) < 400 and max(longest.hit) < 1000
+
+
+def test_a_command_that_moves_pages_is_as_long_for_any_history():
+    """Steps that move as many pages and change as many entries of page tables."""
+    short, long, longest = (sizes(context).regroup for context in (2**13, 2**17, 2**20))
+    for shorter in (short, long):
+        alike = shorter.keys() & longest.keys()
+        assert alike
+        assert all(longest[step] <= shorter[step] + 64 for step in alike)
+    assert set(long) <= set(longest)
+    # a page that moves has four numbers, an entry that changes five
+    assert all(
+        size < 4 * (4 * moves + 5 * updates) / 2 for (moves, updates), size in longest.items()
+    )
