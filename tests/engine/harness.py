@@ -95,9 +95,9 @@ def fresh(
     chooser: ExchangeChooser | None = None,
     **settings,
 ) -> Engine:
-    """An engine on the same devices with an empty cache, another placement, so many of the pages,
-    costs of steps and exchanges, and other settings of the scheduler. It overwrites those of the
-    old one: use that no more."""
+    """An engine on the same devices and tiers below them with an empty cache, another placement, so
+    many of the pages, costs of steps and exchanges, and other settings of the scheduler. It
+    overwrites those of the old one: use that no more."""
     plan = old.worker.plan
     cache = dataclasses.replace(old.config.cache, pages=pages or plan.pages, placement=placement)
     config = dataclasses.replace(
@@ -105,7 +105,13 @@ def fresh(
     )
     scheduler = Scheduler(
         config.scheduler,
-        CacheManager(cache, plan.mesh.kvp, plan.slots, rules=LaneRules(most_moves=plan.moves)),
+        CacheManager(
+            cache,
+            plan.mesh.kvp,
+            plan.slots,
+            lower=old.worker.lower_tiers,
+            rules=LaneRules(most_moves=plan.moves),
+        ),
         plan.mesh,
         old.info.max_model_len,
         plan.model.eos_ids,

@@ -4,6 +4,7 @@ their tokens before the step ends, and no token of either changes."""
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -14,9 +15,10 @@ from jaxserve.api.request import Slo
 from jaxserve.costs.coefficients import Costs
 from jaxserve.engine.command import DeviceError
 from jaxserve.engine.engine import Engine
-from jaxserve.scheduling.events import StepRead
+from jaxserve.scheduling.events import StepIssued, StepRead
 from tests.engine.harness import Runner, assert_empty, engine, fresh
 from tests.engine.test_golden import submit, with_tokens
+from tests.waiting import eventually
 
 # predicted seconds are far above those that steps take, so that a busy machine changes nothing:
 # with these a chunk of 512 tokens takes 20 s, one of two to five groups of its layers 4 s or more
@@ -150,4 +152,50 @@ def test_random_requests_have_the_tokens_that_whole_steps_give(mesh):
     parts, often = random_tokens(real, "slack")
     assert often and not never
     assert parts == whole
+    real.close()
+
+
+def tokens_beside_tiers(
+    real: Engine, policy: str, see: Callable[[Engine, StepIssued], object] = lambda *_: None
+) -> tuple[list[list[int]], int]:
+    """Tokens of rounds of requests: a new long prompt, the one of two rounds ago, of which blocks
+    have left the devices, and a short one that would be late behind a long step; and how often a
+    step was interrupted. see: gets the engine and each step once it is issued."""
+    rng = random.Random(0)
+    real = unlearning(fresh(real, "grow", costs=TINY, policy=policy))
+    real.bus.subscribe(StepIssued, lambda step: see(real, step))
+    runner = Runner(real)
+    long = [[rng.randrange(3, 500) for _ in range(390)] for _ in range(8)]
+    for number, prompt in enumerate(long):
+        runner.submit(prompt, rest=LATE, max_tokens=8, ignore_eos=True)
+        if number > 1:
+            runner.submit(long[number - 2], rest=LATE, max_tokens=8, ignore_eos=True)
+        while real.steps.in_flight.partial is None and real.step():
+            real.scheduler.check()
+        soon = dict(slo=Slo(ttft=1.1))
+        runner.submit(prompt[:20], rest=soon, max_tokens=4, ignore_eos=True)
+        runner.run()
+    assert_empty(real)
+    return [runner.ids(id) for id in runner.events], real.scheduler.interruptions
+
+
+@pytest.mark.parametrize("mesh, pages", [("", 56), pytest.param("kvp=2", 28, marks=MATRIX)])
+def test_blocks_go_to_host_memory_and_back_beside_interrupted_steps(mesh, pages):
+    """Tokens are those that whole steps give, and nothing is left over on the way."""
+    sizes = dict(chunk=128, pages=pages, max_len=512)
+    real = engine(mesh=mesh, layer_groups=2, host_cache_gib=0.02, **sizes)
+    moving = []
+
+    def within(running: Engine, step: StepIssued) -> None:
+        if running.steps.in_flight.partial is not None and len(step.command.stores):
+            moving.append(step)
+
+    parts, often = tokens_beside_tiers(real, "edf", within)
+    assert often >= 4
+    assert moving, "no block left the devices while a step was issued in part"
+    counts = real.worker.lower_tiers.counts()
+    assert counts.host_reads and not counts.missed and not counts.wrong
+    eventually(lambda: real.worker.mover.idle)
+    assert not real.worker.lower_tiers.host.expected
+    assert (parts, 0) == tokens_beside_tiers(real, "fcfs")
     real.close()
