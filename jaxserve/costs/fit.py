@@ -11,12 +11,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from jaxserve.api.batch import Batch
 from jaxserve.costs.coefficients import Costs, ShapeCost, SpreadShape
+from jaxserve.costs.cross_validation import FOLDS, errors_of_unseen, mean_by_group
 from jaxserve.costs.predictor import Predictor
 from jaxserve.lanes.choice import Correction, ExchangeChooser
 from jaxserve.lanes.cost import lane_costs
@@ -25,8 +26,6 @@ from jaxserve.lanes.load import LaneLoad
 from jaxserve.settings.schema import ConfigError, MeshConfig
 
 TRIALS = 50  # steps of the search for what spread chunks take
-Step = TypeVar("Step")
-FOLDS = 3  # of cross-validation, over the points with context
 
 
 @dataclass(frozen=True)
@@ -234,33 +233,8 @@ def fit_spread(
         trial_costs, corrections = _spread_costs(costs, mesh, some)
         return lambda step: step.error(trial_costs, mesh, corrections)
 
-    held_out = _mean_by_group(steps, _errors_of_unseen(steps, trained))
+    held_out = mean_by_group(steps, errors_of_unseen(steps, trained))
     return SpreadFit(*_spread_costs(costs, mesh, steps), held_out)
-
-
-def _errors_of_unseen(
-    steps: Sequence[Step], trained: Callable[[Sequence[Step]], Callable[[Step], float]]
-) -> list[float]:
-    """Returns each step's relative error under what is trained on the other folds. Points of one
-    exchange and group follow each other, so that a fold has some of all. trained: returns the
-    error of a step, trained on some."""
-    errors = [0.0] * len(steps)
-    for fold in range(FOLDS):
-        others = [step for index, step in enumerate(steps) if index % FOLDS != fold]
-        error = trained(others or steps)
-        for index in range(fold, len(steps), FOLDS):
-            errors[index] = abs(error(steps[index]))
-    return errors
-
-
-def _mean_by_group(
-    steps: Sequence[_SpreadStep | _DecodeStep], errors: Sequence[float]
-) -> dict[tuple[str, int], float]:
-    """Returns the mean of the steps' errors by exchange and size of group."""
-    groups: dict[tuple[str, int], list[float]] = {}
-    for step, error in zip(steps, errors):
-        groups.setdefault((step.exchange, step.group_size), []).append(error)
-    return {pair: float(np.mean(found)) for pair, found in sorted(groups.items())}
 
 
 @dataclass(frozen=True)
@@ -354,12 +328,12 @@ def fit_decodes(
     corrections: dict[str, Correction] = {}
     held_out: dict[tuple[str, int], float] = {}
     for name, steps in by_exchange.items():
-        errors = _errors_of_unseen(steps, trained)
+        errors = errors_of_unseen(steps, trained)
         plain = [abs(step.error(Correction())) for step in steps]
         corrections[name] = _decode_correction(steps)
         if sum(errors) >= sum(plain):
             corrections[name], errors = Correction(), plain
-        held_out |= _mean_by_group(steps, errors)
+        held_out |= mean_by_group(steps, errors)
     return DecodeFit(corrections, dict(sorted(held_out.items())))
 
 

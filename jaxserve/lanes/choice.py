@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxserve.api.batch import DEFAULT_EXCHANGE
 from jaxserve.lanes.exchange import EXCHANGES, decode_exchanges
-from jaxserve.lanes.rates import ExchangeTimes, GroupLinks, links_of
+from jaxserve.lanes.rates import ExchangeTimes, GroupLinks, links_of, seconds_beside
 from jaxserve.lanes.work import ExchangeWork, require, work_of_decodes
 
 
@@ -32,6 +32,26 @@ class Correction:
 
     def __call__(self, predicted: float) -> float:
         return self.seconds + self.factor * predicted
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MoveTimes:
+    """Times of moves of pages between lanes. correction: of an all-to-all of as many bytes in each
+    layer; hidden: share of the shorter of a layer's move and the linear parts of the layer before
+    it that runs while the longer one does. Errors: ConfigError for a share beyond 1."""
+
+    correction: Correction = Correction()
+    hidden: float = 1.0
+
+    def __post_init__(self) -> None:
+        require(0 <= self.hidden <= 1, "hidden", self.hidden, "a share from 0 to 1")
+
+    def exposed(self, sent: float, linear: float, layers: int) -> float:
+        """Seconds of `layers` layers in which pages move and nothing else runs: all that the first
+        layer's take, and of each other one's what the layer before does not hide (Tetris, section
+        4.1). sent: seconds per layer of the all-to-all; linear: of a layer's linear parts."""
+        moving = self.correction(sent)
+        return moving + (layers - 1) * (seconds_beside(moving, linear, self.hidden) - linear)
 
 
 # picks an exchange by a group's times, a step's work and the predicted seconds by exchange
@@ -95,8 +115,9 @@ class ExchangeChooser(ExchangeTimes):
     least seconds. block: tokens of a page. moves: pages that a step moves from each lane to each,
     where it moves some. corrections: by exchange, where steps were measured; decode_corrections:
     of steps whose spread rows are decodes alone, with what these take besides attention. links: for
-    groups of other sizes; empty: those of `rates`, whatever the size. Errors: ConfigError that
-    names the field.
+    groups of other sizes; empty: those of `rates`, whatever the size. move_times: of pages that
+    change lanes, where steps that move some were measured; None: as an all-to-all takes, hidden as
+    `rates` say. Errors: ConfigError that names the field.
     """
 
     chooser: str | Pick = "auto"
@@ -106,6 +127,7 @@ class ExchangeChooser(ExchangeTimes):
     corrections: Mapping[str, Correction] = dataclasses.field(default_factory=dict)
     decode_corrections: Mapping[str, Correction] = dataclasses.field(default_factory=dict)
     links: GroupLinks = dataclasses.field(default_factory=dict)
+    move_times: MoveTimes | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -153,9 +175,16 @@ class ExchangeChooser(ExchangeTimes):
         return Decision(self.decode_chooser, seconds)
 
     def move_seconds(self) -> float:
-        """Seconds per layer in which a step moves pages between lanes, however few they are."""
+        """Seconds per layer of the all-to-all in which a step moves pages between lanes, however
+        few they are; without a correction."""
         size = (self.lanes - 1) * self.moves * self.block * self.heads.kv_bytes
         return self.rates.all_to_all(size)
+
+    def exposed_moves(self, linear: float, layers: int) -> float:
+        """Seconds of a step's `layers` layers in which pages change lanes and nothing else runs.
+        linear: seconds of a layer's linear parts."""
+        times = self.move_times or MoveTimes(hidden=self.rates.hidden)
+        return times.exposed(self.move_seconds(), linear, layers)
 
 
 def _corrected(

@@ -406,19 +406,13 @@ class ExchangeCosts(GatherCosts):
 
     def exposed_moves(self, batch: Batch, loads: Sequence[LaneLoad], layers: int) -> float:
         """Seconds of a step's `layers` layers in which pages change lanes and nothing else runs:
-        all that the first layer's take, and of each other one's what the linear parts of the layer
-        before do not hide (Tetris, section 4.1)."""
+        see `LaneCosts.exposed_moves`. The linear parts beside them are those of the lane with most
+        tokens."""
         if not len(batch.moves):
             return 0.0
         size = size_of_step(batch.group_size, batch.moves, self.lanes)
-        return self._exposed(size, max(load.decodes + load.tokens for load in loads), layers)
-
-    def _exposed(self, size: int, tokens: float, layers: int) -> float:
-        """Seconds of `exposed_moves` in groups of `size` lanes, each with `tokens` tokens."""
-        chooser = self._choosers[size]
-        moving = chooser.move_seconds()
-        linear = self.costs.linear(tokens)
-        return moving + (layers - 1) * (chooser.rates.beside(moving, linear) - linear)
+        linear = self.costs.linear(max(load.decodes + load.tokens for load in loads))
+        return self._choosers[size].exposed_moves(linear, layers)
 
     def growth(self, before: int, after: int, history: float, chunk: int, layers: int) -> float:
         """Seconds of exposed moves as a group of lanes grows: see `LaneCosts.growth`. Each of the
@@ -431,7 +425,7 @@ class ExchangeCosts(GatherCosts):
         exchange = self.chooser.chooser
         if not isinstance(exchange, str) or exchange in CHOOSERS or not EXCHANGES[exchange].settled:
             steps += 1
-        return steps * self._exposed(after, chunk, layers)
+        return steps * self._choosers[after].exposed_moves(self.costs.linear(chunk), layers)
 
     # --- a whole prompt
 

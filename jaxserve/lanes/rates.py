@@ -79,6 +79,12 @@ def links_from_json(fields: dict[str, Any], lanes: int) -> dict[int, LaneLinks]:
     }
 
 
+def seconds_beside(one: float, other: float, hidden: float) -> float:
+    """Returns the seconds of two things that run side by side. hidden: share of the shorter one
+    that runs while the longer one does."""
+    return max(one, other) + (1 - hidden) * min(one, other)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExchangeRates:
     """Rates at which one rank attends and sends: measured, not off a data sheet (section 3.4).
@@ -104,7 +110,7 @@ class ExchangeRates:
 
     def beside(self, hop: float, attention: float) -> float:
         """Seconds of a hop and the attention that runs beside it."""
-        return max(hop, attention) + (1 - self.hidden) * min(hop, attention)
+        return seconds_beside(hop, attention, self.hidden)
 
     def with_links(self, links: LaneLinks) -> ExchangeRates:
         """Returns the rates with other links."""

@@ -13,7 +13,7 @@ from jaxserve.cache.tiers import LowerTiers
 from jaxserve.costs.coefficients import NOMINAL, Costs
 from jaxserve.costs.predictor import Predictor
 from jaxserve.lanes.cdsp import PLANNERS, Instances
-from jaxserve.lanes.choice import Correction, ExchangeChooser
+from jaxserve.lanes.choice import Correction, ExchangeChooser, MoveTimes
 from jaxserve.lanes.cost import lane_costs, moves_per_pair
 from jaxserve.lanes.dealing import PromptLanes
 from jaxserve.lanes.exchange import PIECE_TOKENS
@@ -36,13 +36,15 @@ class ReplicaProfile:
     """Costs of a replica's steps. links: between lanes, by the size of their group; empty with one
     lane, or where `costs` say what messages take. improvement: the best improvement rate by
     requests per second, for each planner that was searched. corrections, decode_corrections: by
-    exchange, from measured steps: see `ExchangeChooser`."""
+    exchange, from measured steps: see `ExchangeChooser`. move_times: of pages that change lanes;
+    None where no such steps were measured, or links say as much."""
 
     costs: Costs
     links: GroupLinks
     improvement: Mapping[str, Mapping[float, float]] = dataclasses.field(default_factory=dict)
     corrections: Mapping[str, Correction] = dataclasses.field(default_factory=dict)
     decode_corrections: Mapping[str, Correction] = dataclasses.field(default_factory=dict)
+    move_times: MoveTimes | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +108,7 @@ class ReplicaSizes:
             moves=self.moves,
             corrections=profile.corrections,
             decode_corrections=profile.decode_corrections,
+            move_times=profile.move_times,
             links=self._links(profile),
         )
         return chooser.for_groups(self.mesh.kvp)

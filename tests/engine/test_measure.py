@@ -17,6 +17,7 @@ from jaxserve.engine.profiling.measure import (
     StepTimer,
     batch_of,
     grid,
+    move_grid,
     spread_decode_grid,
     spread_grid,
 )
@@ -252,3 +253,31 @@ def test_steps_with_spread_chunks_are_measured_and_kept(two_lanes, found_on_two,
     runner.run()
     assert len(runner.ids("r")) == 4
     assert_empty(two_lanes)
+
+
+# --- moves of pages
+
+
+def test_pages_move_between_all_lanes_of_a_group_and_no_page_is_written_twice():
+    point = MeasurePoint(decodes=1, context=9, group_size=2, moves=3)
+    moves = batch_of(point, 4, 8).moves
+    pairs = Counter(map(tuple, moves[:, [0, 2]].tolist()))
+    assert pairs == {(0, 1): 3, (1, 0): 3, (2, 3): 3, (3, 2): 3}
+    assert len({tuple(row) for row in moves[:, 2:].tolist()}) == len(moves)
+    assert moves[:, [1, 3]].max() < 2 * 3
+
+
+@pytest.mark.parametrize("lanes", [2, 4, 8])
+def test_a_grid_of_moves_is_bounded_and_has_few_pages_and_many(lanes):
+    config = SchedulerConfig(planner="cdsp", exchange="auto")
+    compiled = shapes(config, lanes, 16)
+    points = list(move_grid(compiled, 8192, 4, 1000))
+    kinds = Counter(point.group_size for point in points)
+    assert set(kinds) == {*group_sizes(lanes)[1:]} and max(kinds.values()) <= 8
+    most = max(shape.moves for shape in compiled)
+    assert {point.moves for point in points} == {most // 4, most}
+    assert {bool(point.chunks) for point in points} == {True, False}
+    assert all(point.longest() <= 8192 for point in points)
+    few = list(move_grid(compiled, 8192, 4, lanes * 2))
+    assert max(point.moves * point.group_size for point in few) <= lanes * 2
+    assert not list(move_grid(shapes(SchedulerConfig(), lanes, 16), 8192, 4, 1000))

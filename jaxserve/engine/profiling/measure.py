@@ -35,7 +35,7 @@ class MeasurePoint:
     lanes, or on the first `groups` of them, chunks of `new` tokens after `cached` ones, which are
     spread over the group and meet by `exchange`; a group of one lane has local chunks. Decodes are
     spread over their group where there are no chunks, and local beside chunks. sample: whether
-    tokens are sampled."""
+    tokens are sampled. moves: pages that change lanes, from each lane of a group to each."""
 
     decodes: int = 0
     context: int = 0
@@ -46,6 +46,7 @@ class MeasurePoint:
     group_size: int = 1
     exchange: str = DEFAULT_EXCHANGE
     groups: int = 0  # 0: all
+    moves: int = 0
 
     def longest(self) -> int:
         """Tokens of the longest sequence, those of the step included."""
@@ -63,17 +64,21 @@ class MeasurePoint:
         text = f"{self.decodes} decodes, {self.chunks} chunks of {self.new}, {before} tokens before"
         if self.group_size > 1:
             text += f", {self.exchange} on {self.group_size} lanes"
-        return text + (f", {self.groups} at work" if self.groups else "")
+        if self.groups:
+            text += f", {self.groups} at work"
+        return text + (f", {self.moves} pages move" if self.moves else "")
 
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """Seconds per step of a point, the batch that it was, and the shape in which it ran."""
+    """Seconds per step of a point, the batch that it was, and the shape in which it ran. unmoved:
+    of a point that moves pages, seconds of the same step without, which ran in turn with it."""
 
     point: MeasurePoint
     batch: Batch
     shape: StepShape
     seconds: float
+    unmoved: float = 0.0
 
 
 def batch_of(point: MeasurePoint, lanes: int, block_size: int, stripe: int = 1) -> Batch:
@@ -114,11 +119,22 @@ def batch_of(point: MeasurePoint, lanes: int, block_size: int, stripe: int = 1) 
         block_lane=spread_lane.reshape(-1).astype(np.int32),
         exchange=point.exchange,
         tokens=np.ones(int(length[~is_decode].sum()), np.int32),
-        moves=np.empty((0, 4), np.int32),
+        moves=_moves(lanes, point.group_size, point.moves),
         table_updates=np.empty((0, 5), np.int32),
         seconds=0.0,
         admitted=(),
     )
+
+
+def _moves(lanes: int, group_size: int, count: int) -> np.ndarray:
+    """Returns moves [m, 4] of `count` pages from each lane to each other one of its group: the
+    lane's first pages, to pages of which no other one is written."""
+    lane, to_lane, page = (
+        each.reshape(-1) for each in np.meshgrid(*map(np.arange, (lanes, lanes, count)))
+    )
+    target = lane % group_size * count + page
+    moves = np.stack([lane, page, to_lane, target], 1).astype(np.int32)
+    return moves[(lane // group_size == to_lane // group_size) & (lane != to_lane)]
 
 
 def _striped(blocks: int, lanes: int, stripe: int) -> np.ndarray:
@@ -166,7 +182,17 @@ class StepTimer:
     def measure(self, point: MeasurePoint) -> MeasuredStep:
         """Measures one point. Errors: ValueError for a point that no compiled shape or no page
         table holds."""
-        batch = self._batch(point)
+        points = [point]
+        if point.moves:
+            points.append(dataclasses.replace(point, moves=0))
+        commands = [self._command(each) for each in points]
+        rounds = [[*map(self._seconds, commands)] for _ in range(self._repeats)]
+        seconds, *unmoved = [max(statistics.median(times), 1e-9) for times in zip(*rounds)]
+        shape = self._plan.shapes[commands[0].shape]
+        return MeasuredStep(point, self._batch(point), shape, seconds, *unmoved)
+
+    def _command(self, point: MeasurePoint) -> StepCommand:
+        """Returns a point's step, whose program has run."""
         arrays = self.arrays(point)
         command = StepCommand(
             number=0,
@@ -177,8 +203,7 @@ class StepTimer:
         if arrays.shape not in self._ran:  # the first step of a program takes longer
             self._run(command, 1)
             self._ran.add(arrays.shape)
-        times = [self._seconds(command) for _ in range(self._repeats)]
-        return MeasuredStep(point, batch, arrays.shape, max(statistics.median(times), 1e-9))
+        return command
 
     def _batch(self, point: MeasurePoint) -> Batch:
         return batch_of(point, self._mesh.kvp, self._plan.block_size, self._stripe)
@@ -335,6 +360,38 @@ def spread_decode_grid(
             for count in sorted({1, most})
         ]
         yield from (point for point in points if point.pairs() <= pairs)
+
+
+def move_grid(
+    shapes: list[StepShape], longest: int, slots: int, pages: int, pairs: float = float("inf")
+) -> Iterator[MeasurePoint]:
+    """At most eight points that move pages for each size of group that has shapes for it: a quarter
+    of the pages that a step moves, and all, beside decodes (one on each lane, and as many as there
+    may be) and beside spread chunks without context (a small step and a full one). pages: of a
+    lane. Points of more `pairs` are left out."""
+    moving = [shape for shape in shapes if shape.moves]
+    for size in sorted({shape.group_size for shape in moving}):
+        mine = [shape for shape in moving if shape.group_size == size]
+        most = min(max(shape.moves for shape in mine), pages // size)
+        counts = sorted({max(1, most // 4), most})
+        steps = [
+            MeasurePoint(decodes=count, context=max(1, longest // 4), group_size=size)
+            for count in sorted({1, min(slots, max(shape.spread_decode.rows for shape in mine))})
+        ]
+        chunks = [
+            shape.spread_prefill
+            for shape in mine
+            if shape.spread_prefill.rows and shape.exchange == DEFAULT_EXCHANGE
+        ]
+        tokens = {group.tokens * size for group in chunks}
+        steps += [
+            MeasurePoint(chunks=1, new=new, sample=False, group_size=size)
+            for new in sorted({min(tokens), max(tokens)} if tokens else ())
+            if new < longest
+        ]
+        for step, count in itertools.product(steps, counts):
+            if step.pairs() <= pairs:
+                yield dataclasses.replace(step, moves=count)
 
 
 def measure(

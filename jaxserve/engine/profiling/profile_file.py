@@ -29,12 +29,14 @@ from jaxserve.costs.fit import (
     to_json,
 )
 from jaxserve.costs.heads import heads_of
+from jaxserve.costs.move_fit import MoveSample, fit_moves
 from jaxserve.engine.executor import CommandExecutor
 from jaxserve.engine.memory import sizes as memory_sizes
 from jaxserve.engine.profiling.measure import (
     MeasuredStep,
     grid,
     measure,
+    move_grid,
     spread_decode_grid,
     spread_grid,
 )
@@ -44,7 +46,7 @@ from jaxserve.files import write_whole
 from jaxserve.folders import cache_folder, private_folder
 from jaxserve.kernels.cpu import library
 from jaxserve.kernels.kv_pages import FP8
-from jaxserve.lanes.choice import Correction
+from jaxserve.lanes.choice import Correction, MoveTimes
 from jaxserve.lanes.exchange import EXCHANGES
 from jaxserve.lanes.rates import GroupLinks, links_from_json, links_to_json
 from jaxserve.progress import progress_bar
@@ -58,7 +60,7 @@ from jaxserve.settings.schema import (
 )
 
 log = logging.getLogger(__name__)
-FORMAT = 8  # of the file
+FORMAT = 9  # of the file
 Search = Callable[["ReplicaProfile"], dict[str, dict[float, float]]]
 QUICK = 2**20  # most pairs of a step that is measured without being asked for
 
@@ -83,7 +85,7 @@ def replica_sizes(
 class MeasuredProfile:
     """A profile and the points that it was fitted to, with the errors of its fit: of local steps as
     in `CostsFit`, of those with spread chunks as in `SpreadFit`, of those whose decodes alone are
-    spread as in `DecodeFit`."""
+    spread as in `DecodeFit`, of those that move pages as in `MoveFit`."""
 
     profile: ReplicaProfile
     points: list[MeasuredStep] = dataclasses.field(default_factory=list)
@@ -91,6 +93,7 @@ class MeasuredProfile:
     held_out: float = 0.0
     spread_held_out: dict[tuple[str, int], float] = dataclasses.field(default_factory=dict)
     decode_held_out: dict[tuple[str, int], float] = dataclasses.field(default_factory=dict)
+    move_held_out: dict[tuple[str, int], float] = dataclasses.field(default_factory=dict)
 
 
 def profile_for(
@@ -134,6 +137,7 @@ def measure_costs(
         *grid(shapes, longest, slots, pairs),
         *spread_grid(shapes, plan.mesh.kvp, longest, slots, pairs),
         *spread_decode_grid(shapes, longest, slots, pairs),
+        *move_grid(shapes, longest, slots, plan.pages, pairs),
     ]
     with progress_bar("measuring steps", len(points), progress) as done:
         steps = measure(worker, points, done, repeats)
@@ -143,8 +147,8 @@ def measure_costs(
 def fitted(
     plan: StagePlan, links: GroupLinks, steps: list[MeasuredStep], on_cpu: bool
 ) -> MeasuredProfile:
-    """Fits a profile to measured steps: to local ones, then to those with spread chunks and those
-    with spread decodes."""
+    """Fits a profile to measured steps: to local ones, then to those with spread chunks, those with
+    spread decodes and those that move pages."""
     local = [_sample(one) for one in steps if one.point.group_size == 1]
     fit = fit_costs(local, plan.model.layers, plan.mesh, longest=on_cpu)
     profile = ReplicaProfile(fit.costs, links)
@@ -154,7 +158,7 @@ def fitted(
     chooser = sizes.chooser(profile)
     if chooser is None:
         return measured
-    spread = [one for one in steps if one.point.group_size > 1]
+    spread = [one for one in steps if one.point.group_size > 1 and not one.point.moves]
     chunks = [SpreadSample(one.batch, one.seconds) for one in spread if one.point.chunks]
     decodes = [SpreadSample(one.batch, one.seconds) for one in spread if not one.point.chunks]
     if decodes:
@@ -168,6 +172,12 @@ def fitted(
             profile, costs=of_chunks.costs, corrections=of_chunks.corrections
         )
         measured = dataclasses.replace(measured, spread_held_out=of_chunks.held_out)
+    moves = [MoveSample(one.batch, one.seconds, one.unmoved) for one in steps if one.point.moves]
+    if moves:
+        chooser = dataclasses.replace(chooser, moves=plan.moves)
+        of_moves = fit_moves(fit.costs, plan.mesh, chooser, moves)
+        profile = dataclasses.replace(profile, move_times=of_moves.times)
+        measured = dataclasses.replace(measured, move_held_out=of_moves.held_out)
     return dataclasses.replace(measured, profile=profile)
 
 
@@ -262,7 +272,12 @@ def write(
     if search is not None:
         profile = dataclasses.replace(profile, improvement=search(profile))
     rows = [
-        {**dataclasses.asdict(one.point), "shape": str(one.shape), "seconds": one.seconds}
+        {
+            **dataclasses.asdict(one.point),
+            "shape": str(one.shape),
+            "seconds": one.seconds,
+            "unmoved": one.unmoved,
+        }
         for one in measured.points
     ]
     text = json.dumps(
@@ -272,10 +287,12 @@ def write(
             "held_out_error": measured.held_out,
             "spread_held_out_error": _by_name(measured.spread_held_out),
             "decode_held_out_error": _by_name(measured.decode_held_out),
+            "move_held_out_error": _by_name(measured.move_held_out),
             "costs": to_json(profile.costs),
             "links": links_to_json(profile.links),
             "corrections": _corrections_to_json(profile.corrections),
             "decode_corrections": _corrections_to_json(profile.decode_corrections),
+            "move_times": _move_times_to_json(profile.move_times),
             "improvement": {
                 name: {str(load): rate for load, rate in rates.items()}
                 for name, rates in profile.improvement.items()
@@ -297,8 +314,8 @@ def read(file: Path, identity: dict[str, Any]) -> ReplicaProfile:
     else."""
     try:
         content = json.loads(file.read_text())
-        given = {name: content[name] for name in identity}
-        costs = content["costs"]
+        _check_identity(file, identity, {name: content[name] for name in identity})
+        costs = from_json(content["costs"])
         links = links_from_json(content["links"], MeshConfig.parse(identity["mesh"]).kvp)
         corrections, of_decodes = (
             {name: Correction(*map(float, values)) for name, values in content[field].items()}
@@ -308,16 +325,24 @@ def read(file: Path, identity: dict[str, Any]) -> ReplicaProfile:
             name: {float(load): float(rate) for load, rate in rates.items()}
             for name, rates in content["improvement"].items()
         }
+        move_times = _move_times_from_json(content["move_times"])
+    except ConfigError:
+        raise
     except OSError as error:
         raise ConfigError("profile", f"{file}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError("profile", f"{file} is not a profile: {error!r}") from None
+    return ReplicaProfile(costs, links, improvement, corrections, of_decodes, move_times)
+
+
+def _check_identity(file: Path, identity: dict[str, Any], given: dict[str, Any]) -> None:
+    """Compares what a profile belongs to, `given`, with this. Errors: ConfigError that names the
+    first difference."""
     for name, value in identity.items():
         if given[name] != value:
             raise ConfigError(
                 "profile", f"{file} was measured with {name} {given[name]!r}; here it is {value!r}"
             )
-    return ReplicaProfile(from_json(costs), links, improvement, corrections, of_decodes)
 
 
 def _by_name(errors: Mapping[tuple[str, int], float]) -> dict[str, float]:
@@ -328,3 +353,20 @@ def _by_name(errors: Mapping[tuple[str, int], float]) -> dict[str, float]:
 def _corrections_to_json(corrections: Mapping[str, Correction]) -> dict[str, tuple[float, float]]:
     """Returns corrections as JSON has them."""
     return {name: (each.seconds, each.factor) for name, each in corrections.items()}
+
+
+def _move_times_to_json(times: MoveTimes | None) -> dict[str, float] | None:
+    """Returns times of moves as JSON has them."""
+    if times is None:
+        return None
+    correction = times.correction
+    return {"seconds": correction.seconds, "factor": correction.factor, "hidden": times.hidden}
+
+
+def _move_times_from_json(fields: Mapping[str, float] | None) -> MoveTimes | None:
+    """Reads what `_move_times_to_json` gave. Errors: KeyError, TypeError and ValueError for
+    anything else; ConfigError for a share beyond 1."""
+    if fields is None:
+        return None
+    correction = Correction(float(fields["seconds"]), float(fields["factor"]))
+    return MoveTimes(correction, float(fields["hidden"]))

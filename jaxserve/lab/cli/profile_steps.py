@@ -6,11 +6,13 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from jaxserve.cli.display import table
 from jaxserve.cli.engine_flags import engine_config, engine_groups
+from jaxserve.lanes.choice import MoveTimes
 from jaxserve.lanes.rates import GroupLinks
 from jaxserve.observe.machine import described, machine
 from jaxserve.settings.flags import Command
@@ -79,7 +81,11 @@ def run(values: dict[str, Any]) -> int:
         f"\nmean error of the fit {measured.fitted:.1%}, of points left out of it "
         f"{measured.held_out:.1%}; written to {file}"
     )
-    spread = {"chunks": measured.spread_held_out, "decodes": measured.decode_held_out}
+    spread = {
+        "chunks": measured.spread_held_out,
+        "decodes": measured.decode_held_out,
+        "moves of pages": measured.move_held_out,
+    }
     for what, held_out in spread.items():
         if held_out:
             errors = [
@@ -91,7 +97,39 @@ def run(values: dict[str, Any]) -> int:
     if measured.profile.links:
         print("\nlinks between lanes of a group:")
         print(table(["lanes", "link", "us", "GB/s"], link_rows(measured.profile.links)))
+    moves = move_rows(measured.points)
+    if moves:
+        print("\nsteps that move pages from each lane of a group to each, and the same without:")
+        columns = ["lanes", "decodes", "chunks", "pages", "ms per step", "ms without"]
+        print(table(columns, moves))
+        print(moves_said(measured.profile.move_times))
     return 0
+
+
+def move_rows(points: Iterable[Any]) -> list[list[str]]:
+    """Describes those of the `MeasuredStep`s that moved pages, and what the same take without."""
+    return [
+        [
+            str(one.point.group_size),
+            str(one.point.decodes),
+            f"{one.point.chunks} x {one.point.new}",
+            str(one.point.moves),
+            f"{one.seconds * 1e3:.2f}",
+            f"{one.unmoved * 1e3:.2f}",
+        ]
+        for one in points
+        if one.point.moves
+    ]
+
+
+def moves_said(times: MoveTimes | None) -> str:
+    """Says what moves of pages take beside an all-to-all of as many bytes."""
+    if times is None:
+        return "moves are predicted by the links alone: no correction lowers the errors"
+    return (
+        f"a layer's moves take {times.correction.factor:.2f} times an all-to-all of as many bytes, "
+        f"and {times.correction.seconds * 1e6:.1f} us; linear parts hide {times.hidden:.0%}"
+    )
 
 
 def link_rows(links: GroupLinks) -> list[list[str]]:
