@@ -94,14 +94,19 @@ def test_lrs_is_relative_and_unshared_and_eq_7_can_be_run():
 @pytest.mark.parametrize("noise", [0.0, SERVED])
 def test_plans_of_several_chunks_run_and_leave_instances_idle_for_less(noise):
     """Figure 13. The gain in TTFT is small, and with noise within the spread of the seeds: it is
-    not asserted."""
-    for settings in TetrisSettings(requests=200, noise=noise, seeds=3).each_seed():
+    not asserted. With noise a single seed may idle for longer, since what ends later than planned
+    keeps groups waiting too."""
+    idle = []
+    for settings in TetrisSettings(requests=200, noise=noise, seeds=6).each_seed():
         several, single = (
-            tetris.run(name, "llama3-8b", "medium", 3.1, settings, 0.3)
+            tetris.run(name, "llama3-8b", "medium", 2.6, settings, 0.3)
             for name in ("tetris", "single-chunk")
         )
         assert several.several > 0 == single.several
-        assert several.idle < single.idle
+        assert noise or several.idle < single.idle
+        idle.append((several.idle, single.idle))
+    several_idle, single_idle = np.mean(idle, axis=0)
+    assert several_idle < 0.7 * single_idle
 
 
 @pytest.mark.parametrize("name", BUILT)
