@@ -1,26 +1,24 @@
 """Attention of one layer over the KV pages of all lanes: writes the step's keys and values to their
 pages, then attends.
 
-Rows of local sequences attend over the pages of their lane alone. Settled rows of spread sequences
-reach KV on other lanes of their group by the exchange strategy that the program was compiled for
-(`exchange`). The keys and values of other spread rows, decodes among them, may belong on any lane:
-beside settled rows these go by `gather`; alone by the program's strategy, and where that is a ring,
-their keys and values are gathered first, which are few. The bytes that cross lanes depend only on
-the number of tokens in the step, except with `pass_kv`, which moves KV (Medha, section 3.4).
+Rows of local sequences attend over the pages of their lane alone. Those of spread sequences reach
+KV on other lanes of their group by an exchange strategy (`exchange`), decodes perhaps by another
+one than chunks; what goes by the same one shares its messages. The bytes that cross lanes depend
+only on the number of tokens in the step, except with `pass_kv`, which moves KV (Medha, section
+3.4).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
 
-from jaxserve.api.batch import DEFAULT_EXCHANGE
 from jaxserve.kernels.kv_pages import KVPages
-from jaxserve.lanes import exchange as strategies
 from jaxserve.sharding.attend import Attend
-from jaxserve.sharding.exchange import EXCHANGES, write_gathered
+from jaxserve.sharding.exchange import EXCHANGES
 from jaxserve.sharding.rows import Groups, split, write_kv
 from jaxserve.sharding.visit import Put, put
 
@@ -41,24 +39,16 @@ def attention(
     shaped like q but with the dimensions of values, and the pages with the new keys and values.
     """
     attend = dataclasses.replace(attend, implementation=groups.attention)
-    parts = _spread_parts(groups)
     spread_outs = []
     puts: list[Put] = []
     tokens = groups.local_tokens()
     pages = write_kv(pages, kv[:tokens], groups.local)
-    # Everything is written before anything is read, or after everything was: XLA would otherwise
-    # copy the pool for the readers. Exchanges without settled rows write themselves what others
-    # send, or return it.
-    for exchange, part, mine in parts:
-        if not strategies.EXCHANGES[exchange].settled:
-            continue
-        if part.settled:
-            own = tuple(rows.computed_by(groups.lanes.index()) for rows in part.spread)
-            pages = write_kv(pages, kv[mine], own)
-        else:
-            pages = write_gathered(kv[mine], pages, part)
-    for exchange, part, mine in parts:
-        attended, pages, late = EXCHANGES[exchange](q[mine], kv[mine], pages, part, attend)
+    written = []
+    for exchange, part, mine in _spread_parts(groups):
+        pages, finish = EXCHANGES[exchange](q[mine], kv[mine], pages, part, attend)
+        written.append(finish)
+    for finish in written:
+        attended, late = finish(pages)
         puts += late
         spread_outs.append(with_sinks(*attended, sinks).astype(q.dtype))
     local = zip(groups.local, split(q[None, :tokens], groups.local, 1))
@@ -80,17 +70,13 @@ def with_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array | None) -> jax.A
 
 
 def _spread_parts(groups: Groups) -> list[tuple[str, Groups, slice]]:
-    """Spread rows by exchange strategy, rows that are not settled first: the strategy, its rows,
-    and which of the lane's tokens they are."""
+    """Spread rows by exchange strategy: the strategy, its rows, and which of the lane's tokens they
+    are."""
     out = []
     at = groups.local_tokens()
-    for settled in (False, True):
-        spread = tuple(rows for rows in groups.spread if rows.settled == settled)
-        if spread:
-            stop = at + sum(rows.pos.size for rows in spread) // groups.lanes.size
-            exchange = groups.exchange
-            if groups.settled and not settled:
-                exchange = DEFAULT_EXCHANGE
-            out.append((exchange, dataclasses.replace(groups, spread=spread), slice(at, stop)))
-            at = stop
+    for exchange, rows in itertools.groupby(groups.spread, lambda rows: rows.exchange):
+        spread = tuple(rows)
+        stop = at + sum(each.pos.size for each in spread) // groups.lanes.size
+        out.append((exchange, dataclasses.replace(groups, spread=spread), slice(at, stop)))
+        at = stop
     return out

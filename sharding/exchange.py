@@ -1,5 +1,5 @@
 """Exchange strategies: how queries of spread sequences attend over KV blocks on other lanes. One
-signature; a program is compiled for one of them.
+signature; a program is compiled for one of them, or for one of chunks and one of decodes.
 
 - `gather`: all-gathers queries, keys and values, attends over the local pages, and sends partial
   results back with an all-to-all (KVP of Medha).
@@ -10,9 +10,11 @@ signature; a program is compiled for one of them.
 - `visit`: queries go only to lanes that hold blocks of their sequence (`sharding.visit`).
 
 Which is fastest depends on the number of new and of cached tokens, and on how many lanes hold a
-sequence; results are equal. `gather` writes the gathered keys and values to their pages, and
-`visit` writes them or returns those that are to be written once everything was read; with the ring
-strategies the caller has written them, by `write_gathered` where these may belong on any lane.
+sequence; results are equal.
+
+A strategy first writes new keys and values to their pages, and returns what attends once those of
+all strategies of a step are written: XLA would otherwise copy the pool for the readers. `visit` may
+instead have some written once everything was read.
 
 Everything here runs inside shard_map, on one lane and one rank; each rank's heads have their own
 ring. Lanes meet in groups (`lane_groups`): `lanes` are those of one group, and `lane` is counted in
@@ -21,7 +23,7 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -35,11 +37,14 @@ from jaxserve.lanes.exchange import PIECE_TOKENS
 from jaxserve.sharding.attend import Attend, Attended
 from jaxserve.sharding.lane_groups import LaneGroups
 from jaxserve.sharding.rows import Groups, split, write_kv
-from jaxserve.sharding.visit import Put, visit
+from jaxserve.sharding.visit import Finish, Put, visit
+
+# q [T, K, G, H], kv [T, K, 2, H] of this lane's tokens in the spread rows of `Groups`
+Exchange = Callable[[jax.Array, jax.Array, KVPages, Groups, Attend], tuple[KVPages, Finish]]
 
 
-def compiler_options(exchange: str) -> dict[str, Any]:
-    """Options for GPUs of a program with this exchange.
+def compiler_options(exchanges: Collection[str]) -> dict[str, Any]:
+    """Options for GPUs of a program with these exchanges.
 
     XLA's latency hiding scheduler makes transfers asynchronous, and so hides partial results of
     `visit` that go home. Before jax 0.12 it takes custom calls (attention) for short, and waits for
@@ -48,37 +53,41 @@ def compiler_options(exchange: str) -> dict[str, Any]:
     """
     if jax.__version_info__ >= (0, 12):
         return {}
-    return {"xla_gpu_enable_latency_hiding_scheduler": exchange == "visit"}
+    return {"xla_gpu_enable_latency_hiding_scheduler": "visit" in exchanges}
 
 
 def gather(
     q: jax.Array, kv: jax.Array, pages: KVPages, groups: Groups, attend: Attend
-) -> tuple[Attended, KVPages, list[Put]]:
+) -> tuple[KVPages, Finish]:
     """Attends by one all-gather and one all-to-all, whose bytes depend only on the new tokens."""
     lanes = groups.lanes
     G = q.shape[2]
     gathered = lanes.gather(jnp.concatenate([q, kv], 2))  # [lanes, T, K, G + vectors, H]
-    pages = _write(gathered[:, :, :, G:], pages, groups)
-    partials = [
-        attend(x, rows, pages.take(0), groups.table)
-        for rows, x in zip(groups.spread, split(gathered[:, :, :, :G], groups.spread, lanes.size))
-    ]
-    by_lane = lambda x: x.reshape(lanes.size, -1, *x.shape[1:])  # rows are in order of lanes
-    outs, lses = (jnp.concatenate([by_lane(x) for x in xs], 1) for xs in zip(*partials))
-    return _merge_across(lanes, outs, lses), pages, []
+    for rows, x in zip(groups.spread, split(gathered[:, :, :, G:], groups.spread, lanes.size)):
+        pages = write_kv(pages, x, (rows,))
+    queries = split(gathered[:, :, :, :G], groups.spread, lanes.size)
 
+    def finish(pages: KVPages) -> tuple[Attended, list[Put]]:
+        partials = [
+            attend(x, rows, pages.take(0), groups.table) for rows, x in zip(groups.spread, queries)
+        ]
+        by_lane = lambda x: x.reshape(lanes.size, -1, *x.shape[1:])  # rows are in order of lanes
+        outs, lses = (jnp.concatenate([by_lane(x) for x in xs], 1) for xs in zip(*partials))
+        return _merge_across(lanes, outs, lses), []
 
-def write_gathered(kv: jax.Array, pages: KVPages, groups: Groups) -> KVPages:
-    """Writes new keys and values [T, K, 2, H] to their pages, on whichever lane of the group these
-    are: all lanes get them in one all-gather."""
-    return _write(groups.lanes.gather(kv), pages, groups)
+    return pages, finish
 
 
 def pass_q(
     q: jax.Array, kv: jax.Array, pages: KVPages, groups: Groups, attend: Attend
-) -> tuple[Attended, KVPages, list[Put]]:
+) -> tuple[KVPages, Finish]:
     """Ring pass-Q: queries travel in lanes - 1 hops; the partial results of all hops return in one
     all-to-all (Context Parallelism paper, Alg. 3 and 4)."""
+    pages = _write(kv, pages, groups)
+    return pages, lambda pages: (_ring_of_queries(q, pages, groups, attend), [])
+
+
+def _ring_of_queries(q: jax.Array, pages: KVPages, groups: Groups, attend: Attend) -> Attended:
     lanes = groups.lanes.size
     lane = groups.lanes.index()
     by_hop = []
@@ -96,14 +105,19 @@ def pass_q(
         q = arriving
     hop_of_lane = (lane - jnp.arange(lanes)) % lanes  # the hop at which a lane's queries were here
     outs, lses = (jnp.stack(x)[hop_of_lane] for x in zip(*by_hop))
-    return _merge_across(groups.lanes, outs, lses), pages, []
+    return _merge_across(groups.lanes, outs, lses)
 
 
 def pass_kv(
     q: jax.Array, kv: jax.Array, pages: KVPages, groups: Groups, attend: Attend
-) -> tuple[Attended, KVPages, list[Put]]:
+) -> tuple[KVPages, Finish]:
     """Ring pass-KV: blocks travel in lanes - 1 hops, chunk by chunk (Context Parallelism paper,
     Alg. 2)."""
+    pages = _write(kv, pages, groups)
+    return pages, lambda pages: (_ring_of_blocks(q, pages, groups, attend), [])
+
+
+def _ring_of_blocks(q: jax.Array, pages: KVPages, groups: Groups, attend: Attend) -> Attended:
     lanes = groups.lanes.size
     lane = groups.lanes.index()
     own = [rows.computed_by(lane) for rows in groups.spread]
@@ -151,10 +165,10 @@ def pass_kv(
     chunks = groups.lanes.most(-(-ends[-1].max() // width))
     outs = lax.fori_loop(0, chunks, chunk, nothing)
     out, lse = (jnp.concatenate(x) for x in zip(*outs))
-    return (out, lse), pages, []
+    return out, lse
 
 
-EXCHANGES: dict[str, Callable[..., tuple[Attended, KVPages, list[Put]]]] = {
+EXCHANGES: dict[str, Exchange] = {
     DEFAULT_EXCHANGE: gather,
     "pass_q": pass_q,
     "pass_kv": pass_kv,
@@ -162,10 +176,15 @@ EXCHANGES: dict[str, Callable[..., tuple[Attended, KVPages, list[Put]]]] = {
 }
 
 
-def _write(gathered: jax.Array, pages: KVPages, groups: Groups) -> KVPages:
-    """Writes those keys and values [lanes, T, K, 2, H] of the lanes of a group that belong here."""
-    for rows, x in zip(groups.spread, split(gathered, groups.spread, groups.lanes.size)):
-        pages = write_kv(pages, x, (rows,))
+def _write(kv: jax.Array, pages: KVPages, groups: Groups) -> KVPages:
+    """Writes new keys and values [T, K, 2, H] to their pages: settled ones here, others on
+    whichever lane of the group these are, for which all lanes get them in an all-gather."""
+    lanes = groups.lanes
+    for rows, x in zip(groups.spread, split(kv[None], groups.spread, lanes.size)):
+        if rows.settled:
+            pages = write_kv(pages, x, (rows.computed_by(lanes.index()),))
+        else:
+            pages = write_kv(pages, lanes.gather_rows(x), (rows,))
     return pages
 
 

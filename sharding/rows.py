@@ -16,9 +16,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxserve.api.batch import DEFAULT_EXCHANGE
 from jaxserve.kernels import ops
 from jaxserve.kernels.kv_pages import KVPages, quantize
 from jaxserve.kernels.table import entries_below
+from jaxserve.lanes.exchange import EXCHANGES
 from jaxserve.sharding.lane_groups import LaneGroups
 
 NO_PAGE = 2**30  # a page that no pool has: writes to it are dropped
@@ -27,7 +29,7 @@ NO_PAGE = 2**30  # a page that no pool has: writes to it are dropped
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["slot", "pos", "entries", "page", "entries_per_lane"],
-    meta_fields=["settled", "apart"],
+    meta_fields=["exchange", "settled", "apart"],
 )
 @dataclasses.dataclass(frozen=True)
 class Rows:
@@ -36,8 +38,8 @@ class Rows:
     slot [R]: row of the page table. pos [R, T]: positions; -1: padding. entries [R]: valid entries
     in this lane's page-table row. page [R, T]: page of this lane that a token's KV is written to;
     out of range: none. entries_per_lane [R, lanes]: `entries` of every lane, for spread rows.
-    settled: the page of every token is on the lane that computes the token. apart: each row is of
-    another sequence.
+    exchange: strategy of spread rows, a name in `sharding.exchange.EXCHANGES`. settled: the page of
+    every token is on the lane that computes the token. apart: each row is of another sequence.
     """
 
     slot: jax.Array
@@ -45,6 +47,7 @@ class Rows:
     entries: jax.Array
     page: jax.Array
     entries_per_lane: jax.Array | None = None
+    exchange: str = DEFAULT_EXCHANGE
     settled: bool = False
     apart: bool = False
 
@@ -110,7 +113,7 @@ class Rows:
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["local", "spread", "table"],
-    meta_fields=["exchange", "lanes", "room", "attention"],
+    meta_fields=["lanes", "room", "attention"],
 )
 @dataclasses.dataclass(frozen=True)
 class Groups:
@@ -118,24 +121,17 @@ class Groups:
 
     local: rows of sequences on this lane. spread: rows of spread sequences of all lanes of this
     lane's group, in order of lanes, [lanes * R, T] each. table [2, slots, W]: this lane's page
-    table. exchange: strategy for settled spread rows, or for the others where there are none; a
-    name in `sharding.exchange.EXCHANGES`. lanes: the groups of lanes that meet for spread rows.
-    room: share of a lane's spread rows that may visit one other lane (`sharding.visit`). attention:
-    a name in `ops.ATTEND`; None: chosen by shape.
+    table. lanes: the groups of lanes that meet for spread rows. room: share of a lane's spread rows
+    that may visit one other lane (`sharding.visit`). attention: a name in `ops.ATTEND`; None:
+    chosen by shape.
     """
 
     local: tuple[Rows, ...]
     spread: tuple[Rows, ...]
     table: jax.Array
-    exchange: str
     lanes: LaneGroups
     room: float = 1.0
     attention: str | None = None
-
-    @property
-    def settled(self) -> bool:
-        """True if any spread rows are settled."""
-        return any(rows.settled for rows in self.spread)
 
     def computed_here(self) -> list[Rows]:
         """Rows that this lane computes, in the order of its tokens."""
@@ -169,14 +165,15 @@ def spread_rows(
     table: jax.Array,
     pages: int,
     size: int,
-    settled: bool = False,
+    exchange: str = DEFAULT_EXCHANGE,
     apart: bool = False,
 ) -> Rows:
     """Rows of `width` tokens of spread sequences, of whose blocks lane `lane` (this one) of the
     group has some.
 
-    rows [R, 3 + lanes]: as of `local_rows`, then blocks that each lane has; the other arguments are
-    those of `local_rows`.
+    rows [R, 3 + lanes]: as of `local_rows`, then blocks that each lane has. exchange: see `Rows`;
+    with one of settled chunks, all rows but those of decodes, which are `apart`, are settled. The
+    other arguments are those of `local_rows`.
     """
     slot, start, length = rows[:, :3].T
     entries_per_lane = rows[:, 3:]
@@ -186,7 +183,8 @@ def spread_rows(
     index = entries_below(table[1], slot, entries[:, None], block)
     valid = (index < entries[:, None]) & (table[1][slot[:, None], index] == block) & (pos >= 0)
     page = jnp.where(valid, table[0][slot[:, None], index], pages)
-    return Rows(slot, pos, entries, page, entries_per_lane, settled, apart)
+    settled = EXCHANGES[exchange].settled and not apart
+    return Rows(slot, pos, entries, page, entries_per_lane, exchange, settled, apart)
 
 
 def write_kv(pages: KVPages, kv: jax.Array, groups: tuple[Rows, ...]) -> KVPages:

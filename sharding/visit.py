@@ -13,7 +13,7 @@ first.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -55,19 +55,21 @@ class Visits:
 
 
 Put = tuple[jax.Array, Rows]  # keys and values [R * T, K, 2, H] to write, and their rows
+# attends over pages; returns keys and values too that are to be written when all was read
+Finish = Callable[[KVPages], tuple[Attended, list[Put]]]
 
 
 def visit(
     q: jax.Array, kv: jax.Array, pages: KVPages, groups: Groups, attend: Attend
-) -> tuple[Attended, KVPages, list[Put]]:
+) -> tuple[KVPages, Finish]:
     """Attends by all-to-alls of `groups.room` of each lane's rows per pair of lanes."""
     lanes = groups.lanes
     visits = [init_query(rows, lanes, groups.room) for rows in groups.spread]
     puts = init_transfer(kv, visits, lanes)
     if all(each.own.shape[1] == 1 for each in visits):
-        return query(q, kv, pages, groups, visits, attend), pages, puts
+        return pages, lambda pages: (query(q, kv, pages, groups, visits, attend), puts)
     pages = put(puts, pages)
-    return query(q, None, pages, groups, visits, attend), pages, []
+    return pages, lambda pages: (query(q, None, pages, groups, visits, attend), [])
 
 
 @jax.named_scope("init_query")

@@ -160,6 +160,8 @@ def steps_of(replica: Replica, plan: StagePlan) -> dict[str, StepShape]:
     for shape in shapes:
         if not shape.spread or shape.prefill.rows:
             continue
+        if shape.decode_exchange not in ("gather", shape.exchange):
+            continue
         name = f"spread prefill {shape.exchange}" if shape.spread_prefill.rows else "spread decode"
         found.setdefault(name, shape)
     return {name: shape for name, shape in found.items() if replica.wants(name)}

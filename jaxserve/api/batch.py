@@ -83,9 +83,10 @@ class Batch:
     # lanes over which a spread chunk is dealt where these are not all of its group, by its row in
     # this batch; its last tokens are computed at home
     dealt: Mapping[int, range] = field(default_factory=dict)
-    # how spread chunks of more than one token, or decodes where no chunk has more, reach KV on
-    # other lanes: a name of `lanes.exchange.EXCHANGES`
+    # how spread chunks of more than one token reach KV on other lanes, and how those of one, which
+    # are decodes, do: names of `lanes.exchange.EXCHANGES`
     exchange: str = DEFAULT_EXCHANGE
+    decode_exchange: str = DEFAULT_EXCHANGE
     stores: PageStores = NO_STORES  # read before the step
 
     @property
@@ -99,5 +100,6 @@ class Batch:
         return sum(
             getattr(self, each.name).nbytes
             for each in fields(self)
-            if each.name not in ("number", "seconds", "admitted", "dealt", "exchange")
+            if each.name
+            not in ("number", "seconds", "admitted", "dealt", "exchange", "decode_exchange")
         )

@@ -46,7 +46,7 @@ class StepSample:
 
 @dataclass(frozen=True)
 class SpreadSample:
-    """A measured step with spread rows: its batch, whose exchange says how they met, and seconds in
+    """A measured step with spread rows: its batch, whose exchanges say how they met, and seconds in
     the slowest stage."""
 
     batch: Batch
@@ -353,7 +353,7 @@ class _DecodeStep:
     def of(
         cls, sample: SpreadSample, costs: Costs, mesh: MeshConfig, exchange: ExchangeChooser
     ) -> _DecodeStep:
-        strategy = sample.batch.exchange
+        strategy = sample.batch.decode_exchange
         fixed = dataclasses.replace(exchange, decode_chooser=strategy, decode_corrections={})
         predictor = Predictor(costs, mesh, lane_costs(costs, mesh.kvp, fixed))
         loads = predictor.lane_costs.loads(sample.batch)

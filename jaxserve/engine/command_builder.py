@@ -2,17 +2,18 @@
 
 The builder keeps what earlier commands set: which version of the sampled tokens has each slot's
 last token, and how each slot samples. It picks the cheapest compiled shape that has the batch's
-exchange between lanes, and fills its rows.
+exchanges between lanes, and fills its rows.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
 import numpy as np
 
-from jaxserve.api.batch import NO_STORES, Batch, PageStores
+from jaxserve.api.batch import DEFAULT_EXCHANGE, NO_STORES, Batch, PageStores
 from jaxserve.cache.tiers import Fetch
 from jaxserve.engine import sampling_rows, token_masks
 from jaxserve.engine.command import NO_SAMPLING, NO_STEP, SAMPLE_LATER, StepCommand
@@ -74,7 +75,7 @@ class CommandBuilder:
         variant = self._sampling_of(batch)
         later = variant == GUIDED
         demand = self._plan.demand(batch)
-        shape = self._shape(demand, batch.exchange)
+        shape = self._shape(demand, batch)
         # a table that is updated late, by layers that run late, could lose what others wrote since
         arrays = StepRows(batch, demand, shape, self._plan.block_size, early=groups > 0).arrays()
         scores, pending = score_rows(self._scheduler, batch, arrays, lanes)
@@ -143,13 +144,18 @@ class CommandBuilder:
         flight.sample_later = False
         return StepCommand(number=batch.number, variant=GUIDED, masks=masks), ends
 
-    def _shape(self, demand: StepDemand, exchange: str) -> StepShape:
-        """Picks the cheapest compiled shape with the exchange, or with the default if none fits."""
+    def _shape(self, demand: StepDemand, batch: Batch) -> StepShape:
+        """Picks the cheapest compiled shape with the batch's exchanges; if none fits, with the
+        default for decodes, for chunks, or for both."""
         but = self._uncompiled()
-        shape = self._plan.shape_for(demand, exchange, but)
-        shape = shape or self._plan.shape_for(demand, but=but)
-        assert shape is not None, f"no compiled shape holds {demand}"
-        return shape
+        for exchange, of_decodes in itertools.product(
+            dict.fromkeys((batch.exchange, DEFAULT_EXCHANGE)),
+            dict.fromkeys((batch.decode_exchange, DEFAULT_EXCHANGE)),
+        ):
+            shape = self._plan.shape_for(demand, exchange, of_decodes, but)
+            if shape is not None:
+                return shape
+        raise AssertionError(f"no compiled shape holds {demand}")
 
     def _note_sampling(self, batch: Batch, variant: int) -> None:
         """Notes what the devices sample when all layers of a batch have run."""

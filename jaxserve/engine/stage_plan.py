@@ -66,13 +66,18 @@ class StagePlan:
         self,
         demand: StepDemand,
         exchange: str = DEFAULT_EXCHANGE,
+        decode_exchange: str = DEFAULT_EXCHANGE,
         but: Set[StepShape] = frozenset(),
     ) -> StepShape | None:
-        """Finds the cheapest shape with this exchange that holds a demand; None where none does.
-        Every batch of the scheduler fits one that gathers queries. but: shapes to leave out, which
-        are not compiled yet."""
+        """Finds the cheapest shape with these exchanges of spread chunks and of spread decodes that
+        holds a demand; None where none does. Every batch of the scheduler fits one that gathers
+        queries. but: shapes to leave out, which are not compiled yet."""
         for shape in self.shapes:
-            if shape.exchange == exchange and shape not in but and demand.fits(shape):
+            if shape.exchange != exchange or shape in but:
+                continue
+            if demand.spread_singles and shape.decode_exchange != decode_exchange:
+                continue
+            if demand.fits(shape):
                 return shape
         return None
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxserve.api.batch import DEFAULT_EXCHANGE
 from jaxserve.checkpoint.model import padded_vocab
 from jaxserve.engine import sampling, sampling_rows
 from jaxserve.engine.command import SCORES
@@ -205,7 +204,7 @@ class StagePrograms(Programs):
             (stage.values, caches, self.table_shape(stage), ints, x),
             ((LANES,) * 3 if last else LANES, _specs(caches), LANES),
             donate=(1, 2),
-            exchange=shape.exchange,
+            exchanges=shape.exchanges,
         )
 
     def _lower_table(self, stage: Stage) -> Any:
@@ -267,16 +266,16 @@ def lowered(
     arguments: tuple,
     out_specs: Any,
     donate: tuple[int, ...] = (),
-    exchange: str = DEFAULT_EXCHANGE,
+    exchanges: Collection[str] = (),
 ) -> Any:
     """Lowers `f`, which runs on each device of the mesh, for arguments: arrays or shapes with
     shardings; without a sharding they are on all devices. donate: arguments whose memory the
-    results may take. exchange: between lanes, if any."""
+    results may take. exchanges: between lanes, if any."""
     options = None
     if mesh.devices.flat[0].platform == "gpu":
         options = graph_options()
         if mesh.shape[KVP] > 1:
-            options |= compiler_options(exchange)
+            options |= compiler_options(exchanges)
     specs = _specs(arguments)
     mapped = jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
     return jax.jit(mapped, donate_argnums=donate, compiler_options=options).lower(*arguments)

@@ -20,7 +20,6 @@ from flax import nnx
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.engine import sampling, sampling_rows
 from jaxserve.engine.step_shapes import StepShape, layout
-from jaxserve.lanes.exchange import EXCHANGES
 from jaxserve.models.decoder import Head, LayerCache, Stage, run_layers
 from jaxserve.sharding.lane_groups import LaneGroups
 from jaxserve.sharding.mesh import KVP
@@ -207,15 +206,13 @@ def _groups(
             row += rows
     first = row
     lanes = LaneGroups(shape.group_size)
-    for group, apart in ((shape.spread_decode, True), (shape.spread_prefill, False)):
+    for exchange, group in shape.by_exchange:
         rows, width = group
-        if not rows:
-            continue
         held = view["held"][row - first : row - first + rows]
         mine = jnp.concatenate([view["rows"][row : row + rows], held], 1)
         mine = lanes.gather_rows(mine)  # each lane of a group needs all its spread rows
-        settled = EXCHANGES[shape.exchange].settled and width > 1
         lane = lanes.index()
-        spread.append(spread_rows(mine, lane, width, table, pages, size, settled, apart))
+        apart = group is shape.spread_decode
+        spread.append(spread_rows(mine, lane, width, table, pages, size, exchange, apart))
         row += rows
-    return Groups(tuple(local), tuple(spread), table, shape.exchange, lanes, shape.room)
+    return Groups(tuple(local), tuple(spread), table, lanes, shape.room)

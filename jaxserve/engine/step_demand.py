@@ -87,9 +87,10 @@ class StepDemand:
         if EXCHANGES[batch.exchange].settled and batch.block_lane.size:
             ring = _ring(batch, [chunk for chunk in long if chunk.spread], tile, block)
         visits = 0
-        if len(EXCHANGES[batch.exchange].rooms) > 1:
+        if EXCHANGES[batch.decode_exchange].has_rooms:
             alone = single & batch.spread
             visits = most_visits(batch.lane[alone], batch.blocks_per_lane[alone])
+        if EXCHANGES[batch.exchange].has_rooms:
             holders = [np.flatnonzero(batch.blocks_per_lane[row]).tolist() for row in chunks]
             long = tuple(chunk._replace(holders=tuple(some)) for chunk, some in zip(long, holders))
         return cls(local, spread, long, lanes, group_size, len(batch.moves) > 0, ring, visits)
@@ -141,6 +142,7 @@ class StepDemand:
         )
         needs = self.visits, max(pairs.values(), default=0)
         groups = shape.spread_decode, shape.spread_prefill
+        # of an exchange without rooms nothing was counted
         return all(
             need <= rows_with_room(shape.room, group.rows) for need, group in zip(needs, groups)
         )

@@ -18,8 +18,9 @@ import numpy as np
 
 from jaxserve.api.batch import DEFAULT_EXCHANGE
 from jaxserve.lanes.cdsp import PLANNERS
+from jaxserve.lanes.choice import decode_choices
 from jaxserve.lanes.cost import moves_per_pair
-from jaxserve.lanes.exchange import EXCHANGES, decode_exchanges, rows_with_room
+from jaxserve.lanes.exchange import EXCHANGES, rows_with_room
 from jaxserve.lanes.groups import group_sizes
 from jaxserve.settings.schema import SchedulerConfig
 
@@ -56,9 +57,10 @@ class StepShape:
     spread_prefill: RowGroup = EMPTY
     samples: int = 1  # tokens it may sample per lane
     group_size: int = 1  # lanes that meet for spread rows: see `lanes.groups`
-    # how spread rows, of prompts where there are any, and blocks on other lanes meet: see
-    # sharding.exchange
+    # how spread prefill rows and spread decodes meet blocks on other lanes: see sharding.exchange;
+    # the default where there are none
     exchange: str = DEFAULT_EXCHANGE
+    decode_exchange: str = DEFAULT_EXCHANGE
     room: float = 1.0  # share of a lane's spread rows that may reach one other lane
     moves: int = 0  # pages that it may move from each lane of a group to each, beside its layers
 
@@ -71,9 +73,23 @@ class StepShape:
         return tuple(group for group in (self.spread_decode, self.spread_prefill) if group.rows)
 
     @property
+    def by_exchange(self) -> tuple[tuple[str, RowGroup], ...]:
+        """The groups of spread rows, each with the exchange that it has."""
+        pairs = (
+            (self.decode_exchange, self.spread_decode),
+            (self.exchange, self.spread_prefill),
+        )
+        return tuple(pair for pair in pairs if pair[1].rows)
+
+    @property
+    def exchanges(self) -> tuple[str, ...]:
+        """The exchanges of its spread rows, each once."""
+        return tuple(dict.fromkeys(name for name, _ in self.by_exchange))
+
+    @property
     def decode_ring(self) -> bool:
-        """True if queries of decodes go round a ring: only where no other row is spread."""
-        return EXCHANGES[self.exchange].ring and not self.spread_prefill.rows
+        """True if queries of decodes go round a ring."""
+        return EXCHANGES[self.decode_exchange].ring and self.spread_decode.rows > 0
 
     @property
     def prefill_ring(self) -> bool:
@@ -99,6 +115,8 @@ class StepShape:
         parts = [name(self.local), "spread", name(self.spread), "on", str(self.group_size)]
         if self.exchange != DEFAULT_EXCHANGE:
             parts.append(self.exchange)
+        if self.decode_exchange != DEFAULT_EXCHANGE:
+            parts += "decodes", self.decode_exchange
         if self.room < 1:
             parts.append(f"{self.room:g}")
         if self.moves:
@@ -107,22 +125,29 @@ class StepShape:
 
 
 def shapes(
-    config: SchedulerConfig, lanes: int, block: int, pool: int = 1, copies: bool = False
+    config: SchedulerConfig,
+    lanes: int,
+    block: int,
+    pool: int = 1,
+    copies: bool = False,
+    timed: bool = True,
 ) -> list[StepShape]:
     """Lists all shapes of an engine with pages of `block` tokens, cheapest first. Every batch that
-    the scheduler may start fits the last of them. pool, copies: see `CacheConfig`."""
+    the scheduler may start fits the last of them. pool, copies: see `CacheConfig`; timed: see
+    `EngineConfig`."""
     every = [*_local_shapes(config)]
     if lanes > 1:
-        made = _SpreadShapes(config)
-        moves = moves_per_pair(config.chunk_tokens, block, lanes)
+        made = _SpreadShapes(config, timed)
         every += made.pooled(pool, lanes) if pool > 1 else made.grouped(lanes)
+        made = _SpreadShapes(config, timed, moves_per_pair(config.chunk_tokens, block, lanes))
+        moving: list[StepShape] = []
         if config.planner in PLANNERS:
-            moving = [shape for shape in every if shape.spread_prefill.rows and shape.room == 1]
+            every_chunk = made.pooled(pool, lanes) if pool > 1 else made.grouped(lanes)
+            moving += [shape for shape in every_chunk if shape.spread_prefill.rows]
             moving += made.without_chunks(group_sizes(lanes)[1:])
-            every += [dataclasses.replace(shape, moves=moves) for shape in moving]
         if copies:
-            copying = made.copying(sorted({pool, lanes} - {1}))
-            every += [dataclasses.replace(each, moves=moves) for each in copying if each.room == 1]
+            moving += made.copying(sorted({pool, lanes} - {1}))
+        every += [shape for shape in moving if shape.room == 1]
     sizes = sample_sizes(config)
     samples = lambda shape: next((size for size in sizes if size >= shape.rows), sizes[-1])
     every = [dataclasses.replace(each, samples=samples(each)) for each in dict.fromkeys(every)]
@@ -134,6 +159,7 @@ def shapes(
             shape.rows,
             shape.group_size,
             shape.moves,
+            shape.decode_exchange != DEFAULT_EXCHANGE,
             shape.room,
         ),
     )
@@ -159,14 +185,17 @@ def _local_shapes(config: SchedulerConfig) -> Iterator[StepShape]:
 
 
 class _SpreadShapes:
-    """Makes the shapes with spread rows of an engine with these settings."""
+    """Makes the shapes with spread rows of an engine with these settings. timed: as of `shapes`.
+    moves: as of `StepShape`."""
 
-    def __init__(self, config: SchedulerConfig):
+    def __init__(self, config: SchedulerConfig, timed: bool, moves: int = 0):
+        self._timed = timed
+        self._moves = moves
+        self._decode_exchange = config.decode_exchange
         self._decodes = RowGroup(config.max_seqs, 1)
         self._few_decodes = RowGroup(min(FEW_DECODES, config.max_seqs), 1)
         self._chunks = RowGroup(config.tiles, config.tile)
         self._few_chunks = RowGroup(-(-config.tiles // FEW_ROWS), config.tile)
-        self._decode_choices = decode_choices(config)
         self._prefill_choices = prefill_choices(config)
 
     def grouped(self, lanes: int) -> Iterator[StepShape]:
@@ -189,8 +218,8 @@ class _SpreadShapes:
     def without_chunks(self, sizes: Iterable[int]) -> Iterator[StepShape]:
         """Yields what steps that move blocks beside decodes are to hold, on groups of these sizes:
         no spread chunks, so that they pay for no padding of these, with and without local ones."""
-        for size, local in itertools.product(sizes, (EMPTY, self._chunks)):
-            yield StepShape(self._decodes, local, self._decodes, group_size=size)
+        for size in sizes:
+            yield from self._with_decodes(size, self._decodes)
 
     def copying(self, sizes: Iterable[int]) -> Iterator[StepShape]:
         """Yields what steps that copy blocks to other lanes are to hold, on groups of these sizes:
@@ -208,10 +237,16 @@ class _SpreadShapes:
                 yield shape
 
     def _with_decodes(self, size: int, decodes: RowGroup) -> Iterator[StepShape]:
-        """Yields shapes without chunks, and with these rows of spread decodes."""
-        for exchange in self._decode_choices:
+        """Yields shapes without spread chunks, and with these rows of spread decodes, with and
+        without local chunks."""
+        for local, of_decodes in itertools.product((EMPTY, self._chunks), self._decode_choices()):
             shape = StepShape(
-                self._decodes, spread_decode=decodes, group_size=size, exchange=exchange
+                self._decodes,
+                local,
+                decodes,
+                group_size=size,
+                decode_exchange=of_decodes,
+                moves=self._moves,
             )
             yield from _with_rooms(shape)
 
@@ -223,19 +258,38 @@ class _SpreadShapes:
         for exchange, spread, local in itertools.product(
             self._prefill_choices, chunks, (EMPTY, self._chunks)
         ):
-            rows = spread_rows(spread, exchange)
-            shape = StepShape(
-                self._decodes, local, decodes, rows, group_size=size, exchange=exchange
-            )
-            yield from _with_rooms(shape)
+            for of_decodes in self._decode_choices(exchange):
+                shape = StepShape(
+                    self._decodes,
+                    local,
+                    decodes,
+                    spread_rows(spread, exchange),
+                    group_size=size,
+                    exchange=exchange,
+                    decode_exchange=of_decodes,
+                    moves=self._moves,
+                )
+                yield from _with_rooms(shape)
+
+    def _decode_choices(self, beside: str | None = None) -> tuple[str, ...]:
+        """Lists the exchanges that spread decodes may have: those that steps may choose, and the
+        default beside the default, which every step may have. beside: the exchange of the shape's
+        spread chunks, if it has some."""
+        names = decode_choices(self._decode_exchange, beside, self._moves > 0)
+        if not self._timed:
+            names = names[:1]
+        if beside in (None, DEFAULT_EXCHANGE):
+            names = DEFAULT_EXCHANGE, *names
+        return tuple(dict.fromkeys(names))
 
 
 def _with_rooms(shape: StepShape) -> Iterable[StepShape]:
-    """Returns a shape with each room that its exchange may have, if that differs in whole rows; of
+    """Returns a shape with each room that its exchanges may have, if that differs in whole rows; of
     two lanes all rows visit the other one."""
+    visiting = [pair for pair in shape.by_exchange if EXCHANGES[pair[0]].has_rooms]
     rooms = {
-        tuple(rows_with_room(room, group.rows) for group in shape.spread): room
-        for room in EXCHANGES[shape.exchange].rooms
+        tuple(rows_with_room(room, group.rows) for _, group in visiting): room
+        for room in itertools.chain((1.0,), *(EXCHANGES[name].rooms for name, _ in visiting))
         if room == 1 or shape.group_size > 2
     }
     return [dataclasses.replace(shape, room=room) for room in rooms.values()]
@@ -249,15 +303,21 @@ def spread_rows(chunks: RowGroup, exchange: str) -> RowGroup:
 
 def first_shapes(shapes: list[StepShape]) -> list[StepShape]:
     """Picks the few shapes that together hold every batch, to be compiled before the others: the
-    largest of each exchange, the largest with decodes alone, also spread ones by each exchange, and
-    the smallest and the largest with decodes and one row of a prompt."""
-    largest = {(bool(shape.spread), shape.exchange, shape.moves): shape for shape in shapes}
+    largest of each exchange of chunks, the largest with decodes alone, also spread ones by each
+    exchange, and the smallest and the largest with decodes and one row of a prompt."""
+    # of each exchange of chunks one that gathers decodes, or has them go with chunks, if there is
+    plain = lambda shape: shape.decode_exchange in (DEFAULT_EXCHANGE, shape.exchange)
+    largest = {
+        (bool(shape.spread), shape.exchange, shape.moves): shape
+        for shape in sorted(shapes, key=plain)
+    }
     local = [shape for shape in shapes if not shape.spread]
     decodes = [shape for shape in local if not shape.prefill.rows]
     spread = {
-        shape.exchange: shape
+        shape.decode_exchange: shape
         for shape in shapes
-        if shape.spread and not shape.spread_prefill.rows and not shape.moves
+        if shape.spread_decode.rows
+        and not (shape.spread_prefill.rows or shape.prefill.rows or shape.moves)
     }
     most = max(shape.decode.rows for shape in local)
     mixed = [shape for shape in local if shape.decode.rows == most and shape.prefill.rows == 1]
@@ -268,18 +328,9 @@ def first_shapes(shapes: list[StepShape]) -> list[StepShape]:
 def prefill_choices(config: SchedulerConfig) -> list[str]:
     """The exchanges that steps with spread chunks may choose: the default, for those that another
     cannot have, and the one that is set, or all."""
-    rows = [row for row in EXCHANGES.values() if config.tile > 1 or not row.settled]
-    return _choices(config.exchange, [row.name for row in rows])
-
-
-def decode_choices(config: SchedulerConfig) -> list[str]:
-    """The exchanges that steps may choose whose spread rows are decodes alone."""
-    return _choices(config.decode_exchange, list(decode_exchanges()))
-
-
-def _choices(chosen: str, names: list[str]) -> list[str]:
-    if chosen in EXCHANGES:
-        names = [name for name in names if name == chosen]
+    names = [row.name for row in EXCHANGES.values() if config.tile > 1 or not row.settled]
+    if config.exchange in EXCHANGES:
+        names = [name for name in names if name == config.exchange]
     return list(dict.fromkeys([DEFAULT_EXCHANGE, *names]))
 
 

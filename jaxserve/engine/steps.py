@@ -143,7 +143,7 @@ class Steps:
             batch,
             command,
             flight.issued,
-            exchange=shape.exchange if shape.spread else "",
+            exchanges=shape.exchanges,
             schedule=decided - began,
             build=built - decided,
             dispatch=time.perf_counter() - built,

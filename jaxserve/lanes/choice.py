@@ -111,13 +111,13 @@ class ExchangeChooser(ExchangeTimes):
     chooses takes.
 
     chooser: a name of `CHOOSERS` or of an exchange, which is then always chosen, or a rule of one's
-    own. decode_chooser: the exchange of steps whose spread rows are decodes alone; auto: that of
-    least seconds. block: tokens of a page. moves: pages that a step moves from each lane to each,
-    where it moves some. corrections: by exchange, where steps were measured; decode_corrections:
-    of steps whose spread rows are decodes alone, with what these take besides attention. links: for
-    groups of other sizes; empty: those of `rates`, whatever the size. move_times: of pages that
-    change lanes, where steps that move some were measured; None: as an all-to-all takes, hidden as
-    `rates` say. Errors: ConfigError that names the field.
+    own. decode_chooser: the exchange of spread decodes; auto: that of least seconds. block: tokens
+    of a page. moves: pages that a step moves from each lane to each, where it moves some.
+    corrections: by exchange, where steps were measured; decode_corrections: of spread decodes, with
+    what these take besides attention. links: for groups of other sizes; empty: those of `rates`,
+    whatever the size. move_times: of pages that change lanes, where steps that move some were
+    measured; None: as an all-to-all takes, hidden as `rates` say. Errors: ConfigError that names
+    the field.
     """
 
     chooser: str | Pick = "auto"
@@ -164,15 +164,41 @@ class ExchangeChooser(ExchangeTimes):
             return dict.fromkeys(EXCHANGES, self.attention(work.pairs, work.shard, work.tokens))
         return {name: row.of_chunks(work, self) for name, row in EXCHANGES.items()}
 
-    def decodes(self, share: int, kv: float, visits: float = 1.0) -> Decision:
-        """Decides for a step whose spread rows are decodes alone: see `work_of_decodes`. The
-        seconds are those that lanes take besides the attention of as many decodes of their own."""
+    def decodes(
+        self,
+        share: int,
+        kv: float,
+        visits: float = 1.0,
+        beside: str | None = None,
+        moves: bool = False,
+    ) -> Decision:
+        """Decides for the spread decodes of a step: share, kv, visits as of `work_of_decodes`;
+        beside, moves as of `decode_choices`. The seconds per layer are those that lanes take
+        besides the attention of as many decodes of their own.
+
+        What a lane of N sends for its s decodes, with q bytes of a query, k of a new key and value
+        and p of a partial result with its log-sum-exp; messages; and calls of attention:
+
+        - `gather`: (N-1) s (q + k) in an all-gather, (N-1) s p in an all-to-all; 2 messages that
+          nothing hides; 1 call, over the decodes of all lanes.
+        - `pass_q`: (N-1) s k in an all-gather, (N-1) s q in N - 1 hops, each beside a call, and
+          (N-1) s p in an all-to-all; N + 1 messages; N calls, each over the decodes of one lane.
+        - `visit`: at most (N-1) r q, (N-1) r p and (N-1) r k in all-to-alls, with room for r rows
+          per pair of lanes, of which all but the first run beside a lane's own call; 3 messages; 2
+          calls.
+
+        Decodes that exchange as the spread chunks beside them do only add bytes to the messages of
+        these; by `pass_q` an all-gather of their own is left, for chunks need none.
+        """
         work = work_of_decodes(self.lanes, share, kv, visits)
-        seconds = {name: row.of_decodes(work, self) for name, row in decode_exchanges().items()}
-        seconds = _corrected(seconds, self.decode_corrections)
-        if self.decode_chooser == "auto":
-            return Decision(least_seconds(self, work, seconds), seconds)
-        return Decision(self.decode_chooser, seconds)
+        exchanges = decode_exchanges()
+        alone = {name: row.of_decodes(work, self) for name, row in exchanges.items()}
+        seconds = dict(_corrected(alone, self.decode_corrections))
+        if beside in exchanges and alone[beside] > 0:
+            row = exchanges[beside]
+            seconds[beside] *= row.of_decodes(work, self.joined(row.links)) / alone[beside]
+        names = decode_choices(self.decode_chooser, beside, moves)
+        return Decision(min(names, key=seconds.__getitem__), seconds)
 
     def move_seconds(self) -> float:
         """Seconds per layer of the all-to-all in which a step moves pages between lanes, however
@@ -185,6 +211,46 @@ class ExchangeChooser(ExchangeTimes):
         linear: seconds of a layer's linear parts."""
         times = self.move_times or MoveTimes(hidden=self.rates.hidden)
         return times.exposed(self.move_seconds(), linear, layers)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class DecodeChoice:
+    """The choice of how a step's spread decodes exchange, made once it is known what is beside
+    them. share, kv, visits: see `work_of_decodes`."""
+
+    chooser: ExchangeChooser
+    share: int
+    kv: float
+    visits: float
+    _decisions: dict[tuple[str | None, bool], Decision] = dataclasses.field(default_factory=dict)
+
+    def beside(self, exchange: str | None, moves: bool = False) -> Decision:
+        """Decides beside spread chunks with this exchange, None: there are none; moves: and beside
+        pages that change lanes."""
+        known = exchange, moves
+        if known not in self._decisions:
+            self._decisions[known] = self.chooser.decodes(self.share, self.kv, self.visits, *known)
+        return self._decisions[known]
+
+
+def decode_choices(setting: str, beside: str | None = None, moves: bool = False) -> tuple[str, ...]:
+    """Lists the exchanges that spread decodes may choose under a setting of `--decode_exchange`.
+    beside: the exchange of the step's spread chunks; None: it has none. moves: whether pages change
+    lanes in the step.
+
+    Each pair of exchanges is a program, so `auto` does without some: decodes visit beside chunks
+    that visit, and beside no others; and where pages move, they are gathered or go with chunks.
+    """
+    names: tuple[str, ...] = (setting,)
+    if setting == "auto":
+        names = tuple(decode_exchanges())
+        if beside is not None:
+            rooms = EXCHANGES[beside].has_rooms
+            names = tuple(name for name in names if EXCHANGES[name].has_rooms == rooms)
+    if moves:
+        few = DEFAULT_EXCHANGE, beside
+        names = tuple(name for name in names if name in few) or (DEFAULT_EXCHANGE,)
+    return names
 
 
 def _corrected(

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from jaxserve.api.batch import DEFAULT_EXCHANGE, Batch
-from jaxserve.lanes.choice import CHOOSERS, Decision, ExchangeChooser
+from jaxserve.lanes.choice import CHOOSERS, DecodeChoice, ExchangeChooser
 from jaxserve.lanes.dealing import PromptLanes
 from jaxserve.lanes.exchange import EXCHANGES
 from jaxserve.lanes.groups import ChunkPlace, group_around, group_sizes, size_around, size_of_step
@@ -80,11 +80,9 @@ class LaneCosts:
         lane: np.ndarray,
         group_size: np.ndarray,
         blocks: np.ndarray,
-        alone: bool = True,
     ) -> list[LaneLoad]:
         """Loads of chunks of one token: context [n] tokens, home lane [n], group_size [n] lanes
-        that meet, blocks [n, lanes] on each. alone: whether no lane has another chunk so far;
-        beside these, queries of decodes are gathered."""
+        that meet, blocks [n, lanes] on each."""
         count = len(context)
         longest = float(context.max(initial=0))
         return [LaneLoad(count, float(context.sum()), longest, samples=count)]
@@ -128,7 +126,6 @@ class LaneCosts:
             batch.lane[single],
             batch.group_size[single],
             batch.blocks_per_lane[single],
-            alone=bool(single.all()),
         )
         for row in self._separate(batch, ~single).tolist():
             blocks = batch.blocks_per_lane[row].tolist() if batch.spread[row] else None
@@ -187,7 +184,6 @@ class GatherCosts(LaneCosts):
         lane: np.ndarray,
         group_size: np.ndarray,
         blocks: np.ndarray,
-        alone: bool = True,
     ) -> list[LaneLoad]:
         """Loads of chunks of one token: see `LaneCosts.decodes`."""
         lanes = range(self.lanes)
@@ -202,7 +198,7 @@ class GatherCosts(LaneCosts):
             share = int(np.bincount(lane[spread]).max())
             visits = most_visits(lane[spread], blocks) / share
             size = int(group_size.max())
-            choice = self._decode_choice(size, share, float(shards.max()), visits, alone)
+            choice = self._decode_choice(size, share, float(shards.max()), visits)
         longest = [float(context[lane == index].max(initial=0)) for index in lanes]
         return [
             LaneLoad(n, float(kv), most, spread=len(tokens), samples=n, decode_choice=choice)
@@ -217,15 +213,15 @@ class GatherCosts(LaneCosts):
         if size > 1:
             load.context *= size * max(self.prompts.shares(context * size, size))
             load.spread = count * self.lanes
-            load.decode_choice = self._decode_choice(size, count, load.context, 1.0, True)
+            load.decode_choice = self._decode_choice(size, count, load.context, 1.0)
         return load
 
     def _decode_choice(
-        self, size: int, share: int, kv: float, visits: float, alone: bool
-    ) -> Decision | None:
-        """Decides how spread decodes exchange in groups of `size` lanes; None where no rates are
-        known. share: decodes of the lane that is home to most; kv: tokens of their KV on the
-        fullest lane; visits: see `work_of_decodes`."""
+        self, size: int, share: int, kv: float, visits: float
+    ) -> DecodeChoice | None:
+        """Returns the choice of how spread decodes exchange in groups of `size` lanes; None where
+        no rates are known. share: decodes of the lane that is home to most; kv: tokens of their KV
+        on the fullest lane; visits: see `work_of_decodes`."""
         return None
 
     def _spread(
@@ -310,11 +306,8 @@ class ExchangeCosts(GatherCosts):
             strategy = DEFAULT_EXCHANGE
         return ExchangedChunks(strategy, decision.seconds[strategy], chunks)
 
-    def _decode_choice(
-        self, size: int, share: int, kv: float, visits: float, alone: bool
-    ) -> Decision:
-        choice = self._choosers[size].decodes(share, kv, visits)
-        return Decision(choice.strategy if alone else DEFAULT_EXCHANGE, choice.seconds)
+    def _decode_choice(self, size: int, share: int, kv: float, visits: float) -> DecodeChoice:
+        return DecodeChoice(self._choosers[size], share, kv, visits)
 
     def _spread(
         self,
@@ -398,11 +391,13 @@ class ExchangeCosts(GatherCosts):
         return np.flatnonzero(long & ~batch.spread)
 
     def messages(self, load: LaneLoad) -> float:
-        """Seconds per layer of what spread decodes send, if nothing else is spread."""
+        """Seconds per layer of what spread decodes send."""
         choice = load.decode_choice
         if choice is None:
             return 0.0
-        return choice.seconds[DEFAULT_EXCHANGE if load.chunks else choice.strategy]
+        beside = None if load.exchanged is None else load.exchanged.strategy
+        decision = choice.beside(beside)
+        return decision.seconds[decision.strategy]
 
     def exposed_moves(self, batch: Batch, loads: Sequence[LaneLoad], layers: int) -> float:
         """Seconds of a step's `layers` layers in which pages change lanes and nothing else runs:

@@ -9,8 +9,8 @@ Medha, section 3.4, and TokenLake, section 3.4):
   need not belong where the token is computed. Nothing depends on what is cached.
 - `pass_q`: KV stays and queries go round a ring of lanes in N - 1 hops; a hop runs beside the
   attention of the step before. The partials, which are as long as the queries, come home in one
-  all-to-all, which nothing hides. Decodes may go so too, where they are all that is spread in a
-  step: their new keys and values are gathered first.
+  all-to-all, which nothing hides. Decodes may go so too: their new keys and values are gathered
+  first.
 - `pass_kv`: queries stay and KV goes round in N - 1 hops.
 - `visit`: queries go to the lanes that hold blocks of their sequence, and new keys and values with
   them, in all-to-alls with room for a share of a lane's rows per pair of lanes. The partials go
@@ -27,7 +27,7 @@ import math
 from collections.abc import Callable
 
 from jaxserve.api.batch import DEFAULT_EXCHANGE
-from jaxserve.lanes.rates import ExchangeTimes
+from jaxserve.lanes.rates import LINKS, ExchangeTimes
 from jaxserve.lanes.work import ExchangeWork, Heads
 
 PIECE_TOKENS = 2048  # of KV, that a lane of the engine sends on at once round a ring
@@ -66,11 +66,10 @@ class Exchange:
 
     name: as settings, metrics and profiles have it. summary: what it does, for help texts. ring:
     whether messages go from lane to lane in hops. settled: whether a chunk's tokens must be
-    computed by the lanes that hold their blocks; the device function of an exchange that does
-    without writes the keys and values itself. rooms: shares of a lane's spread rows that may reach
-    one other lane, by program. traffic, seconds: of chunks. decode_traffic,
-    decode_seconds: of steps whose spread rows are decodes alone, besides the attention of as many
-    decodes of a lane's own; None: decodes cannot use it.
+    computed by the lanes that hold their blocks. rooms: shares of a lane's spread rows that may
+    reach one other lane, by program. links: those of `rates.LINKS` that messages of chunks take.
+    traffic, seconds: of chunks. decode_traffic, decode_seconds: of spread decodes, besides the
+    attention of as many decodes of a lane's own; None: decodes cannot use it.
     """
 
     name: str
@@ -82,6 +81,12 @@ class Exchange:
     ring: bool = False
     settled: bool = False
     rooms: tuple[float, ...] = (1.0,)
+    links: tuple[str, ...] = LINKS
+
+    @property
+    def has_rooms(self) -> bool:
+        """True if its programs differ in how many rows may reach one other lane."""
+        return len(self.rooms) > 1
 
     def of_chunks(self, work: ExchangeWork, times: ExchangeTimes) -> float:
         """Seconds per layer of attention and of what lanes send for it."""
@@ -233,6 +238,7 @@ ROWS = (
         gather_seconds,
         gather_traffic,
         gather_decode_seconds,
+        links=("all_gather", "all_to_all"),
     ),
     Exchange(
         "pass_q",
@@ -243,9 +249,16 @@ ROWS = (
         ring_decode_seconds,
         ring=True,
         settled=True,
+        links=("hop", "all_to_all"),
     ),
     Exchange(
-        "pass_kv", "KV goes round a ring", pass_kv_traffic, ring_seconds, ring=True, settled=True
+        "pass_kv",
+        "KV goes round a ring",
+        pass_kv_traffic,
+        ring_seconds,
+        ring=True,
+        settled=True,
+        links=("hop",),
     ),
     Exchange(
         "visit",
@@ -255,11 +268,12 @@ ROWS = (
         visit_traffic,
         visit_decode_seconds,
         rooms=ROOMS,
+        links=("all_to_all",),
     ),
 )
 EXCHANGES: dict[str, Exchange] = {row.name: row for row in ROWS}
 
 
 def decode_exchanges() -> dict[str, Exchange]:
-    """The exchanges of steps whose spread rows are decodes alone."""
+    """The exchanges that spread decodes may have."""
     return {name: row for name, row in EXCHANGES.items() if row.decode_traffic}

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jaxserve.lanes.choice import Decision
+from jaxserve.lanes.choice import DecodeChoice
 from jaxserve.lanes.exchange import EXCHANGES
 from jaxserve.lanes.work import ExchangeWork, pairs_of
 
@@ -128,9 +128,9 @@ class LaneLoad:
     context: float = 0.0  # of the decodes, on this lane
     longest: float = 0.0  # of these contexts
     samples: int = 0
-    # how the step's spread decodes reach KV on other lanes, the same on all lanes, if nothing else
-    # is spread; None where there are none or no rates are known
-    decode_choice: Decision | None = None
+    # how the step's spread decodes reach KV on other lanes, the same on all lanes; None where there
+    # are none or no rates are known
+    decode_choice: DecodeChoice | None = None
     # the step's spread chunks, the same on all lanes; None where no rates are known
     exchanged: ExchangedChunks | None = None
     spread_seconds: float = 0.0  # per layer, of the spread chunks that bear on this lane

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol, Self
 
 from jaxserve.lanes.work import Heads, require
 
@@ -112,6 +112,11 @@ class ExchangeRates:
         """Seconds of a hop and the attention that runs beside it."""
         return seconds_beside(hop, attention, self.hidden)
 
+    @property
+    def links(self) -> LaneLinks:
+        """The links of these rates."""
+        return LaneLinks(self.hop, self.all_gather, self.all_to_all)
+
     def with_links(self, links: LaneLinks) -> ExchangeRates:
         """Returns the rates with other links."""
         return dataclasses.replace(
@@ -159,6 +164,14 @@ class ExchangeTimes:
         if self.costs is None:
             return self.attention(kv, kv, count)
         return self.costs.attend_decodes(count, kv)
+
+    def joined(self, links: Iterable[str]) -> Self:
+        """Returns the times of what goes with other messages over links of these names, and costs
+        its bytes only."""
+        known = self.rates.links
+        joined = {name: Link(0.0, getattr(known, name).bytes_per_s) for name in links}
+        rates = self.rates.with_links(dataclasses.replace(known, **joined))
+        return dataclasses.replace(self, rates=rates)
 
     @property
     def decode_call(self) -> float:

@@ -150,7 +150,9 @@ LABELLED: Mapping[str, Labelled] = {
         "Tokens that came later after the one before than their request's objective says", "class"
     ),
     "exchange_steps": Labelled(
-        "Steps with sequences on several lanes, by how their queries and blocks met", "exchange"
+        "Steps with sequences on several lanes, by how their queries and blocks met; a step whose "
+        "prompts and decodes met in two ways counts for both",
+        "exchange",
     ),
 }
 HISTOGRAMS: Mapping[str, Distribution] = {

@@ -254,8 +254,9 @@ class Metrics:
     # --- steps
 
     def _step_issued(self, event: StepIssued) -> None:
-        if event.exchange:
-            self._labelled["exchange_steps"][event.exchange].inc()
+        for exchange in event.exchanges:
+            self._labelled["exchange_steps"][exchange].inc()
+        if event.exchanges:
             self._counters["moved_pages"].inc(len(event.batch.moves))
 
     def _step_read(self, event: StepRead) -> None:

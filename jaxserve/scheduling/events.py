@@ -89,14 +89,14 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class StepIssued:
-    """A step was handed to the devices, from clock second `now` on. exchange: how sequences on
-    several lanes meet in it; '' without such sequences. Host seconds: to decide what is in it, to
+    """A step was handed to the devices, from clock second `now` on. exchanges: by which
+    sequences on several lanes meet in it. Host seconds: to decide what is in it, to
     write its command, and to dispatch that."""
 
     batch: Batch
     command: Any  # engine.command.StepCommand; None in a simulation
     now: float
-    exchange: str = ""
+    exchanges: tuple[str, ...] = ()
     schedule: float = 0.0
     build: float = 0.0
     dispatch: float = 0.0

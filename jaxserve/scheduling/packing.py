@@ -26,6 +26,7 @@ from jaxserve.api.batch import DEFAULT_EXCHANGE, Batch
 from jaxserve.cache import CacheManager
 from jaxserve.cache.copies import PrefixCopies
 from jaxserve.costs.predictor import Predictor
+from jaxserve.lanes.choice import decode_choices
 from jaxserve.lanes.exchange import EXCHANGES
 from jaxserve.scheduling.budget import StepBudget
 from jaxserve.scheduling.prefill_packing import PrefillPacker
@@ -96,22 +97,32 @@ class BatchPacker:
         return batch, chunks
 
     def _exchanged(self, batch: Batch, budget: StepBudget) -> Batch:
-        """Returns the batch with the exchange by which its spread chunks reach KV on other lanes,
-        and its seconds with that and with the pages that it moves, now that it is known where
-        blocks are. Decodes alone, beside moves, have the default: no other programs move pages
-        without chunks."""
-        if batch.block_lane.size or len(batch.moves):
+        """Returns the batch with the exchanges by which its spread chunks and decodes reach KV on
+        other lanes, and its seconds with these and with the pages that it moves, now that it is
+        known where blocks are."""
+        chunks = batch.block_lane.size > 0
+        moves = len(batch.moves) > 0
+        exchanged = None
+        if chunks or moves:
             exchanged = self.predictor.lane_costs.exchanged(batch)
-            if exchanged is None:
-                chosen = _fixed(self.config.exchange) if batch.block_lane.size else DEFAULT_EXCHANGE
-                return dataclasses.replace(batch, exchange=chosen)
-            seconds = self.predictor.seconds(batch, exchanged)
-            return dataclasses.replace(batch, exchange=exchanged.strategy, seconds=seconds)
-        if not batch.spread.any():
+        exchange = DEFAULT_EXCHANGE
+        if exchanged is not None:
+            exchange = exchanged.strategy
+        elif chunks and self.config.exchange in EXCHANGES:
+            exchange = self.config.exchange
+        of_decodes = self._decode_exchange(budget, exchange if chunks else None, moves)
+        batch = dataclasses.replace(batch, exchange=exchange, decode_exchange=of_decodes)
+        if exchanged is None:
             return batch
+        return dataclasses.replace(batch, seconds=self.predictor.seconds(batch, exchanged))
+
+    def _decode_exchange(self, budget: StepBudget, beside: str | None, moves: bool) -> str:
+        """Returns the exchange of a step's spread decodes; the first that may be, where no rates
+        are known to choose by. beside, moves: see `decode_choices`."""
         choice = budget.lanes[0].decode_choice
-        exchange = _fixed(self.config.decode_exchange) if choice is None else choice.strategy
-        return dataclasses.replace(batch, exchange=exchange)
+        if choice is None:
+            return decode_choices(self.config.decode_exchange, beside, moves)[0]
+        return choice.beside(beside, moves).strategy
 
     def _budget(self, decodes: np.ndarray) -> StepBudget:
         """Returns the budget that a step with these decodes has for prefill. A token passes all
@@ -278,9 +289,3 @@ class BatchPacker:
             if chunk.group_size > 1 and chunk.stop - chunk.start > 1
         ]
         return np.concatenate([NOTHING, *lanes])
-
-
-def _fixed(setting: str) -> str:
-    """The exchange that a setting names; the default where it asks for one to be chosen, and no
-    rates are known to choose by."""
-    return setting if setting in EXCHANGES else DEFAULT_EXCHANGE

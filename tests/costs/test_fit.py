@@ -251,7 +251,7 @@ def test_measurements_that_are_mere_noise_correct_nothing():
             plain = [
                 abs(true.seconds / seen.seconds - 1)
                 for true, seen in zip(exact, samples)
-                if true.batch.exchange == name
+                if true.batch.decode_exchange == name
             ]
             held_out = [found.held_out[name, size] for size in (2, 4)]
             assert np.mean(held_out) == pytest.approx(np.mean(plain))

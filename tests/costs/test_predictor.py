@@ -280,13 +280,14 @@ def test_pages_change_lanes_by_the_links_of_the_group_that_they_stay_in():
     assert seconds(2) == seconds(3) == pytest.approx(slow(3 * page))
 
 
-def of_decodes(predictor: Predictor, *rows) -> str:
+def of_decodes(predictor: Predictor, *rows, beside: str | None = None) -> str:
     """The strategy that a batch's spread decodes get."""
-    return predictor.lane_costs.loads(chunks(*rows))[0].decode_choice.strategy
+    (load, *_) = predictor.lane_costs.loads(chunks(*rows))
+    return load.decode_choice.beside(beside).strategy
 
 
 def test_a_step_of_decodes_takes_what_the_exchange_that_is_chosen_does():
-    """In a group of two lanes less than in one of four; beside a chunk they are gathered."""
+    """In a group of two lanes less than in one of four, also beside a local chunk."""
     many = [(10**6, 1, [50, 50, 0, 0])] * 40
     wide = [(10**6, 1, [25] * 4)] * 40
     for rows, lanes in ((many, 2), (wide, 4)):
@@ -299,24 +300,42 @@ def test_a_step_of_decodes_takes_what_the_exchange_that_is_chosen_does():
         auto = ringing("auto")
         assert auto.seconds(chunks(*rows)) == min(seconds.values())
         assert of_decodes(auto, *rows) == min(seconds, key=seconds.get) == "visit"
-        beside = [*rows, (0, 8, [1, 0, 0, 0])]
-        assert of_decodes(auto, *beside) == "gather"
-        assert auto.seconds(chunks(*beside)) == pytest.approx(
-            ringing("gather").seconds(chunks(*beside))
-        )
+        beside = chunks(*rows, (0, 8, [1, 0, 0, 0]))
+        assert auto.seconds(beside) == pytest.approx(ringing("visit").seconds(beside))
+        assert auto.seconds(beside) < ringing("gather").seconds(beside)
     assert of_decodes(ringing("auto"), (50, 1, [1, 1, 0, 0])) == "gather"
     (local, *_) = ringing("auto").lane_costs.loads(chunks((50, 1, [1, 0, 0, 0])))
     assert local.decode_choice is None
 
 
-def test_a_chunk_that_joins_spread_decodes_has_their_queries_gathered():
+def test_decodes_beside_spread_chunks_choose_among_what_is_compiled():
+    """They visit beside chunks that do, and no others; nothing is chosen where one is set."""
     rows = [(10**6, 1, [25] * 4)] * 40
-    joined = []
-    for name in ("gather", "pass_q"):
-        predictor = ringing(name)
-        lanes = predictor.lane_costs.loads(chunks(*rows))
-        joined.append(with_chunk(predictor, lanes, ChunkPlace(0), 0, 8))
-    assert joined[0] == joined[1]
+    auto = ringing("auto")
+    assert of_decodes(auto, *rows) == of_decodes(auto, *rows, beside="visit") == "visit"
+    assert {of_decodes(auto, *rows, beside=name) for name in ("gather", "pass_q", "pass_kv")} == {
+        "pass_q"
+    }
+    few = [(50, 1, [1] * 4)]
+    assert of_decodes(auto, *few, beside="gather") == "gather"
+    for name in decode_exchanges():
+        assert of_decodes(ringing(name), *rows, beside="pass_kv") == name
+
+
+def test_a_spread_chunk_that_joins_spread_decodes_takes_their_messages_along():
+    """Of those that attention does not hide: two, the one home, the one there."""
+    rows = [(10**6, 1, [25] * 4)] * 40
+    for name, shared in (("gather", 2), ("pass_q", 1), ("visit", 1)):
+        seconds = []
+        for beside in (name, "pass_kv"):
+            chooser = ExchangeChooser(
+                4, Heads(8, 2, 64), RATES, chooser=beside, decode_chooser=name
+            )
+            costs = Costs(layers=1)
+            predictor = Predictor(costs, MeshConfig(kvp=4), lane_costs(costs, 4, chooser))
+            (load, *_) = predictor.lane_costs.loads(chunks(*rows, (0, 8, [1] * 4)))
+            seconds.append(predictor.lane_costs.messages(load))
+        assert seconds[1] - seconds[0] == pytest.approx(shared * LINK.seconds, rel=1e-6), name
 
 
 def test_a_batch_is_its_decodes_and_its_chunks():

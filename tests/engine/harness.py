@@ -48,7 +48,7 @@ def engine(
     block: int = 16,
     max_len: int = 2048,
     exchange: str = "gather",
-    decode_exchange: str = "gather",
+    decode_exchange: str = "auto",
     dtype: str = "float32",
     quantization: str = "auto",
     planned: bool = False,

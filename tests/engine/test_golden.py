@@ -231,8 +231,8 @@ DECODE_RINGS = [
 
 
 def assert_golden_with_decodes_around_a_ring(source, cases, mesh, placement) -> None:
-    """Decodes of prompts of more than 64 tokens, which lie on all lanes, go round a ring in steps
-    without chunks; their new blocks come to lie on several lanes."""
+    """Decodes of prompts of more than 64 tokens, which lie on all lanes, go round a ring, also in
+    steps with chunks; their new blocks come to lie on several lanes."""
     real = engine(
         source,
         mesh,
@@ -254,11 +254,22 @@ def assert_golden_with_decodes_around_a_ring(source, cases, mesh, placement) -> 
         if fed
     ]
     watch_batches(real, see)
+    batches: list = []
+    watch_batches(real, batches.append)
     runner = Runner(real)
+    # the longest first, which decodes while others are prefilled
+    cases = sorted(cases, key=lambda case: -len(case["prompt_ids"]))
     ids = [submit(runner, case) for case in cases]
-    runner.run()
+    runner.run(CHUNKS["7"])
     assert [runner.ids(id) for id in ids] == [case["output_ids"] for case in cases]
     assert sum(shape.decode_ring for shape in shapes) > 5
+    decodes = [
+        (shape, batch)
+        for shape, batch in zip(shapes, batches)
+        if (batch.is_decode & batch.spread).any()
+    ]
+    assert all(shape.decode_ring for shape, _ in decodes)
+    assert any(not batch.is_decode.all() for _, batch in decodes)
     grown = [np.ptp(np.array(list(rows)), 0) for rows in held.values()]
     assert max(np.count_nonzero(lanes) for lanes in grown) > 1
     assert_empty(real)

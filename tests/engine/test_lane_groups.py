@@ -125,19 +125,24 @@ RATES = ExchangeRates(1e15, 1e6, 1e-6, LINK, LINK, LINK)
 
 @pytest.fixture(scope="module")
 def rings():
-    return engine(mesh="kvp=4", decode_exchange="auto", profiled=False, **MESH)
+    return engine(mesh="kvp=4", decode_exchange="pass_q", profiled=False, **MESH)
 
 
 @pytest.mark.parametrize(
-    ("link", "ring"), [(Link(1e-6, 1e3), True), (Link(1e-3, 1e12), False)], ids=["narrow", "slow"]
+    ("gather", "hop", "ring"),
+    [(Link(1e-6, 1e3), Link(1e-6, 1e12), True), (Link(1e-6, 1e12), Link(1e-3, 1e12), False)],
+    ids=["narrow-gather", "slow-hop"],
 )
-def test_decodes_go_round_a_ring_where_that_is_predicted_to_be_faster(rings, right, link, ring):
-    """By the step; in the smallest group, and never beside a chunk of a prompt."""
+def test_decodes_go_round_a_ring_where_that_is_predicted_to_be_faster(
+    rings, right, gather, hop, ring
+):
+    """By the step, alone and beside chunks of prompts; alone in the smallest group."""
     # visits need three
-    slow = Link(1.0, 1e9)
-    rates = dataclasses.replace(RATES, hop=link, all_gather=link, all_to_all=slow)
+    slow = Link(0.1, 1e9)
+    rates = dataclasses.replace(RATES, hop=hop, all_gather=gather, all_to_all=slow)
     block = rings.config.cache.block_size
     chooser = ExchangeChooser(4, Heads(4, 2, 16), rates, block=block, decode_chooser="auto")
+    chooser = dataclasses.replace(chooser, chooser="gather")
     real = fresh(rings, "striped", planner=Lanes({300: (0, 1), 250: (2, 3)}), chooser=chooser)
     steps = []
     plan = real.worker.plan
@@ -145,10 +150,12 @@ def test_decodes_go_round_a_ring_where_that_is_predicted_to_be_faster(rings, rig
         StepIssued, lambda step: steps.append((plan.shapes[step.command.shape], step.batch))
     )
     assert generate(real, PROMPTS, max_tokens=6) == right
-    alone = [shape for shape, batch in steps if batch.is_decode.all() and batch.spread.any()]
-    assert len(alone) > 3 and {shape.decode_ring for shape in alone} == {ring}
+    decodes = [pair for pair in steps if (pair[1].is_decode & pair[1].spread).any()]
+    alone = [shape for shape, batch in decodes if batch.is_decode.all()]
+    mixed = [shape for shape, batch in decodes if not batch.is_decode.all()]
+    assert len(alone) > 3 and mixed
+    assert {shape.decode_ring for shape in alone + mixed} == {ring}
     assert {shape.group_size for shape in alone} == {2}
-    assert not any(shape.decode_ring for shape, batch in steps if not batch.is_decode.all())
     assert_empty(real)
 
 

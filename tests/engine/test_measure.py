@@ -189,7 +189,7 @@ def test_spread_decodes_have_homes_on_all_lanes_and_blocks_on_those_of_their_gro
     point = MeasurePoint(decodes=1, context=319, group_size=2, exchange="visit")
     batch = batch_of(point, 4, 8)
     assert batch.blocks_per_lane.tolist() == [[20, 20, 0, 0]] * 2 + [[0, 0, 20, 20]] * 2
-    assert batch.lane.tolist() == [0, 1, 2, 3] and batch.exchange == "visit"
+    assert batch.lane.tolist() == [0, 1, 2, 3] and batch.decode_exchange == "visit"
     assert batch.spread.all() and batch.is_decode.all() and not len(batch.block_lane)
 
 
@@ -213,7 +213,7 @@ def found_on_two(two_lanes):
 def test_steps_with_spread_decodes_are_measured_and_correct_predictions(two_lanes, found_on_two):
     points = found_on_two.points
     decodes = [one for one in points if one.point.group_size > 1 and not one.point.chunks]
-    assert {one.shape.exchange for one in decodes} == set(decode_exchanges())
+    assert {one.shape.decode_exchange for one in decodes} == set(decode_exchanges())
     assert all(one.shape.spread_decode.rows for one in decodes)
     assert not any(one.shape.spread_prefill.rows for one in decodes)
     assert set(found_on_two.decode_held_out) == {(name, 2) for name in decode_exchanges()}

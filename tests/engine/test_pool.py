@@ -150,7 +150,7 @@ def assert_equal_under_chaos(
 
 def has_visits(shapes: list[StepShape]) -> bool:
     """Returns True if a step computed where the blocks are."""
-    return any(shape.exchange == "visit" for shape in shapes)
+    return any("visit" in shape.exchanges for shape in shapes)
 
 
 def few_of(cases: list[dict]) -> list[Case]:
@@ -270,7 +270,7 @@ def test_chunks_and_decodes_visit_lanes(subject):
     """By programs with room for few visitors and for all, alone and beside chunks."""
     real = engine(subject.model, "kvp=8", **FEW, **VISITS)
     shapes = assert_equal_under_chaos(real, subject.cases, laps=3, resting=0.5)
-    visits = [shape for shape in shapes if shape.exchange == "visit"]
+    visits = [shape for shape in shapes if "visit" in shape.exchanges]
     for kind in (True, False):
         rooms = {shape.room for shape in visits if bool(shape.spread_prefill.rows) == kind}
         print(f"chunks {kind}: rooms {rooms}, {len(visits)} of {len(shapes)} steps")

@@ -3,7 +3,9 @@ beside traffic."""
 
 from __future__ import annotations
 
+import itertools
 import threading
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -60,28 +62,64 @@ def test_what_fits_a_shape_fits_one_of_the_first_with_the_same_exchange(
         assert any(one.exchange == shape.exchange and demand.fits(one) for one in first), shape
 
 
-@pytest.mark.parametrize("exchange", ["gather", "pass_q", "auto"])
+@pytest.mark.parametrize("decode_exchange", ["gather", "pass_q", "auto"])
 @pytest.mark.parametrize(("lanes", "more"), [(1, 0), (2, 2), (4, 3), (8, 4)])
-def test_decodes_around_rings_need_a_program_for_each_group_size_and_one_for_all(
-    lanes, more, exchange
+def test_spread_decodes_need_a_program_for_each_group_size_and_one_for_all(
+    lanes, more, decode_exchange
 ):
-    """The largest group has one for few spread decodes and one for as many as there may be."""
-    gathered = shapes(SchedulerConfig(exchange=exchange), lanes, 16)
-    for decode_exchange in ("pass_q", "auto"):
-        every = shapes(
-            SchedulerConfig(exchange=exchange, decode_exchange=decode_exchange), lanes, 16
+    """The largest group has one for few spread decodes and one for as many as there may be; all of
+    them again beside local chunks."""
+    every = shapes(SchedulerConfig(decode_exchange=decode_exchange), lanes, 16)
+    assert len(set(map(str, every))) == len(every)
+    for beside in (False, True):
+        decodes = Counter(
+            shape.decode_exchange
+            for shape in every
+            if shape.spread and not shape.spread_prefill.rows and beside == bool(shape.prefill.rows)
         )
-        assert set(gathered) < set(every) or not more
-        rings = [shape for shape in every if shape.decode_ring]
-        rooms = [shape for shape in every if shape.exchange == "visit"]
-        visits = [shape for shape in rooms if not shape.spread_prefill.rows]
-        assert len(rings) == len(every) - len(gathered) - len(visits) == more
-        # of two lanes one, of more one for each room
-        of_one_room = sum(shape.group_size == 2 for shape in rings)
-        wanted = 3 * more - 2 * of_one_room
-        assert len(visits) == (decode_exchange == "auto") * wanted
-        assert len(set(map(str, every))) == len(every)
-        assert all(not shape.prefill.rows and not shape.spread_prefill.rows for shape in rings)
+        assert decodes["gather"] == more
+        assert decodes["pass_q"] == (decode_exchange != "gather") * more
+        # in groups of two lanes one, in others one for each room
+        of_two = min(more, 1 + (lanes == 2))
+        assert decodes["visit"] == (decode_exchange == "auto") * (3 * more - 2 * of_two)
+
+
+@pytest.mark.parametrize(
+    ("decode_exchange", "pairs"),
+    [
+        ("gather", {(exchange, "gather") for exchange in EXCHANGES}),
+        ("pass_q", {("gather", "gather"), *((exchange, "pass_q") for exchange in EXCHANGES)}),
+        (
+            "auto",
+            {
+                *itertools.product(("gather", "pass_q", "pass_kv"), ("gather", "pass_q")),
+                ("visit", "visit"),
+            },
+        ),
+    ],
+)
+def test_decodes_beside_spread_chunks_have_programs_of_few_pairs_of_exchanges(
+    decode_exchange, pairs
+):
+    config = SchedulerConfig(exchange="auto", decode_exchange=decode_exchange, planner="cdsp")
+    of_chunks = [shape for shape in shapes(config, 4, 16) if shape.spread_prefill.rows]
+    assert {(shape.exchange, shape.decode_exchange) for shape in of_chunks} == pairs | {
+        (exchange, "gather")
+        for exchange in EXCHANGES
+        if decode_exchange == "pass_q" and exchange != "pass_q"
+    }
+    moving = {(shape.exchange, shape.decode_exchange) for shape in of_chunks if shape.moves}
+    assert all(of_decodes in ("gather", exchange) for exchange, of_decodes in moving)
+
+
+def test_nothing_is_compiled_to_choose_from_where_it_is_not_known_what_steps_cost():
+    for exchange in ("gather", "visit"):
+        every = shapes(SchedulerConfig(exchange=exchange), 4, 16, timed=False)
+        mixed = [shape for shape in every if shape.spread_prefill.rows]
+        alone = [shape for shape in every if shape.spread and not shape.spread_prefill.rows]
+        assert {shape.decode_exchange for shape in alone} == {"gather"}
+        pairs = {(shape.exchange, shape.decode_exchange) for shape in mixed}
+        assert pairs == {("gather", "gather"), (exchange, exchange)}
 
 
 @pytest.fixture

@@ -80,7 +80,7 @@ def test_pairs_that_are_taken_give_the_same_tokens(name, tmp_path):
         if refusal(*features) == "":
             settings = {"profile": "none", **(settings_of(*features) or {})}
             chosen = settings.get("exchange") in ("auto", "alg1", "alg5")
-            if chosen or settings.get("decode_exchange") == "auto" or "planner" in settings:
+            if chosen or "planner" in settings:
                 settings["profile"] = "auto"
             if "host_cache_gib" in settings:
                 settings["host_cache_gib"] = 0.01

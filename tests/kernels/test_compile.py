@@ -329,7 +329,7 @@ def test_hops_around_a_ring_run_beside_attention(exchange, hidden):
         array((4, 4)),
         donate=(0,),
         mesh=(4, 1),
-        options=compiler_options(exchange),
+        options=compiler_options([exchange]),
     )
     assert compiled.aliased == shape.bytes and compiled.hlo.count(" collective-permute-start(") == 3
     computation = next(
@@ -369,7 +369,7 @@ def test_new_kv_and_partials_of_visits_travel_beside_attention():
     q = array((16, 8, 4, 128), "bfloat16")
     row = array((16,))
     arguments = pages, kv, q, array((2, 128, 64)), row, row, row, array((16, 8))
-    options = compiler_options("visit")
+    options = compiler_options(["visit"])
     compiled = cuda.compile(visit_step, *arguments, donate=(0,), mesh=(8, 1), options=options)
     entry = compiled.hlo[compiled.hlo.index("\nENTRY") :]
     steps = [" ".join(filter(None, found)) for found in ORDER.findall(entry)]
@@ -398,8 +398,8 @@ def visit_step(
     size = pages.kv.shape[4]
     lanes = LaneGroups(jax.lax.axis_size(KVP))
     fields = jnp.concatenate([jnp.stack([slot, start, length], 1), everywhere], 1)
-    rows = spread_rows(lanes.gather_rows(fields), lanes.index(), 1, table, P, size)
-    groups = Groups((), (rows,), table, "visit", lanes, 0.25)
+    rows = spread_rows(lanes.gather_rows(fields), lanes.index(), 1, table, P, size, "visit")
+    groups = Groups((), (rows,), table, lanes, 0.25)
     with as_on_a_gpu(mosaic.attend):
         return attention.attention(q, kv, pages, groups, Attend(0.1))
 
@@ -420,8 +420,8 @@ def ring_step(
     size = pages.kv.shape[4]
     lane = jax.lax.axis_index(KVP)
     fields = jnp.concatenate([jnp.stack([slot, start, length], 1), everywhere], 1)
-    rows = spread_rows(fields, lane, len(q), table, P, size, True)
-    groups = Groups((), (rows,), table, exchange, LaneGroups(jax.lax.axis_size(KVP)))
+    rows = spread_rows(fields, lane, len(q), table, P, size, exchange)
+    groups = Groups((), (rows,), table, LaneGroups(jax.lax.axis_size(KVP)))
     with as_on_a_gpu(mosaic.attend):
         return attention.attention(q, kv, pages, groups, Attend(0.1))
 
@@ -468,7 +468,6 @@ def step(
         (local_rows(jnp.stack(local, 1), width, table, P, size),),
         tuple(others),
         table,
-        "gather",
         LaneGroups(jax.lax.axis_size(KVP) if spread else 1),
     )
     with as_on_a_gpu(mosaic.attend):

@@ -90,10 +90,6 @@ HASHED = {"mesh": "kvp=6", "placement": "hashed"}
         ({**HASHED, "prefix_copies": True, "prefix_caching": False}, "without prefix_caching"),
         ({"placement": "random"}, "placement: random has no effect on one lane; give --mesh a kvp"),
         ({"mesh": "tp=3", "exchange": "pass_q"}, "exchange: pass_q has no effect on one lane"),
-        (
-            {"mesh": "kvp=2", "decode_exchange": "auto", "profile": "none"},
-            "decode_exchange: auto needs to know what steps cost",
-        ),
         ({"decode_exchange": "pass_q"}, "decode_exchange: pass_q has no effect on one lane"),
         ({"decode_exchange": "pass_kv"}, "decode_exchange: 'pass_kv' is not one of gather, pass_q"),
         ({"mesh": "tp=3", "planner": "cdsp"}, "planner: cdsp has no effect on one lane"),
@@ -102,6 +98,22 @@ HASHED = {"mesh": "kvp=6", "placement": "hashed"}
 def test_wrong_settings_are_named(settings, message):
     with pytest.raises(ConfigError, match=message):
         make(EngineConfig, settings)
+
+
+@pytest.mark.parametrize(
+    "settings, timed",
+    [
+        ({"mesh": "kvp=2"}, False),  # decodes are gathered
+        ({"mesh": "kvp=2", "decode_exchange": "auto", "profile": "none"}, False),
+        ({"mesh": "kvp=2", "policy": "slack", "profile": "none"}, False),
+        ({"mesh": "kvp=2", "policy": "slack"}, True),
+        ({"chunking": "adaptive"}, True),
+        ({"mesh": "kvp=2", "exchange": "auto"}, True),
+        ({"mesh": "kvp=2", "profile": "costs.json"}, True),
+    ],
+)
+def test_what_steps_cost_is_measured_where_something_is_decided_by_it(settings, timed):
+    assert make(EngineConfig, settings).timed == timed
 
 
 @pytest.mark.parametrize("mesh", ["", "spp=2,tp=3", "kvp=2", "spp=2,kvp=3,tp=2"])

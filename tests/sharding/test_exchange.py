@@ -132,8 +132,14 @@ def sinks_of(lanes: int) -> np.ndarray:
     return np.random.default_rng(lanes).standard_normal(HEADS[lanes]).astype(np.float32)
 
 
+def decodes_beside(strategy: str) -> str:
+    """An exchange of decodes beside chunks with this one: the same, if it has no settled rows."""
+    return "gather" if strategies.EXCHANGES[strategy].settled else strategy
+
+
 def program(
     strategy: str,
+    of_decodes: str,
     lanes: LaneGroups,
     alone: bool,
     room: float,
@@ -150,13 +156,13 @@ def program(
     lane = lanes.index()
     groups = []
     at = 0
-    for number, width in ((DECODES, 1),) if alone else ((DECODES, 1), (ROWS, WIDTH)):
+    parts = [(DECODES, 1, of_decodes), (ROWS, WIDTH, strategy)]
+    for number, width, name in parts[:1] if alone else parts:
         mine = lanes.gather_rows(rows[0, at : at + number])
-        settled = strategies.EXCHANGES[strategy].settled and width > 1
-        groups.append(spread_rows(mine, lane, width, table, PAGES, C, settled))
+        groups.append(spread_rows(mine, lane, width, table, PAGES, C, name, apart=width == 1))
         at += number
     tokens = DECODES if alone else None
-    step = Groups((), tuple(groups), table, strategy, lanes, room)
+    step = Groups((), tuple(groups), table, lanes, room)
     sinks = sinks_of(jax.lax.axis_size(KVP)) if attend.softcap else None
     out, pool = attention.attention(
         q[0, :tokens], kv[0, :tokens], KVPages(pages), step, attend, sinks
@@ -172,10 +178,14 @@ def compiled(
     alone: bool = False,
     room: float = 1.0,
     attend: Attend = ATTEND,
+    of_decodes: str = "",
 ):
+    """of_decodes: exchange of decodes; by default that of chunks, or `decodes_beside` it."""
+    of_decodes = of_decodes or (strategy if alone else decodes_beside(strategy))
     mesh = Mesh(np.array(jax.devices()[:lanes]).reshape(lanes, 1), (KVP, TP))
     lane = PartitionSpec(KVP)
-    f = functools.partial(program, strategy, LaneGroups(group_size), alone, room, attend)
+    groups = LaneGroups(group_size)
+    f = functools.partial(program, strategy, of_decodes, groups, alone, room, attend)
     return jax.jit(
         jax.shard_map(f, mesh=mesh, in_specs=(lane,) * 5, out_specs=(lane, lane), check_vma=False),
         donate_argnums=(2,),
@@ -232,10 +242,15 @@ def dense(q: np.ndarray, x: np.ndarray, attend: Attend, sinks: np.ndarray) -> np
 
 
 def assert_dense(
-    case: Case, strategy: str, alone: bool = False, room: float = 1.0, attend: Attend = ATTEND
+    case: Case,
+    strategy: str,
+    alone: bool = False,
+    room: float = 1.0,
+    attend: Attend = ATTEND,
+    of_decodes: str = "",
 ) -> None:
     arguments, truth, places, pages_of = inputs(case)
-    run = compiled(strategy, case.lanes, case.group_size, alone, room, attend)
+    run = compiled(strategy, case.lanes, case.group_size, alone, room, attend, of_decodes)
     out, pages = map(np.asarray, run(*arguments))
     for slot, position, lane, token in places:
         np.testing.assert_allclose(
@@ -293,6 +308,26 @@ def test_decodes_alone_reach_others_wherever_their_keys_belong(strategy, lanes, 
     check()
 
 
+# exchanges of chunks, and of decodes beside them: those that `auto` chooses from, and all others
+MIXED = [(chunks, "pass_q") for chunks in ("gather", "pass_q", "pass_kv")]
+OTHERS = [("visit", "gather"), ("visit", "pass_q")]
+OTHERS += [(chunks, "visit") for chunks in ("gather", "pass_q", "pass_kv")]
+ALL_MIXED = [*MIXED, *(pytest.param(*pair, marks=pytest.mark.matrix) for pair in OTHERS)]
+
+
+@pytest.mark.parametrize("lanes, group_size", by_default([(8, 4)], SEVERAL))
+@pytest.mark.parametrize("strategy, of_decodes", ALL_MIXED)
+def test_decodes_beside_chunks_reach_others_by_an_exchange_of_their_own(
+    strategy, of_decodes, lanes, group_size
+):
+    @settings(max_examples=examples(12), deadline=None, database=None)
+    @given(cases(lanes, group_size))
+    def check(case: Case) -> None:
+        assert_dense(case, strategy, of_decodes=of_decodes)
+
+    check()
+
+
 @pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("lanes, group_size", by_default([(8, 4)], WITHOUT_SOME))
 def test_visitors_find_room_where_few_lanes_hold_a_sequence(lanes, group_size, alone):
@@ -320,24 +355,32 @@ def test_a_prompt_of_fewer_tokens_than_lanes_after_a_context_that_one_lane_holds
 
 
 @functools.cache
-def machine_code(strategy: str, lanes: int, group_size: int, alone: bool = False, room=1.0):
+def machine_code(
+    strategy: str, lanes: int, group_size: int, alone: bool = False, room=1.0, of_decodes: str = ""
+):
     """The compiled program, with a pool that is larger than all else."""
     arguments = inputs(Case(lanes, group_size, [40], [16], 0))[0]
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arguments]
     shapes[2] = shapes[2].update(shape=(lanes, LARGE_POOL, *shapes[2].shape[2:]))
-    return compiled(strategy, lanes, group_size, alone, room).lower(*shapes).compile()
+    step = compiled(strategy, lanes, group_size, alone, room, of_decodes=of_decodes)
+    return step.lower(*shapes).compile()
 
 
-def text_of(strategy: str, lanes: int, group_size: int, alone: bool = False, room=1.0) -> str:
-    return machine_code(strategy, lanes, group_size, alone, room).as_text()
+def text_of(*step, **more) -> str:
+    return machine_code(*step, **more).as_text()
 
 
 def crossed(
-    strategy: str, lanes: int, group_size: int, alone: bool = False, room: float = 1.0
+    strategy: str,
+    lanes: int,
+    group_size: int,
+    alone: bool = False,
+    room: float = 1.0,
+    of_decodes: str = "",
 ) -> dict[str, int]:
     """Bytes that a lane sends to others in the compiled program, by collective; for `pass_kv` those
     of one chunk."""
-    text = text_of(strategy, lanes, group_size, alone, room)
+    text = text_of(strategy, lanes, group_size, alone, room, of_decodes=of_decodes)
     out = {"all-gather": 0, "all-to-all": 0, "collective-permute": 0}
     for line in text.splitlines():
         if found := re.search(
@@ -411,6 +454,26 @@ def test_what_crosses_lanes_for_decodes_alone_is_what_the_formulas_say(strategy,
     }
 
 
+@pytest.mark.parametrize("lanes, group_size", by_default(COMPILED, PARTS))
+@pytest.mark.parametrize("strategy, of_decodes", ALL_MIXED)
+def test_what_crosses_lanes_for_decodes_beside_chunks_is_the_sum(
+    strategy, of_decodes, lanes, group_size
+):
+    """Decodes add what they send alone, also where they go with chunks."""
+    sent = crossed(strategy, lanes, group_size, of_decodes=of_decodes)
+    alone = crossed(of_decodes, lanes, group_size, alone=True)
+    usual = crossed(strategy, lanes, group_size)
+    usually = crossed(decodes_beside(strategy), lanes, group_size, alone=True)
+    assert sent == {name: usual[name] - usually[name] + alone[name] for name in sent}
+
+
+def test_decodes_that_go_with_chunks_round_a_ring_add_no_hop_and_no_way_home():
+    count = lambda text, name: len(re.findall(rf" {name}(?:-start)?\(", text))
+    joined, apart = (text_of("pass_q", 8, 4, of_decodes=name) for name in ("pass_q", "gather"))
+    assert count(joined, "collective-permute") == count(apart, "collective-permute") == 3
+    assert (count(joined, "all-to-all"), count(apart, "all-to-all")) == (1, 2)
+
+
 @pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("lanes, group_size", by_default(COMPILED, WITHOUT_SOME))
 def test_visits_take_the_share_of_what_is_gathered_that_they_have_room_for(
@@ -434,6 +497,13 @@ def test_pages_are_written_without_a_copy_of_the_pool(strategy, alone):
     pool = LARGE_POOL * math.prod((HEADS[8][0], 2, C, H)) * 4
     assert memory.memory_analysis().alias_size_in_bytes == pool
     assert memory.memory_analysis().temp_size_in_bytes < pool / 4
+
+
+@pytest.mark.parametrize("strategy, of_decodes", ALL_MIXED)
+def test_pages_are_written_without_a_copy_of_the_pool_by_two_exchanges(strategy, of_decodes):
+    memory = machine_code(strategy, 8, 4, of_decodes=of_decodes).memory_analysis()
+    pool = LARGE_POOL * math.prod((HEADS[8][0], 2, C, H)) * 4
+    assert memory.alias_size_in_bytes == pool and memory.temp_size_in_bytes < pool / 4
 
 
 def test_profiles_show_the_functions_of_the_data_plane():

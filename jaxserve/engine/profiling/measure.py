@@ -117,7 +117,8 @@ def batch_of(point: MeasurePoint, lanes: int, block_size: int, stripe: int = 1) 
         group_size=group_size,
         blocks_per_lane=blocks_per_lane,
         block_lane=spread_lane.reshape(-1).astype(np.int32),
-        exchange=point.exchange,
+        exchange=point.exchange if point.chunks else DEFAULT_EXCHANGE,
+        decode_exchange=DEFAULT_EXCHANGE if point.chunks else point.exchange,
         tokens=np.ones(int(length[~is_decode].sum()), np.int32),
         moves=_moves(lanes, point.group_size, point.moves),
         table_updates=np.empty((0, 5), np.int32),
@@ -222,7 +223,9 @@ class StepTimer:
         plan = self._plan
         batch = self._batch(point)
         demand = plan.demand(batch)
-        shape = plan.shape_for(demand, point.exchange, self._worker.uncompiled)
+        shape = plan.shape_for(
+            demand, batch.exchange, batch.decode_exchange, self._worker.uncompiled
+        )
         if shape is None or point.longest() > self._longest:
             raise ValueError(
                 f"{point} fits no compiled shape, or is longer than {self._longest} tokens"
@@ -349,8 +352,9 @@ def spread_decode_grid(
     more `pairs` are left out."""
     rows: dict[tuple[int, str], int] = {}
     for shape in shapes:
-        if shape.spread_decode.rows and not shape.spread_prefill.rows and not shape.moves:
-            at = shape.group_size, shape.exchange
+        beside = shape.prefill.rows + shape.spread_prefill.rows
+        if shape.spread_decode.rows and not beside and not shape.moves:
+            at = shape.group_size, shape.decode_exchange
             rows[at] = max(rows.get(at, 1), min(shape.spread_decode.rows, slots))
     contexts = sorted({max(1, longest // 16), max(1, longest // 4), longest - 1})
     for (size, exchange), most in rows.items():

@@ -47,7 +47,6 @@ from jaxserve.folders import cache_folder, private_folder
 from jaxserve.kernels.cpu import library
 from jaxserve.kernels.kv_pages import FP8
 from jaxserve.lanes.choice import Correction, MoveTimes
-from jaxserve.lanes.exchange import EXCHANGES
 from jaxserve.lanes.rates import GroupLinks, links_from_json, links_to_json
 from jaxserve.progress import progress_bar
 from jaxserve.scheduling.assembly import ReplicaProfile, ReplicaSizes
@@ -101,26 +100,13 @@ def profile_for(
 ) -> ReplicaProfile | None:
     """The profile that the settings ask for; None where the scheduler does without. max_len: tokens
     of the longest sequence. Errors: ConfigError."""
-    if config.profile == "none" or (config.profile == "auto" and _needs_no_times(config)):
+    if not config.timed:
         return None
     identity = identity_of(worker, max_len)
     file = Path(config.profile) if config.profile != "auto" else safe_file(identity)
     if config.profile != "auto" or file.exists():
         return read(file, identity)
     return write(file, identity, measure_costs(worker, max_len, 1, progress, QUICK))
-
-
-def _needs_no_times(config: EngineConfig) -> bool:
-    """Returns whether nothing is decided by how long steps take."""
-    scheduler = config.scheduler
-    if scheduler.policy != "fcfs" or scheduler.chunking != "static":
-        return False
-    fixed = (
-        scheduler.exchange in EXCHANGES
-        and scheduler.decode_exchange in EXCHANGES
-        and scheduler.planner == "none"
-    )
-    return fixed or config.mesh.kvp == 1
 
 
 def measure_costs(
@@ -183,7 +169,8 @@ def fitted(
 
 def _spread_shapes(shapes: list[StepShape]) -> tuple[SpreadShape, ...]:
     """Describes for the predictor the shapes that steps with spread chunks run in."""
-    return tuple(
+    of_chunks = [shape for shape in shapes if shape.spread_prefill.rows and shape.room == 1]
+    described = [
         SpreadShape(
             shape.group_size,
             shape.exchange,
@@ -191,9 +178,9 @@ def _spread_shapes(shapes: list[StepShape]) -> tuple[SpreadShape, ...]:
             shape.prefill.rows + shape.spread_prefill.rows,
             shape.tokens,
         )
-        for shape in shapes
-        if shape.spread_prefill.rows and shape.room == 1
-    )
+        for shape in of_chunks
+    ]
+    return tuple(dict.fromkeys(described))  # programs differ in the exchange of decodes
 
 
 def _sample(one: MeasuredStep) -> StepSample:

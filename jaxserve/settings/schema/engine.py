@@ -95,13 +95,24 @@ class EngineConfig(Settings):
         scheduler = self.scheduler
         for name, value, needs_costs in (
             ("exchange", scheduler.exchange, scheduler.exchange in CHOOSERS),
-            ("decode_exchange", scheduler.decode_exchange, scheduler.decode_exchange in CHOOSERS),
             ("planner", scheduler.planner, scheduler.planner != "none"),
         ):
             if self.profile == "none" and needs_costs:
                 raise ConfigError(
                     name, f"{value} needs to know what steps cost, which --profile=none rules out"
                 )
+
+    @property
+    def timed(self) -> bool:
+        """True if it is known what steps cost: a profile is given, or measured at the start since
+        something is decided by it. `decode_exchange=auto` has none measured for itself."""
+        scheduler = self.scheduler
+        if self.profile != "auto":
+            return self.profile != "none"
+        if scheduler.policy != "fcfs" or scheduler.chunking != "static":
+            return True
+        by_cost = scheduler.exchange in CHOOSERS or scheduler.planner != "none"
+        return by_cost and self.mesh.kvp > 1
 
 
 def check_lanes(mesh: MeshConfig, cache: CacheConfig, scheduler: SchedulerConfig) -> None:

@@ -72,10 +72,10 @@ class SchedulerConfig(Objectives):
         choices=EXCHANGE_CHOICES.keys(),
     )
     decode_exchange: str = option(
-        DEFAULT_EXCHANGE,
-        "how decodes of sequences on several lanes reach KV on other lanes, in steps that compute "
-        "no prompt: "
-        + "; ".join(f"{row.summary} ({name})" for name, row in DECODE_CHOICES.items()),
+        "auto",
+        "how decodes of sequences on several lanes reach KV on other lanes: "
+        + "; ".join(f"{row.summary} ({name})" for name, row in DECODE_CHOICES.items())
+        + ", or gather where it is not known what steps cost",
         choices=DECODE_CHOICES.keys(),
     )
     planner: str = option(
