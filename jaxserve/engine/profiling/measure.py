@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -168,11 +168,10 @@ def first_token(
 class StepTimer:
     """Measures points on a worker that serves no requests."""
 
-    def __init__(self, worker: CommandExecutor, repeats: int = 3):
+    def __init__(self, worker: CommandExecutor):
         self._worker = worker
         self._plan = worker.plan
         self._mesh = worker.plan.mesh
-        self._repeats = repeats
         self._longest = worker.plan.width * worker.plan.block_size
         self._ran: set[StepShape] = set()
         # slots whose rows of the page table were written: size of the groups they are for
@@ -181,14 +180,13 @@ class StepTimer:
         self._stripe = max(1, worker.plan.tile // worker.plan.block_size)
 
     def measure(self, point: MeasurePoint) -> MeasuredStep:
-        """Measures one point. Errors: ValueError for a point that no compiled shape or no page
+        """Measures one point once. Errors: ValueError for a point that no compiled shape or no page
         table holds."""
         points = [point]
         if point.moves:
             points.append(dataclasses.replace(point, moves=0))
         commands = [self._command(each) for each in points]
-        rounds = [[*map(self._seconds, commands)] for _ in range(self._repeats)]
-        seconds, *unmoved = [max(statistics.median(times), 1e-9) for times in zip(*rounds)]
+        seconds, *unmoved = [max(self._seconds(each), 1e-9) for each in commands]
         shape = self._plan.shapes[commands[0].shape]
         return MeasuredStep(point, self._batch(point), shape, seconds, *unmoved)
 
@@ -404,10 +402,22 @@ def measure(
     done: Callable[[str], None],
     repeats: int = 3,
 ) -> list[MeasuredStep]:
-    """Measures all points in order; `done` is called with each."""
-    meter = StepTimer(worker, repeats)
-    steps = []
-    for point in points:
-        steps.append(meter.measure(point))
-        done(str(point))
-    return steps
+    """Measures all points in order, `repeats` times over, and takes the median of each, so that
+    what else the machine does for a while counts in one time of a point at most. `done` is called
+    with each point of each round."""
+    timer = StepTimer(worker)
+    rounds = []
+    for _ in range(repeats):
+        steps = []
+        for point in points:
+            steps.append(timer.measure(point))
+            done(str(point))
+        rounds.append(steps)
+    return [_median(steps) for steps in zip(*rounds)]
+
+
+def _median(steps: Sequence[MeasuredStep]) -> MeasuredStep:
+    """Returns one step with the median times of the same one, measured several times."""
+    seconds = statistics.median(step.seconds for step in steps)
+    unmoved = statistics.median(step.unmoved for step in steps)
+    return dataclasses.replace(steps[0], seconds=seconds, unmoved=unmoved)

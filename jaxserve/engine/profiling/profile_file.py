@@ -125,7 +125,7 @@ def measure_costs(
         *spread_decode_grid(shapes, longest, slots, pairs),
         *move_grid(shapes, longest, slots, plan.pages, pairs),
     ]
-    with progress_bar("measuring steps", len(points), progress) as done:
+    with progress_bar("measuring steps", repeats * len(points), progress) as done:
         steps = measure(worker, points, done, repeats)
     return fitted(plan, worker.measure_links(), steps, worker.platform == "cpu")
 

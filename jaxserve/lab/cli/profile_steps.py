@@ -36,7 +36,7 @@ PROFILE = [
         "tokens of the longest sequence that is measured, if the model and the cache hold it",
         2,
     ),
-    Option("repeats", int, 3, "measurements of each point, of which the median counts", 1),
+    Option("repeats", int, 3, "rounds in which each point is measured; the median counts", 1),
     Option(
         "workload",
         str,
