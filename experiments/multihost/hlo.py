@@ -10,16 +10,14 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from experiments.gpu_targets.hlo import called, computations, type_bytes
+
 # all-reduce-start has the type of its operands; the other starts have (operands, results, ...)
 OPERATIONS = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 _INSTRUCTION = re.compile(
     rf"^\s+(?:ROOT )?\S+ = (?P<type>.+?) (?P<name>{'|'.join(OPERATIONS)})(?P<start>-start)?\("
 )
-_HEAD = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) .*\{$")
-_CALLED = re.compile(r"\b(?:to_apply|calls|body|true_computation|false_computation)=%?([\w.\-]+)")
-_BRANCHES = re.compile(r"\b(?:branch_computations|called_computations)=\{([^}]*)\}")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
 _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
 _LISTED = re.compile(r"replica_groups=\{((?:\{[\d,]+\},?)*)\}")
 _IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
@@ -75,7 +73,7 @@ class Collective:
 def collectives(text: str, devices: int) -> list[Collective]:
     """The collectives of a module in the order of its text, equal ones counted together. devices:
     of its mesh."""
-    entry, bodies = _computations(text)
+    entry, bodies = computations(text)
 
     @functools.cache
     def inside(name: str) -> tuple[Collective, ...]:
@@ -86,8 +84,8 @@ def collectives(text: str, devices: int) -> list[Collective]:
                 continue
             loop = " while(" in line
             trips = _TRIPS.search(line)
-            for called in _called(line):
-                for each in inside(called):
+            for name_ in called(line):
+                for each in inside(name_):
                     times = each.times * (int(trips[1]) if loop and trips else 1)
                     looped = each.looped or (loop and trips is None)
                     found.append(dataclasses.replace(each, times=times, looped=looped))
@@ -100,32 +98,12 @@ def collectives(text: str, devices: int) -> list[Collective]:
     return [dataclasses.replace(one, times=times) for one, times in counts.items()]
 
 
-def _computations(text: str) -> tuple[str, dict[str, list[str]]]:
-    """The name of the entry computation, and the lines of each."""
-    bodies: dict[str, list[str]] = {}
-    entry = name = ""
-    for line in text.splitlines():
-        if line[:1].strip() and (head := _HEAD.match(line)) and not line.startswith("HloModule"):
-            name = head["name"]
-            bodies[name] = []
-            entry = name if head["entry"] else entry
-        elif name:
-            bodies[name].append(line)
-    return entry, bodies
-
-
-def _called(line: str) -> Iterator[str]:
-    yield from _CALLED.findall(line)
-    for names in _BRANCHES.findall(line):
-        yield from (name.strip().lstrip("%") for name in names.split(","))
-
-
 def _collective(match: re.Match[str], line: str, devices: int) -> Collective:
     type_ = match["type"]
     name = match["name"]
     if match["start"] and name != "all-reduce":
         type_ = _parts(type_)[1]
-    return Collective(name, _bytes(type_), _groups(line, name, devices))
+    return Collective(name, type_bytes(type_), _groups(line, name, devices))
 
 
 def _parts(type_: str) -> list[str]:
@@ -139,22 +117,6 @@ def _parts(type_: str) -> list[str]:
         else:
             parts[-1] += character
     return parts
-
-
-def _bytes(type_: str) -> int:
-    return sum(
-        _width(kind) * math.prod(int(n) for n in shape.split(",") if n)
-        for kind, shape in _ARRAY.findall(type_)
-    )
-
-
-def _width(kind: str) -> int:
-    """Bytes of a number."""
-    if kind == "pred":
-        return 1
-    bits = re.match(r"[a-z]+(\d+)", kind)
-    assert bits is not None, kind
-    return max(1, int(bits[1]) // 8)
 
 
 def _groups(line: str, name: str, devices: int) -> tuple[tuple[int, ...], ...]:
