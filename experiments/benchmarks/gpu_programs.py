@@ -8,8 +8,9 @@ all layers and one that samples. Compiled programs are kept in the cache folder.
 
 estimate: every byte of weights and KV once at `BANDWIDTH` of the data sheet's rate, or the
 products of the program at `PRODUCTS` of its peak, whichever takes longer; all other bytes at the
-rate of the L2 cache; and `LAUNCH` seconds for each launch. ideal: what a step needs at the data
-sheet's rates. Between ranks, nothing is counted for the links.
+rate of the L2 cache, or at that of memory where an array is larger than the cache; and `LAUNCH`
+seconds for each launch. ideal: what a step needs at the data sheet's rates. Between ranks, nothing
+is counted for the links.
 """
 
 from __future__ import annotations
@@ -38,10 +39,11 @@ from jaxserve.checkpoint.model import declare
 from jaxserve.checkpoint.specs import Declared, ExpertsSpec
 from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.cli.display import table
-from jaxserve.engine.memory import DeviceRoom
+from jaxserve.engine.memory import DeviceRoom, sizes
 from jaxserve.engine.sizing import make_plan
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.stage_programs import graph_options
+from jaxserve.engine.stages import Stages
 from jaxserve.engine.step_shapes import StepShape
 from jaxserve.files import write_whole
 from jaxserve.folders import cache_folder
@@ -64,12 +66,17 @@ BANDWIDTH = 0.90  # of the data sheet's, for weights and KV
 PRODUCTS = 0.70  # of the data sheet's dense peak
 LAUNCH = 1.5e-6  # seconds from the end of a kernel to the start of the next
 L2_BYTES = 21.0  # of intermediates, for each multiprocessor and clock: 5.5 TB/s on an H100
-MEMORY = 0.9  # of the card's, as a plain start takes
+MEMORY = 0.9  # of the card's, as JAX has in a plain start
 DTYPE = "bfloat16"
 BLOCK = 64
 SEQUENCES = 256
 CHUNK = 2048
 COMPILE_SECONDS = 3600
+SOURCES = ("jaxserve", "kernels", "sharding", "experiments/gpu_targets", "experiments/benchmarks")
+DEPTHS = (2, 3)  # layers of what is compiled: the last layer differs from those before it
+# of a described GPU's memory: beyond it XLA computes values again to save memory. Where there is a
+# GPU the limit is what JAX has of its memory.
+LIMIT = 0.8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,22 +239,38 @@ def head_program(shape: StepShape, variant: str) -> str:
 
 def compiled(replica: Replica, names: Iterable[str]) -> dict[str, Compiled]:
     """Compiles the programs with these names, or finds what is kept. Errors: CompilerError."""
-    places: dict[str, Path] = {}
-    while left := [name for name in names if name not in places]:
+    sources = _sources()
+    # of these sources; a program that is lowered to what others were is not compiled again
+    known = {name: _place("known", sources, repr(replica), name) for name in names}
+    places = {
+        name: Path(json.loads(known[name].read_text())) for name in known if known[name].exists()
+    }
+    while left := [name for name in known if name not in places]:
         job = json.dumps({"replica": dataclasses.asdict(replica), "names": left})
         ended = compiler.run(
             "experiments.benchmarks.gpu_programs:child", job, seconds=COMPILE_SECONDS
         )
         begun = [line.split("\t")[1:] for line in ended.stdout.splitlines() if line[:1] == "\t"]
         places |= {name: Path(place) for name, place in begun}
-        if not ended.returncode:
-            break
-        last = ended.stdout[-2000:]
-        if not begun or places[begun[-1][0]].exists():
-            raise compiler.CompilerError(f"exit code {ended.returncode}: {last}")
-        fault = f"the compiler ended with exit code {ended.returncode}: {last}"
-        _keep(places[begun[-1][0]], Compiled(reason=fault))
+        if ended.returncode:
+            last = ended.stdout[-2000:]
+            if not begun or places[begun[-1][0]].exists():
+                raise compiler.CompilerError(f"exit code {ended.returncode}: {last}")
+            fault = f"the compiler ended with exit code {ended.returncode}: {last}"
+            _keep(places[begun[-1][0]], Compiled(reason=fault))
+        for name, place in begun:
+            write_whole(known[name], json.dumps(place))
     return {name: Compiled(**json.loads(place.read_text())) for name, place in places.items()}
+
+
+def _sources() -> str:
+    """Digest of everything that programs are lowered by."""
+    digest = hashlib.blake2b(digest_size=16)
+    for room in SOURCES:
+        for file in sorted(path for path in (compiler.ROOT / room).rglob("*") if path.is_file()):
+            if file.suffix in (".py", ".json", ".txtpb"):
+                digest.update(f"{file}\0".encode() + file.read_bytes())
+    return digest.hexdigest()
 
 
 def child(job: str) -> None:
@@ -256,32 +279,42 @@ def child(job: str) -> None:
     values = json.loads(job)
     replica = Replica(**values["replica"])
     plan = replica.plan()
-    mesh = compiler.topology(replica.gpu, 1, replica.tp)
     kernels = as_on_hopper(plan) if replica.gpu.is_hopper else as_on_a_gpu()
     with kernels:
         for name in values["names"]:
+            kind, what, number = name.split(" ")
+            depth, held = (1, plan.model.layers) if kind == "head" else (int(number), int(number))
+            memory = _memory(replica.gpu, plan, held)
+            mesh = compiler.topology(replica.gpu, 1, replica.tp, memory)
             try:
-                lowered = _lowered(plan, mesh, name)
+                stages = abstract_stages(of_layers(plan, depth), mesh, 1)
+                lowered = _lowered(stages, kind, what, int(number))
             except NotImplementedError as error:
-                place = _place(replica, name)
+                place = _place("refused", repr(replica), name)
                 _keep(place, Compiled(reason=str(error)))
                 print(f"\t{name}\t{place}", flush=True)
                 continue
-            place = _place(replica, lowered.as_text())
+            place = _place(replica.gpu.text(memory), lowered.as_text())
             print(f"\t{name}\t{place}", flush=True)
             if not place.exists():
                 _keep(place, _compile(lowered))
 
 
-def _lowered(plan: StagePlan, mesh: Sequence[Any], name: str) -> Any:
-    """Lowers the program with a name."""
-    kind, what, number = name.split(" ")
+def _memory(gpu: Target, plan: StagePlan, layers: int) -> int:
+    """Bytes that a GPU is described with for programs of some layers: XLA then has as much for
+    temporary arrays as for the whole model where there is such a GPU."""
+    left_out = sizes(plan).total - sizes(of_layers(plan, layers)).total
+    return int((MEMORY * gpu.memory - left_out) / LIMIT)
+
+
+def _lowered(stages: Stages, kind: str, what: str, number: int) -> Any:
+    """Lowers the program with this name."""
     if kind == "head":
-        _, lower = abstract_stages(of_layers(plan, 1), mesh, 1).programs.head(what, int(number))
-        return lower()
-    stages = abstract_stages(of_layers(plan, int(number)), mesh, 1)
-    shape = next(shape for shape in plan.shapes if str(shape) == what)
-    return stages.programs.layers(stages.stages[0], shape)[1]()
+        _, lower = stages.programs.head(what, number)
+    else:
+        shape = next(shape for shape in stages.plan.shapes if str(shape) == what)
+        _, lower = stages.programs.layers(stages.stages[0], shape)
+    return lower()
 
 
 def _compile(lowered: Any) -> Compiled:
@@ -295,12 +328,12 @@ def _compile(lowered: Any) -> Compiled:
         return Compiled(program.as_text(), thunks.read_text(), temp)
 
 
-def _place(replica: Replica, text: str) -> Path:
-    """File of what a lowered program is compiled to for a target."""
+def _place(*parts: str) -> Path:
+    """File of what these texts stand for, with this compiler."""
     digest = hashlib.blake2b(digest_size=16)
     options = json.dumps(graph_options())
-    for part in (jax.__version__, *compiler.WHEELS, replica.gpu.text, options, text):
-        digest.update(part.encode())
+    for part in (jax.__version__, *compiler.WHEELS, options, *parts):
+        digest.update(f"{part}\0".encode())
     return cache_folder() / "gpu_programs" / f"{digest.hexdigest()}.json"
 
 
@@ -327,18 +360,13 @@ class Counts:
             max(self.temp, other.temp),
         )
 
-    def further(self, two: Counts, layers: int) -> Counts:
-        """Counts a program of `layers` layers from those of one and of two: each further layer adds
-        what the second did."""
-        names = {*self.classes, *two.classes}
-        second = {
-            name: two.classes.get(name, Traffic()) + self.classes.get(name, Traffic()) * -1
-            for name in names
-        }
+    def deeper(self, one_more: Counts, further: int) -> Counts:
+        """Counts a program with `further` layers beyond those of `one_more`, which has one more
+        than this: each adds what that one did."""
         return Counts(
-            added(self.classes, second, layers - 1),
-            self.pieces + (two.pieces + self.pieces * -1) * (layers - 1),
-            two.temp,
+            added(added({}, one_more.classes, 1 + further), self.classes, -further),
+            one_more.pieces * (1 + further) + self.pieces * -further,
+            one_more.temp,
         )
 
 
@@ -362,14 +390,14 @@ class Row:
     note: str = ""
 
 
-def rows_of(replica: Replica, steps: Mapping[str, Step], whole: bool) -> list[Row]:
+def _rows_of(replica: Replica, steps: Mapping[str, Step], whole: bool) -> list[Row]:
     """Compiles the programs of steps and counts each. Errors: CompilerError."""
     of = functools.partial(Row, replica.target, replica.model, replica.tp)
     try:
         plan = replica.plan()
     except ConfigError as error:
         return [of(name, reason=str(error)) for name in steps]
-    depths = (plan.model.layers,) if whole else (1, 2)
+    depths = (plan.model.layers,) if whole else DEPTHS
     programs = {
         name: [
             *(layers_program(shape_of(plan, step), depth) for depth in depths),
@@ -389,23 +417,23 @@ def rows_of(replica: Replica, steps: Mapping[str, Step], whole: bool) -> list[Ro
 def _row(
     replica: Replica, plan: StagePlan, name: str, step: Step, programs: Sequence[Compiled]
 ) -> Row:
-    sizes = _sizes(plan, step)
+    gpu = replica.gpu
+    sizes = _sizes(plan, step, int(gpu.number("l2_cache_size")))
     *layers, head = (
         Counts(Program(one.hlo, sizes).traffic(), Pieces.parse(one.thunks), one.temp)
         for one in programs
     )
     total = layers[0] + head
     if len(layers) == 2:
-        total = layers[0].further(layers[1], plan.model.layers) + head
+        total = layers[0].deeper(layers[1], plan.model.layers - DEPTHS[1]) + head
     needed = needs(plan, step)
     launched = functools.reduce(Traffic.__add__, total.classes.values())
-    beyond = launched.moved + max(0.0, launched.pool - needed.kv)
-    gpu = replica.gpu
+    streamed = launched.streamed + max(0.0, launched.pool - needed.kv)
     flops = launched.flops + needed.attention * (ATTENTION in total.classes)
-    streams = (needed.weights + needed.kv) / (BANDWIDTH * gpu.bandwidth)
+    bandwidth = BANDWIDTH * gpu.bandwidth
     cache = L2_BYTES * gpu.number("core_count") * gpu.number("clock_rate_ghz") * 1e9
-    seconds = max(streams, flops / (PRODUCTS * gpu.flops))
-    seconds += beyond / cache + launched.launches * LAUNCH
+    seconds = max((needed.weights + needed.kv) / bandwidth, flops / (PRODUCTS * gpu.flops))
+    seconds += launched.cached / cache + streamed / bandwidth + launched.launches * LAUNCH
     pool = plan.pages * plan.block_size
     return Row(
         replica.target,
@@ -414,7 +442,7 @@ def _row(
         name,
         launched.launches,
         total.pieces,
-        beyond,
+        launched.cached + streamed,
         total.temp,
         seconds,
         needed.seconds(gpu),
@@ -423,7 +451,7 @@ def _row(
     )
 
 
-def _sizes(plan: StagePlan, step: Step) -> Sizes:
+def _sizes(plan: StagePlan, step: Step, cache: int) -> Sizes:
     """Sizes of arrays, and rounds of XLA's loops over keys: of decodes, and of the tiles of a
     chunk, which see a half of it on average."""
     shape = shape_of(plan, step)
@@ -436,6 +464,7 @@ def _sizes(plan: StagePlan, step: Step) -> Sizes:
     return Sizes(
         pool=math.prod(plan.pool().kv.shape) // plan.mesh.tp,
         weights=frozenset(_elements(one, plan) * item(one) for one in weights if one.inputs),
+        cache=cache,
         loop=math.ceil(step.context / span(rows)) if rows else chunk,
         inner_loop=chunk,
     )
@@ -496,23 +525,26 @@ def run(values: dict[str, Any]) -> int:
     for target in targets:
         for model in models:
             for tp in map(int, values["tp"].split(",")):
-                rows += _rows(target, model, tp, chosen, values["whole"])
+                rows += rows_of(target, model, tp, chosen, values["whole"])
                 print(f"{target}, {model}, tp={tp}", file=sys.stderr, flush=True)
-    how = "all layers" if values["whole"] else "layers beyond the second as the second"
+    how = "all layers" if values["whole"] else f"each layer beyond {DEPTHS[1]} as the one before"
     print(f"Compiled, not run: jax {jax.__version__}, {DTYPE}, {how}\n")
     print(shown(rows))
     keep(values, jax=jax.__version__, rows=[dataclasses.asdict(row) for row in rows])
     return 0
 
 
-def _rows(target: str, model: str, tp: int, names: Sequence[str], whole: bool) -> list[Row]:
-    """Counts steps, those with long contexts on a replica that has room for them in its table."""
+def rows_of(
+    target: str, model: str, tp: int = 1, names: Sequence[str] = tuple(STEPS), whole: bool = False
+) -> list[Row]:
+    """Compiles the programs of steps, given by names, and counts each; those with contexts beyond
+    the model's limit on a replica with a higher one. Errors: CompilerError."""
     limit = MODELS[model].max_len
     short = {name: STEPS[name] for name in names if STEPS[name].context <= limit}
     long = {name: STEPS[name] for name in names if STEPS[name].context > limit}
-    out = rows_of(Replica(target, model, tp), short, whole) if short else []
+    out = _rows_of(Replica(target, model, tp), short, whole) if short else []
     longest = max((step.context for step in long.values()), default=0)
-    out += rows_of(Replica(target, model, tp, longest), long, whole) if long else []
+    out += _rows_of(Replica(target, model, tp, longest), long, whole) if long else []
     return sorted(out, key=lambda row: names.index(row.step))
 
 

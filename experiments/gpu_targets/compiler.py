@@ -85,10 +85,11 @@ def run(
         raise CompilerError(f"the compiler took longer than {seconds:g} s") from None
 
 
-def topology(target: Target, hosts: int, devices: int) -> list[Any]:
-    """Describes absent GPUs: a number of `devices` on each host. Only in a process of `run`."""
+def topology(target: Target, hosts: int, devices: int, memory: int | None = None) -> list[Any]:
+    """Describes absent GPUs: a number of `devices` on each host. memory: bytes of each, if not the
+    target's own. Only in a process of `run`."""
     described = topologies.get_topology_desc(
-        target.name, "cuda", topology=f"1x{hosts}x{devices}", target_config=target.text
+        target.name, "cuda", topology=f"1x{hosts}x{devices}", target_config=target.text(memory)
     )
     return list(described.devices)
 

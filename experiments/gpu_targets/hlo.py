@@ -54,17 +54,18 @@ ATTENTION = "attention"
 COLLECTIVE = "collective"
 
 
-def elements(type_: str) -> list[int]:
-    """Counts the elements of each array of a type."""
-    return [math.prod(int(n) for n in shape.split(",") if n) for _, shape in _ARRAY.findall(type_)]
+def arrays(type_: str) -> list[tuple[int, int]]:
+    """Counts the elements and the bytes of each array of a type."""
+    counts = (
+        (kind, math.prod(int(n) for n in shape.split(",") if n))
+        for kind, shape in _ARRAY.findall(type_)
+    )
+    return [(count, count * width(kind)) for kind, count in counts]
 
 
 def type_bytes(type_: str) -> int:
     """Counts the bytes of a type, all arrays of a tuple together."""
-    return sum(
-        width(kind) * math.prod(int(n) for n in shape.split(",") if n)
-        for kind, shape in _ARRAY.findall(type_)
-    )
+    return sum(size for _, size in arrays(type_))
 
 
 def width(kind: str) -> int:
@@ -142,13 +143,14 @@ class Instruction:
 @dataclasses.dataclass
 class Traffic:
     """Launches of kernels and copies, and what they do. weights: bytes read of weights; pool: bytes
-    read of KV pages other than by a kernel of attention; moved: all other bytes that are read or
-    written."""
+    read of KV pages other than by a kernel of attention; cached, streamed: all other bytes that are
+    read or written, those of arrays that the L2 cache holds, and of larger ones."""
 
     launches: float = 0.0
     weights: float = 0.0
     pool: float = 0.0
-    moved: float = 0.0
+    cached: float = 0.0
+    streamed: float = 0.0
     flops: float = 0.0
 
     def __add__(self, other: Traffic) -> Traffic:
@@ -176,11 +178,13 @@ def added(one: Classes, other: Mapping[str, Traffic], times: float = 1.0) -> Cla
 @dataclasses.dataclass(frozen=True)
 class Sizes:
     """Sizes by which arrays are recognised. pool: elements of a layer's KV pages on a device.
-    weights: numbers of bytes of parameters that are weights. loop, inner_loop: how often loops run
-    whose number of rounds depends on contexts; the second within a loop that has a known one."""
+    weights: numbers of bytes of parameters that are weights. cache: bytes of the L2 cache. loop,
+    inner_loop: how often loops run whose number of rounds depends on contexts; the second within a
+    loop that has a known one."""
 
     pool: int
     weights: frozenset[int]
+    cache: float = math.inf
     loop: float = 1.0
     inner_loop: float = 1.0
 
@@ -258,7 +262,7 @@ class Program:
         return [self._named[name] for name in one.operands]
 
     def _is_pool(self, one: Instruction) -> bool:
-        return self._sizes.pool in elements(one.type)
+        return any(count == self._sizes.pool for count, _ in arrays(one.type))
 
     def _is_weight(self, one: Instruction) -> bool:
         """True for a parameter of the module that is one of its weights."""
@@ -268,7 +272,8 @@ class Program:
 
     def _launch(self, one: Instruction) -> Traffic:
         """Counts a launch."""
-        out = Traffic(launches=1.0, flops=self._flops(one), moved=self._written(one))
+        out = Traffic(launches=1.0, flops=self._flops(one))
+        moved = list(self._written(one))
         for at, operand in enumerate(self._operands(one)):
             if self._is_pool(operand) and one.operation == "custom-call":
                 continue
@@ -278,7 +283,9 @@ class Program:
             elif self._is_weight(operand):
                 out.weights += read
             else:
-                out.moved += read
+                moved.append(read)
+        out.cached = sum(count for count in moved if count <= self._sizes.cache)
+        out.streamed = sum(moved) - out.cached
         return out
 
     def _read(self, one: Instruction, at: int, whole: float) -> float:
@@ -305,25 +312,26 @@ class Program:
                 else:
                     yield _read_by(user, at, whole)
 
-    def _written(self, one: Instruction) -> float:
-        """Counts the bytes that a launch writes."""
+    def _written(self, one: Instruction) -> Iterator[int]:
+        """Yields the bytes that a launch writes to each array."""
         if one.operation == "fusion":
-            return self._written_by(self._inner(one)[-1])
-        if one.operation == "custom-call" and self._is_pool(one):
-            return 0.0
-        return self._written_by(one)
+            yield from self._written_by(self._inner(one)[-1])
+        elif one.operation == "custom-call":
+            yield from (size for count, size in arrays(one.type) if count != self._sizes.pool)
+        else:
+            yield from self._written_by(one)
 
-    def _written_by(self, root: Instruction) -> float:
+    def _written_by(self, root: Instruction) -> Iterator[int]:
         operands = self._operands(root)
-        if root.operation == "tuple":
-            return sum(map(self._written_by, operands))
-        if root.operation == "bitcast":
-            return self._written_by(operands[0])
-        if root.operation in _WRITTEN_IN_PART and self._in_place(root):
-            if root.operation == "scatter":
-                return sum(each.bytes for each in operands[_targets(root) + 1 :])
-            return operands[1].bytes
-        return root.bytes
+        if root.operation in ("tuple", "bitcast"):
+            for operand in operands:
+                yield from self._written_by(operand)
+        elif root.operation == "scatter" and self._in_place(root):
+            yield from (update.bytes for update in operands[_targets(root) + 1 :])
+        elif root.operation == "dynamic-update-slice" and self._in_place(root):
+            yield operands[1].bytes
+        else:
+            yield from (size for _, size in arrays(root.type))
 
     def _in_place(self, root: Instruction) -> bool:
         """True if what a scatter or an update changes was there before the launch."""
@@ -343,7 +351,7 @@ class Program:
         assert contracted is not None, dot.rest
         shape = _shape(self._operands(dot)[0].type)
         inputs = math.prod(shape[int(at)] for at in contracted[1].split(",") if at)
-        return 2.0 * elements(dot.type)[0] * inputs
+        return 2.0 * arrays(dot.type)[0][0] * inputs
 
     def _flops_of_call(self, one: Instruction) -> float:
         if self._kind_of_call(one) != PRODUCT:
@@ -351,7 +359,7 @@ class Program:
         shapes = [_shape(each.type) for each in self._operands(one)]
         contracted = _CONTRACTED_BY_LIBRARY.search(one.rest)
         if contracted is not None:
-            return 2.0 * elements(one.type)[0] * shapes[0][int(contracted[1])]
+            return 2.0 * arrays(one.type)[0][0] * shapes[0][int(contracted[1])]
         # rows of groups [T, K], each by the matrix [K, N] of its group
         rows, inputs = next(shape for shape in shapes if len(shape) == 2)
         return 2.0 * rows * inputs * _shape(one.type)[-1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 from pathlib import Path
 
@@ -20,14 +19,16 @@ class Target:
     bandwidth: float
     flops: float
 
-    @functools.cached_property
-    def text(self) -> str:
-        """Describes the GPU to XLA's compiler."""
-        return (FOLDER / f"{self.name}.txtpb").read_text()
+    def text(self, memory: int | None = None) -> str:
+        """Describes the GPU to XLA's compiler. memory: bytes that it is to have, if not its own."""
+        text = (FOLDER / f"{self.name}.txtpb").read_text()
+        if memory is None:
+            return text
+        return re.sub(r"(?<=device_memory_size: )\d+", str(memory), text)
 
     def number(self, field: str) -> float:
         """Returns a number of the description. Errors: KeyError."""
-        found = re.search(rf"^ +{field}: ([\d.]+)", self.text, re.MULTILINE)
+        found = re.search(rf"^ +{field}: ([\d.]+)", self.text(), re.MULTILINE)
         if found is None:
             raise KeyError(field)
         return float(found[1])
@@ -35,7 +36,7 @@ class Target:
     @property
     def is_hopper(self) -> bool:
         """True if it runs the kernels for Hopper."""
-        return "major: 9 minor: 0" in self.text
+        return "major: 9 minor: 0" in self.text()
 
 
 TARGETS = {

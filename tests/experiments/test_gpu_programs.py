@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
-from experiments.gpu_targets.hlo import ATTENTION, PRODUCT, Program, Sizes
+from experiments.benchmarks import gpu_programs
+from experiments.gpu_targets import compiler
+from experiments.gpu_targets.hlo import ATTENTION, PRODUCT, Program, Sizes, Traffic
 from experiments.gpu_targets.sheets import TARGETS
 from experiments.gpu_targets.thunks import Pieces
 
@@ -79,24 +83,29 @@ def traffic(loop: str = "", sizes: Sizes = SIZES):
 def test_weights_are_counted_apart_and_products_by_their_operations():
     product = traffic()[PRODUCT]
     assert product.weights == WEIGHTS and product.launches == 1
-    assert product.moved == (4 * 64 + 4 * 32) * 2
+    assert product.cached == (4 * 64 + 4 * 32) * 2
     assert product.flops == 2 * 4 * 64 * 32
 
 
 def test_a_scatter_counts_what_it_touches():
     scatter = traffic()["scatter"]
     updates = 4 * 8 * 2
-    assert scatter.moved == 4 * 4 + 2 * updates  # indices, and updates read and written
+    assert scatter.cached == 4 * 4 + 2 * updates  # indices, and updates read and written
 
 
 def test_a_kernel_of_attention_is_known_by_the_pool_which_is_not_read_whole():
     attention = traffic()[ATTENTION]
-    assert attention.pool == 0 and attention.moved == 2 * 4 * 8 * 2 + 4 * 4
+    assert attention.pool == 0 and attention.cached == 2 * 4 * 8 * 2 + 4 * 4
 
 
 def test_a_gather_reads_its_rows_of_the_pool():
     other = traffic()["other"]
     assert other.pool == 4 * 8 * 2
+
+
+def test_arrays_that_the_cache_does_not_hold_are_streamed():
+    product = traffic(sizes=dataclasses.replace(SIZES, cache=4 * 32 * 2))[PRODUCT]
+    assert product.cached == 4 * 32 * 2 and product.streamed == 4 * 64 * 2
 
 
 def test_loops_run_as_often_as_is_known_or_said():
@@ -124,8 +133,88 @@ def test_what_a_graph_holds_is_no_piece_of_its_own():
     assert Pieces.parse(THUNKS) == Pieces(graphs=2, loops=1, alone=2)
 
 
-@pytest.mark.parametrize("target", TARGETS.values(), ids=str)
+@pytest.mark.parametrize("target", TARGETS.values(), ids=list(TARGETS))
 def test_a_target_is_described_to_the_compiler_with_the_rate_of_its_sheet(target):
     assert target.number("memory_bandwidth") == target.bandwidth
     assert target.number("device_memory_size") <= 1.01 * target.memory
-    assert 'runtime_version: "13.0.0"' in target.text
+    assert 'runtime_version: "13.0.0"' in target.text()
+    assert "device_memory_size: 5" in target.text(memory=5)
+
+
+def test_a_decode_needs_weights_and_kv_once():
+    step = gpu_programs.STEPS["decode 64 x 1K"]
+    needed = gpu_programs.needs(gpu_programs.Replica("h100", "qwen3-8b", 1).plan(), step)
+    matrices = 36 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 12288) + 4096 * 151936
+    assert needed.weights == pytest.approx(2 * matrices, rel=1e-3)
+    assert needed.kv == 64 * 1024 * 36 * 2 * 8 * 128 * 2
+    assert needed.flops == pytest.approx(64 * 2 * matrices + needed.attention, rel=1e-3)
+    assert needed.seconds(TARGETS["h100"]) == (needed.weights + needed.kv) / 3.35e12
+
+
+def test_of_experts_those_are_read_that_some_token_chose():
+    replica = gpu_programs.Replica("h100", "qwen3-30b-a3b", 1)
+    few, many = (
+        gpu_programs.needs(replica.plan(), gpu_programs.Step(count)).weights for count in (1, 256)
+    )
+    expert = 3 * 2048 * 768 * 2
+    assert many - few == pytest.approx(48 * (128 - 8) * expert, rel=1e-3)
+
+
+def test_further_layers_add_what_the_last_one_did():
+    two, three = (
+        gpu_programs.Counts({PRODUCT: Traffic(launches=launches)}, Pieces(graphs=1), temp=temp)
+        for launches, temp in ((9.0, 5), (13.0, 7))
+    )
+    six = two.deeper(three, 3)
+    assert six.classes[PRODUCT].launches == 25 and six.pieces == Pieces(graphs=1) and six.temp == 7
+
+
+def test_a_step_that_does_not_compile_is_a_row_with_the_reason(monkeypatch, capsys):
+    refused = gpu_programs.Compiled(reason="it needs 300 KiB of shared memory")
+    monkeypatch.setattr(gpu_programs, "compiled", lambda _, names: dict.fromkeys(names, refused))
+    arguments = ["--targets=l40s", "--models=qwen3-8b,qwen3-30b-a3b", "--steps=prefill 2048"]
+    assert gpu_programs.main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "l40s, qwen3-8b, 1: prefill 2048: it needs 300 KiB of shared memory" in out
+    assert "l40s, qwen3-30b-a3b, 1: prefill 2048: gpu_memory_utilization: " in out
+
+
+def test_unknown_names_are_refused(capsys):
+    assert gpu_programs.main(["--targets=h100,v100"]) == 2
+    assert "targets: 'v100' is none of" in capsys.readouterr().err
+
+
+# Steps of Qwen3-8B on an H100: most launches, graphs, loops and branches of the host, launches
+# outside graphs, and estimated over ideal time.
+LIMITS = {
+    "decode 64 x 1K": (675, 2, 0, 0, 1.35),
+    "decode 64 x 1K, sampled": (1080, 7, 5, 15, 1.54),
+    "decode 256 x 1K": (675, 2, 0, 0, 1.27),
+    "decode 256 x 1K, sampled": (1085, 7, 5, 16, 1.67),
+    "decode 8 x 128K": (670, 2, 0, 0, 1.14),
+    "prefill 2048": (605, 2, 0, 0, 1.67),
+    "8 decodes + 2048": (790, 2, 0, 0, 1.92),
+}
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(compiler.lacking() is not None, reason=str(compiler.lacking()))
+def test_steps_on_an_h100_stay_within_their_limits():
+    found = {
+        row.step: (
+            row.launches,
+            row.pieces.graphs,
+            row.pieces.loops,
+            row.pieces.alone,
+            row.seconds / row.ideal,
+        )
+        for row in gpu_programs.rows_of("h100", "qwen3-8b")
+    }
+    assert found.keys() == LIMITS.keys()
+    over = {
+        step: (counts, LIMITS[step])
+        for step, counts in found.items()
+        if any(count > most for count, most in zip(counts, LIMITS[step]))
+    }
+    assert not over
