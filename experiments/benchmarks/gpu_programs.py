@@ -17,13 +17,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
-import json
 import math
 import sys
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -31,7 +27,15 @@ import numpy as np
 
 from experiments.gpu_targets import compiler
 from experiments.gpu_targets.hlo import ATTENTION, Classes, Program, Sizes, Traffic, added
-from experiments.gpu_targets.lowering import abstract_stages, as_on_a_gpu, as_on_hopper
+from experiments.gpu_targets.programs import (
+    BLOCK,
+    DTYPE,
+    Compiled,
+    Replica,
+    compiled,
+    head_program,
+    layers_program,
+)
 from experiments.gpu_targets.sheets import TARGETS, Target
 from experiments.gpu_targets.thunks import Pieces
 from experiments.script import command_line, keep
@@ -39,50 +43,27 @@ from jaxserve.checkpoint.model import declare
 from jaxserve.checkpoint.specs import Declared, ExpertsSpec
 from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.cli.display import table
-from jaxserve.engine.memory import DeviceRoom, sizes
-from jaxserve.engine.sizing import make_plan
 from jaxserve.engine.stage_plan import StagePlan
-from jaxserve.engine.stage_programs import graph_options
-from jaxserve.engine.stages import Stages
 from jaxserve.engine.step_shapes import StepShape
-from jaxserve.files import write_whole
-from jaxserve.folders import cache_folder
 from jaxserve.kernels import xla
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option
-from jaxserve.settings.schema import (
-    CacheConfig,
-    ConfigError,
-    EngineConfig,
-    MeshConfig,
-    ModelSource,
-    SchedulerConfig,
-)
+from jaxserve.settings.schema import ConfigError
 from jaxserve.sharding.mesh import KVP, TP
 from jaxserve.sharding.rules import devices
 
-MODEL_NAMES = ("llama3.1-8b", "qwen3-8b", "qwen3-30b-a3b")
+PLAIN_MODELS = ("llama3.1-8b", "qwen3-8b", "qwen3-30b-a3b")
 BANDWIDTH = 0.90  # of the data sheet's, for weights and KV
 PRODUCTS = 0.70  # of the data sheet's dense peak
 LAUNCH = 1.5e-6  # seconds from the end of a kernel to the start of the next
 L2_BYTES = 21.0  # of intermediates, for each multiprocessor and clock: 5.5 TB/s on an H100
-MEMORY = 0.9  # of the card's, as JAX has in a plain start
-DTYPE = "bfloat16"
-BLOCK = 64
-SEQUENCES = 256
-CHUNK = 2048
-COMPILE_SECONDS = 3600
-SOURCES = ("jaxserve", "kernels", "sharding", "experiments/gpu_targets", "experiments/benchmarks")
-DEPTHS = (2, 3)  # layers of what is compiled: the last layer differs from those before it
-# of a described GPU's memory: beyond it XLA computes values again to save memory. Where there is a
-# GPU the limit is what JAX has of its memory.
-LIMIT = 0.8
+DEPTHS = (2, 3)  # layers that are compiled: the last one differs from those before it
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What a step computes: decodes of sequences with `context` tokens each, and one chunk of a
-    prompt that begins there. variant: of the sampling program."""
+    """A step: decodes of sequences with `context` tokens each, and the first chunk of a prompt.
+    variant: of the sampling program."""
 
     decodes: int = 0
     context: int = 1024
@@ -122,38 +103,6 @@ STEPS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Replica:
-    """A model on the GPUs of a target. max_len: longest sequence, where not the model's own."""
-
-    target: str
-    model: str
-    tp: int
-    max_len: int | None = None
-
-    @property
-    def gpu(self) -> Target:
-        return TARGETS[self.target]
-
-    def plan(self) -> StagePlan:
-        """Returns the plan of a plain start. Errors: ConfigError where weights leave no room."""
-        model = MODELS[self.model].with_tp(self.tp)
-        model = dataclasses.replace(model, max_len=self.max_len or model.max_len)
-        config = EngineConfig(
-            source=ModelSource(f"random:{self.model}", dtype=DTYPE),
-            mesh=MeshConfig(tp=self.tp),
-            cache=CacheConfig(block_size=BLOCK),
-            scheduler=SchedulerConfig(max_seqs=SEQUENCES, chunk_tokens=CHUNK),
-        )
-        return make_plan(config, model, DeviceRoom("gpu", int(MEMORY * self.gpu.memory)))
-
-
-def of_layers(plan: StagePlan, layers: int) -> StagePlan:
-    """Returns a plan with fewer layers, and the sizes of all."""
-    model = dataclasses.replace(plan.model, layers=layers, windows=plan.model.windows[:1])
-    return dataclasses.replace(plan, model=model)
-
-
 def shape_of(plan: StagePlan, step: Step) -> StepShape:
     """Finds the cheapest shape that holds a step."""
     return next(
@@ -168,12 +117,12 @@ def shape_of(plan: StagePlan, step: Step) -> StepShape:
 
 @dataclasses.dataclass(frozen=True)
 class Needs:
-    """What a step must read and compute on each device. Bytes of weights and of KV; products."""
+    """Bytes of weights and of KV that a step must read on each device, and its operations."""
 
     weights: float
     kv: float
     flops: float
-    attention: float  # operations of it, in `flops` too
+    attention: float  # is in `flops` too
 
     def seconds(self, gpu: Target) -> float:
         """Returns the time that it takes at the rates of the data sheet."""
@@ -213,141 +162,12 @@ def _elements(declared: Declared, plan: StagePlan) -> int:
     return declared.size // math.prod(devices(axis, degrees) for axis in declared.axes)
 
 
-# --- compiling, in a process of its own
-
-
-@dataclasses.dataclass(frozen=True)
-class Compiled:
-    """A program in machine code. hlo, thunks: texts. temp: bytes of its temporary arrays. reason:
-    why it is none, or ''."""
-
-    hlo: str = ""
-    thunks: str = ""
-    temp: int = 0
-    reason: str = ""
-
-
-def layers_program(shape: StepShape, layers: int) -> str:
-    """Names the program of some layers."""
-    return f"layers {shape} {layers}"
-
-
-def head_program(shape: StepShape, variant: str) -> str:
-    """Names the program that samples."""
-    return f"head {variant} {shape.samples}"
-
-
-def compiled(replica: Replica, names: Iterable[str]) -> dict[str, Compiled]:
-    """Compiles the programs with these names, or finds what is kept. Errors: CompilerError."""
-    sources = _sources()
-    # of these sources; a program that is lowered to what others were is not compiled again
-    known = {name: _place("known", sources, repr(replica), name) for name in names}
-    places = {
-        name: Path(json.loads(known[name].read_text())) for name in known if known[name].exists()
-    }
-    while left := [name for name in known if name not in places]:
-        job = json.dumps({"replica": dataclasses.asdict(replica), "names": left})
-        ended = compiler.run(
-            "experiments.benchmarks.gpu_programs:child", job, seconds=COMPILE_SECONDS
-        )
-        begun = [line.split("\t")[1:] for line in ended.stdout.splitlines() if line[:1] == "\t"]
-        places |= {name: Path(place) for name, place in begun}
-        if ended.returncode:
-            last = ended.stdout[-2000:]
-            if not begun or places[begun[-1][0]].exists():
-                raise compiler.CompilerError(f"exit code {ended.returncode}: {last}")
-            fault = f"the compiler ended with exit code {ended.returncode}: {last}"
-            _keep(places[begun[-1][0]], Compiled(reason=fault))
-        for name, place in begun:
-            write_whole(known[name], json.dumps(place))
-    return {name: Compiled(**json.loads(place.read_text())) for name, place in places.items()}
-
-
-def _sources() -> str:
-    """Digest of everything that programs are lowered by."""
-    digest = hashlib.blake2b(digest_size=16)
-    for room in SOURCES:
-        for file in sorted(path for path in (compiler.ROOT / room).rglob("*") if path.is_file()):
-            if file.suffix in (".py", ".json", ".txtpb"):
-                digest.update(f"{file}\0".encode() + file.read_bytes())
-    return digest.hexdigest()
-
-
-def child(job: str) -> None:
-    """Compiles programs in a process of `compiler.run`; prints the name and the file of each before
-    it is compiled."""
-    values = json.loads(job)
-    replica = Replica(**values["replica"])
-    plan = replica.plan()
-    kernels = as_on_hopper(plan) if replica.gpu.is_hopper else as_on_a_gpu()
-    with kernels:
-        for name in values["names"]:
-            kind, what, number = name.split(" ")
-            depth, held = (1, plan.model.layers) if kind == "head" else (int(number), int(number))
-            memory = _memory(replica.gpu, plan, held)
-            mesh = compiler.topology(replica.gpu, 1, replica.tp, memory)
-            try:
-                stages = abstract_stages(of_layers(plan, depth), mesh, 1)
-                lowered = _lowered(stages, kind, what, int(number))
-            except NotImplementedError as error:
-                place = _place("refused", repr(replica), name)
-                _keep(place, Compiled(reason=str(error)))
-                print(f"\t{name}\t{place}", flush=True)
-                continue
-            place = _place(replica.gpu.text(memory), lowered.as_text())
-            print(f"\t{name}\t{place}", flush=True)
-            if not place.exists():
-                _keep(place, _compile(lowered))
-
-
-def _memory(gpu: Target, plan: StagePlan, layers: int) -> int:
-    """Bytes that a GPU is described with for programs of some layers: XLA then has as much for
-    temporary arrays as for the whole model where there is such a GPU."""
-    left_out = sizes(plan).total - sizes(of_layers(plan, layers)).total
-    return int((MEMORY * gpu.memory - left_out) / LIMIT)
-
-
-def _lowered(stages: Stages, kind: str, what: str, number: int) -> Any:
-    """Lowers the program with this name."""
-    if kind == "head":
-        _, lower = stages.programs.head(what, number)
-    else:
-        shape = next(shape for shape in stages.plan.shapes if str(shape) == what)
-        _, lower = stages.programs.layers(stages.stages[0], shape)
-    return lower()
-
-
-def _compile(lowered: Any) -> Compiled:
-    with tempfile.TemporaryDirectory() as work:
-        try:
-            program = lowered.compile(compiler_options={"xla_dump_to": work})
-        except jax.errors.JaxRuntimeError as error:
-            return Compiled(reason=str(error))
-        (thunks,) = Path(work).glob("*thunk_sequence_after_thunk_passes.txt")
-        temp = program.memory_analysis().temp_size_in_bytes
-        return Compiled(program.as_text(), thunks.read_text(), temp)
-
-
-def _place(*parts: str) -> Path:
-    """File of what these texts stand for, with this compiler."""
-    digest = hashlib.blake2b(digest_size=16)
-    options = json.dumps(graph_options())
-    for part in (jax.__version__, *compiler.WHEELS, options, *parts):
-        digest.update(f"{part}\0".encode())
-    return cache_folder() / "gpu_programs" / f"{digest.hexdigest()}.json"
-
-
-def _keep(place: Path, program: Compiled) -> None:
-    place.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(place, json.dumps(dataclasses.asdict(program)))
-
-
 # --- rows
 
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """What a program launches, by class and by graphs, and its temporary bytes."""
+    """Launches of a program by class, its parts as the host sees them, and its temporary bytes."""
 
     classes: Classes
     pieces: Pieces
@@ -475,7 +295,7 @@ def _sizes(plan: StagePlan, step: Step, cache: int) -> Sizes:
 OPTIONS = {
     "gpu_programs": [
         Option("targets", str, ",".join(TARGETS), "GPUs, comma-separated"),
-        Option("models", str, ",".join(MODEL_NAMES), "names of jaxserve/checkpoint/zoo.py"),
+        Option("models", str, ",".join(PLAIN_MODELS), "names of jaxserve/checkpoint/zoo.py"),
         Option("steps", str, "", f"some of: {'; '.join(STEPS)}; separated by semicolons"),
         Option("tp", str, "1", "ranks, comma-separated"),
         Option("whole", bool, False, "compile all layers, not one and two of them"),

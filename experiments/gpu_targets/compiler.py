@@ -64,7 +64,7 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Calls a function, 'package.module:function', with strings, in a process that can compile.
     variables: further ones of its environment. Returns how it ended, with its output and errors in
-    `stdout`. Errors: CompilerError where there is no compiler, or it takes longer than `seconds`.
+    `stdout`. Errors: CompilerError without a compiler, or if it takes longer than `seconds`.
     """
     if reason := lacking():
         raise CompilerError(reason)

@@ -1,4 +1,4 @@
-"""What is read out of compiled programs: launches, bytes by what they are of, and operations."""
+"""Compiled programs for GPUs: what is read out of their text, and what steps need."""
 
 from __future__ import annotations
 
