@@ -152,13 +152,6 @@ class ModelConfig(Dimensions):
         """Elements of the experts of one layer, averaged over the layers; on one of `tp` ranks."""
         return self._elements(tp, experts=True)
 
-    def weights_for_others(self, tp: int = 1) -> float:
-        """Elements of MLPs of one layer by which one of `tp` ranks multiplies tokens of other
-        lanes, times these lanes, averaged over the layers; experts do not count."""
-        share = self.share(tp)
-        specs = [share.mlp(layer) for layer in range(self.layers)]
-        return sum(spec.weights_for_others(share) for spec in specs) / self.layers
-
     @property
     def experts(self) -> int:
         """Number of a layer's experts; 0 without."""

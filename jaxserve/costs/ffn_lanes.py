@@ -39,6 +39,14 @@ def ffn_traffic(d_model: int, spec: MlpSpec | ExpertsSpec, item: int = ITEM) -> 
     return FfnTraffic(EXPERT_MESSAGES, gathered, others * token)
 
 
+def weights_for_others(model: ModelConfig, tp: int) -> float:
+    """Counts the elements of MLPs of one layer by which one of `tp` ranks multiplies tokens of
+    other lanes, times these lanes, averaged over the layers; experts do not count."""
+    share = model.share(tp)
+    specs = [share.mlp(layer) for layer in range(model.layers)]
+    return sum(spec.weights_for_others(share) for spec in specs) / model.layers
+
+
 def ffn_seconds(model: ModelConfig, link: Link) -> tuple[float, float]:
     """Returns the seconds per layer, averaged over the layers, that lanes take to send tokens to
     feed-forward parts on other lanes and back: once, and per token of a lane. link: between

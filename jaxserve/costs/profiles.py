@@ -17,7 +17,7 @@ from jaxserve.checkpoint.model import ModelConfig, declare
 from jaxserve.checkpoint.specs import ExpertsSpec
 from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.costs.coefficients import Costs
-from jaxserve.costs.ffn_lanes import ffn_seconds
+from jaxserve.costs.ffn_lanes import ffn_seconds, weights_for_others
 from jaxserve.costs.heads import heads_of
 from jaxserve.lanes.rates import Link
 from jaxserve.lanes.work import ITEM
@@ -103,7 +103,7 @@ class Device:
         experts = ITEM * model.expert_weights(tp)
         lanes = expert_lanes(model)
         active = weights + experts * lanes * model.active_experts
-        active += ITEM * model.weights_for_others(tp)
+        active += ITEM * weights_for_others(model, tp)
         pair = attending * heads.pair_flops / self.attention_flops_per_s
         kv = attending * heads.kv_bytes
         head = model.head_weights(tp)

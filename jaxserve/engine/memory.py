@@ -22,6 +22,7 @@ from jaxserve.engine.stage_programs import POOL_AXES
 from jaxserve.group.member import this_member
 from jaxserve.models.decoder import LayerCache
 from jaxserve.settings.schema import ConfigError
+from jaxserve.settings.schema.cache import memory_share
 from jaxserve.sharding.mesh import KVP, TP
 from jaxserve.sharding.rules import devices
 from jaxserve.weights.kept import arrays
@@ -30,8 +31,6 @@ F32 = 4
 CPU_KV_GIB = 1.0  # for a device whose memory is not known
 # of what JAX has: for what is neither weights nor KV nor in the estimate of a step
 RESERVED_GIB = 2.0
-# of a device's memory, beside JAX's share: buffers of NCCL, which has none between few devices
-COLLECTIVES_SHARE = 0.02
 SHARE_VARIABLE = "XLA_CLIENT_MEM_FRACTION"
 SHARE_VARIABLES = (SHARE_VARIABLE, "XLA_PYTHON_CLIENT_MEM_FRACTION")
 TOTALS = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")  # MiB
@@ -45,7 +44,7 @@ def claimed_share(share: float, devices: int) -> float:
     for name in SHARE_VARIABLES:
         if os.environ.get(name):
             return float(os.environ[name])
-    return share - COLLECTIVES_SHARE * (devices > 1)
+    return memory_share(share, devices)
 
 
 def claim(share: float, devices: int) -> None:

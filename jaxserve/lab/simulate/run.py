@@ -42,6 +42,7 @@ from jaxserve.settings.schema import (
     SchedulerConfig,
     check_lanes,
 )
+from jaxserve.settings.schema.cache import memory_share
 
 NODE_DEVICES = 8  # of a node, unless said otherwise
 MEMORY_SHARE = 0.9  # of a device's memory, for weights and KV
@@ -92,7 +93,7 @@ class System:
             raise ConfigError("kv_store", f"{cache.kv_store}: no shared store is simulated")
         return dataclasses.replace(
             self,
-            memory=cache.gpu_memory_utilization,
+            memory=memory_share(cache.gpu_memory_utilization, self.mesh.devices),
             kv_gib=cache.kv_memory_gib,
             kv_cache_dtype=cache.kv_cache_dtype,
         )

@@ -10,6 +10,15 @@ from jaxserve.api.errors import ConfigError
 from jaxserve.lanes.placement import PLACEMENTS, default_pool
 from jaxserve.settings.fields import Settings, option
 
+# of a GPU's memory, beside JAX's share: buffers of NCCL
+COLLECTIVES_SHARE = 0.02
+
+
+def memory_share(utilization: float, devices: int) -> float:
+    """Returns the share of a GPU's memory for weights, programs and KV, of what is taken in all,
+    where a mesh has a number of devices."""
+    return utilization - COLLECTIVES_SHARE * (devices > 1)
+
 
 @dataclass(frozen=True)
 class CacheConfig(Settings):
