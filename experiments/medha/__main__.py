@@ -39,7 +39,7 @@ takes a drawn factor (`--noise`, lognormal, sigma 0.13, of mean 1) of what coeff
 were fitted to public measurements; *computed*: read off these
 coefficients alone. Baselines are simulated over the same arrivals, with the same coefficients and \
 noise. Runs under load last
-200 s, those of figures 17 and 18 60 s, each with three seeds; the paper's last an hour.
+600 s, those of figures 17 and 18 60 s, each with three seeds; the paper's last an hour.
 """
 PAPER = Paper(
     "medha",

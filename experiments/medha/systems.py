@@ -25,7 +25,7 @@ from jaxserve.lab.simulate.run import System, execute, shape_of
 from jaxserve.lab.simulate.workload import parse
 from jaxserve.settings.schema import MeshConfig
 
-RUN = 200.0  # seconds after which a run is cut off
+RUN = 600.0  # seconds after which a run is cut off
 LOADS = (0.25, 0.75, 1.25, 1.75)  # queries per second (Medha 5.2)
 PERCENTS = (5, 10, 25, 50, 75, 90, 95, 99)  # at which distributions are noted
 SMALL = System(shape_of("llama3-8b"), "a100", MeshConfig(tp=8, spp=2))  # Medha 5.1: two DGX-A100
