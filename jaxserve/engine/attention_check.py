@@ -22,8 +22,8 @@ from jaxserve.models.decoder import stage_modules
 from jaxserve.sharding.attend import Attend
 
 ROWS = 4
-PAGES = 32
-WIDEST = 256  # tokens of a row: what the reference makes grows with them
+TOKENS = 2048  # on all pages, at least one for each row: what the reference makes grows with them
+WIDEST = 256  # tokens of a row, alike
 LARGEST_ERROR = 0.03  # of outputs whose keys and values are normal: bfloat16 rounds to 0.004 of 1
 HANG_SECONDS = 60.0  # that a kernel may take; compiling does not count
 SLOWER = ("xla", "reference")  # what is left where a kernel is wrong, in this order
@@ -57,15 +57,16 @@ class AttentionCase:
         random = np.random.default_rng(0)
         heads, vectors, tokens, numbers = self.page
         width = self.width
-        rows = min(ROWS, max(1, PAGES * tokens // (width + tokens)))
+        count = max(ROWS, TOKENS // tokens)
+        rows = min(ROWS, max(1, count * tokens // (width + tokens)))
         normal = lambda *shape: jnp.asarray(random.normal(size=shape), jnp.float32)
         q = normal(rows, width, heads, self.queries, numbers).astype(self.dtype)
-        room = PAGES // rows
+        room = count // rows
         ends = np.linspace(width, max(width, room * tokens - 1), rows).astype(np.int32)
         positions = ends[:, None] - width + np.arange(width, dtype=np.int32)
-        kv = normal(PAGES, heads, vectors, tokens, numbers)
+        kv = normal(count, heads, vectors, tokens, numbers)
         pages = quantize(kv) if self.kv_dtype == FP8 else KVPages(kv.astype(self.kv_dtype))
-        page = random.permutation(PAGES)[: rows * room].reshape(rows, room).astype(np.int32)
+        page = random.permutation(count)[: rows * room].reshape(rows, room).astype(np.int32)
         block = np.broadcast_to(np.arange(room, dtype=np.int32), page.shape)
         entries = (ends - 1) // tokens + 1
         return (
