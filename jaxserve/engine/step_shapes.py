@@ -239,8 +239,7 @@ class _SpreadShapes:
     def _with_decodes(self, size: int, decodes: RowGroup) -> Iterator[StepShape]:
         """Yields shapes without spread chunks, and with these rows of spread decodes, with and
         without local chunks."""
-        choices = self._decode_choices(decodes)
-        for local, of_decodes in itertools.product((EMPTY, self._chunks), choices):
+        for local, of_decodes in itertools.product((EMPTY, self._chunks), self._decode_choices()):
             shape = StepShape(
                 self._decodes,
                 local,
@@ -259,7 +258,7 @@ class _SpreadShapes:
         for exchange, spread, local in itertools.product(
             self._prefill_choices, chunks, (EMPTY, self._chunks)
         ):
-            for of_decodes in self._decode_choices(decodes, exchange):
+            for of_decodes in self._decode_choices(exchange):
                 shape = StepShape(
                     self._decodes,
                     local,
@@ -272,14 +271,11 @@ class _SpreadShapes:
                 )
                 yield from _with_rooms(shape)
 
-    def _decode_choices(self, decodes: RowGroup, beside: str | None = None) -> tuple[str, ...]:
+    def _decode_choices(self, beside: str | None = None) -> tuple[str, ...]:
         """Lists the exchanges that spread decodes may have: those that steps may choose, and the
-        default beside the default, which every step may have. Shapes of few decodes have no
-        exchange but the one that few choose, unless it is set. beside: the exchange of the shape's
+        default beside the default, which every step may have. beside: the exchange of the shape's
         spread chunks, if it has some."""
         names = decode_choices(self._decode_exchange, beside, self._moves > 0)
-        if self._decode_exchange == "auto" and decodes != self._decodes:
-            names = names[:1]
         if not self._timed:
             names = names[:1]
         if beside in (None, DEFAULT_EXCHANGE):

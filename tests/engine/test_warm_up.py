@@ -68,7 +68,7 @@ def test_spread_decodes_need_a_program_for_each_group_size_and_one_for_all(
     lanes, more, decode_exchange
 ):
     """The largest group has one for few spread decodes and one for as many as there may be; all of
-    them again beside local chunks. Where steps choose, few decodes are gathered."""
+    them again beside local chunks."""
     every = shapes(SchedulerConfig(decode_exchange=decode_exchange), lanes, 16)
     assert len(set(map(str, every))) == len(every)
     for beside in (False, True):
@@ -78,11 +78,10 @@ def test_spread_decodes_need_a_program_for_each_group_size_and_one_for_all(
             if shape.spread and not shape.spread_prefill.rows and beside == bool(shape.prefill.rows)
         )
         assert decodes["gather"] == more
-        chosen = {"gather": 0, "pass_q": more, "auto": min(more, 1)}[decode_exchange]
-        assert decodes["pass_q"] == chosen
+        assert decodes["pass_q"] == (decode_exchange != "gather") * more
         # in groups of two lanes one, in others one for each room
-        rooms = 1 if lanes == 2 else 3
-        assert decodes["visit"] == (decode_exchange == "auto") * chosen * rooms
+        of_two = min(more, 1 + (lanes == 2))
+        assert decodes["visit"] == (decode_exchange == "auto") * (3 * more - 2 * of_two)
 
 
 @pytest.mark.parametrize(
