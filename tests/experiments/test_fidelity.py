@@ -58,5 +58,7 @@ def test_each_seed_is_simulated_with_and_without_noise(stood_in, capsys, tmp_pat
     assert "2 seeds of 40 requests" in out and "drawn 0.20" in out
     results = json.loads(file.read_text())["results"]
     assert [len(result["seeds"]) for result in results.values()] == [2, 2]
-    off = {name: abs(one["pooled"]["tpot"]["mean_off"]) for name, one in results.items()}
-    assert off["with noise"] < fidelity.AIMS["mean"] < off["without noise"]
+    # factors have a mean of 1, and are not learnt into what steps take
+    off = {name: one["pooled"]["tpot"] for name, one in results.items()}
+    assert all(abs(one["mean_off"]) < fidelity.AIMS["mean"] for one in off.values())
+    assert abs(off["with noise"]["p99_off"]) < abs(off["without noise"]["p99_off"])

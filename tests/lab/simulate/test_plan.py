@@ -264,7 +264,9 @@ def test_an_answer_is_what_a_simulation_gives():
     assert 4 * fast.kv_tokens > slow.kv_tokens and fast.weights == SMALL.weight_bytes(tp=8)
     assert fast.weights == pytest.approx(slow.weights / 8, rel=1e-3)
     lanes = trial.answer(MeshPlan(MeshConfig(kvp=4), "adaptive", 8192))
-    assert lanes.kv_tokens == 4 * slow.kv_tokens and lanes.weights == slow.weights
+    assert lanes.weights == slow.weights
+    # each lane leaves collectives a share of its memory, which one device alone does not
+    assert 0.95 * 4 * slow.kv_tokens < lanes.kv_tokens < 4 * slow.kv_tokens
 
 
 def test_a_prompt_that_does_not_fit_has_no_time_alone_and_meets_nothing():
