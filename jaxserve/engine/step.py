@@ -59,7 +59,7 @@ class LayersProgram:
     dtype: Any
     pages: int
     block_size: int
-    attention: str | None
+    attention: str | None = None
 
     def run(
         self,

@@ -193,7 +193,7 @@ SHAPES = {
     "decode, 8 bits": AttendCase(16, 1, 8, 4, 128, 64, 2048, kv="float8_e4m3fn", spilled=84),
     "decode, 8 bits, H of 96": AttendCase(8, 1, 8, 4, 96, 64, 128, kv="float8_e4m3fn"),
     "decode, 8 bits, H of 256": AttendCase(
-        8, 1, 8, 4, 256, 16, 128, kv="float8_e4m3fn", spilled=388
+        8, 1, 8, 4, 256, 16, 128, kv="float8_e4m3fn", spilled=400
     ),
 }
 FEW = ["prefill", "decode, 8 bits, H of 256"]  # the rest: `-m matrix`

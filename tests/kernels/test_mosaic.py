@@ -285,8 +285,9 @@ def test_a_hop_of_a_ring_continues_from_the_keys_before(shape, tiles):
         jax.jit(lambda first, second: attend(*second, before=attend(*first)))(first, second),
     )
     right_out, right_lse = truth(case.rounded("bfloat16"), 0.3, None)
-    np.testing.assert_allclose(lse, right_lse, rtol=2e-5, atol=2e-5)
-    np.testing.assert_allclose(out, right_out, atol=0.02)
+    real = case.q_pos >= 0
+    np.testing.assert_allclose(lse[real], right_lse[real], rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(out[real], right_out[real], atol=0.02)
 
 
 @pytest.mark.parametrize(
@@ -309,6 +310,7 @@ def test_pages_are_sent_on_while_they_are_attended_over(shape, tiles):
     arguments = case.arguments("bfloat16")
     out, lse, received = jax.jit(send)(*arguments)
     right_out, right_lse = truth(case.rounded("bfloat16"), 0.3, None)
-    np.testing.assert_allclose(lse, right_lse, rtol=2e-5, atol=2e-5)
-    np.testing.assert_allclose(out, right_out, atol=0.02)
+    real = case.q_pos >= 0
+    np.testing.assert_allclose(np.asarray(lse)[real], right_lse[real], rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(np.asarray(out)[real], right_out[real], atol=0.02)
     np.testing.assert_array_equal(np.asarray(received.kv), arguments[2].kv)
