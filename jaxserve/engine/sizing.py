@@ -20,7 +20,7 @@ from jaxserve.engine.step_shapes import sample_sizes, shapes
 from jaxserve.group.member import this_member
 from jaxserve.kernels import ops
 from jaxserve.kernels.kv_pages import FP8, pool_shapes
-from jaxserve.settings.schema import ConfigError, EngineConfig, MeshConfig, ModelSource
+from jaxserve.settings.schema import ConfigError, EngineConfig, MeshConfig
 from jaxserve.sharding.mesh import KVP, TP, ensure_devices
 from jaxserve.weights import open_checkpoint
 from jaxserve.weights.checkpoint import Checkpoint
@@ -82,13 +82,9 @@ def kv_tokens(model: ModelConfig, room: DeviceRoom) -> Callable[[EngineConfig], 
 def split_model(config: EngineConfig, model: ModelConfig) -> ModelConfig:
     """Returns the model as the mesh splits it. Errors: ConfigError for degrees that do not
     divide."""
-    return model.with_tp(config.mesh.tp, *ffn_lanes(config.source, config.mesh))
-
-
-def ffn_lanes(source: ModelSource, mesh: MeshConfig) -> tuple[int, int]:
-    """Returns the lanes that share experts out, and MLPs: see `ModelConfig.over`."""
-    mlps = mesh.kvp if source.ffn_over_lanes else 1
-    return (mesh.kvp if source.enable_expert_parallel else mlps), mlps
+    source = config.source
+    lanes = config.mesh.ffn_lanes(source.enable_expert_parallel, source.ffn_over_lanes)
+    return model.with_tp(config.mesh.tp, *lanes)
 
 
 def kept_weights(

@@ -112,8 +112,8 @@ class Stages:
                 d.shape, d.dtype(np.dtype(plan.dtype)), sharding=sharding(mesh, *d.axes)
             )
 
-        parameters = plan.parameters(part).items()
-        return {path: jax.tree.map(shape, tree_of(d)) for path, d in parameters}
+        declared = plan.parameters(part).items()
+        return {path: jax.tree.map(shape, tree_of(d)) for path, d in declared}
 
     def load(self, load: Loader) -> None:
         """Puts the weights on the devices, in the place of their shapes. load: gives the arrays of

@@ -101,8 +101,7 @@ class System:
     @property
     def model(self) -> ModelConfig:
         """The model as lanes share it."""
-        mlps = self.mesh.kvp if self.ffn_over_lanes else 1
-        return self.shape.over(self.mesh.kvp if self.expert_parallel else mlps, mlps)
+        return self.shape.over(*self.mesh.ffn_lanes(self.expert_parallel, self.ffn_over_lanes))
 
     @property
     def costs(self) -> Costs:

@@ -33,6 +33,14 @@ class MeshConfig(Settings):
     def devices(self) -> int:
         return self.spp * self.kvp * self.tp
 
+    def ffn_lanes(self, experts: bool, all_parts: bool) -> tuple[int, int]:
+        """Returns how many lanes share experts out, and how many MLPs: see `ModelConfig.over`.
+        experts: whether lanes share experts; all_parts: whether they share MLPs and experts."""
+        return (
+            self.kvp if experts or all_parts else 1,
+            self.kvp if all_parts else 1,
+        )
+
     @classmethod
     def parse(cls, text: str) -> MeshConfig:
         """'spp=2,kvp=2,tp=3' -> MeshConfig(2, 2, 3); axes left out are 1. Errors: ConfigError."""
