@@ -41,17 +41,21 @@ log = logging.getLogger(__name__)
 def claimed_share(share: float, devices: int) -> float:
     """Returns the share of a GPU's memory that JAX takes: what the environment says, else `share`,
     less what collectives take where a mesh has several devices."""
-    for name in SHARE_VARIABLES:
-        if os.environ.get(name):
-            return float(os.environ[name])
-    return memory_share(share, devices)
+    given = _given_share()
+    return memory_share(share, devices) if given is None else given
 
 
 def claim(share: float, devices: int) -> None:
     """Has JAX take a share of each GPU's memory, see `claimed_share`, where the environment does
     not say how much. Comes before JAX is used, and has no effect afterwards."""
-    if not any(os.environ.get(name) for name in SHARE_VARIABLES):
-        os.environ[SHARE_VARIABLE] = f"{claimed_share(share, devices):g}"
+    if _given_share() is None:
+        os.environ[SHARE_VARIABLE] = f"{memory_share(share, devices):g}"
+
+
+def _given_share() -> float | None:
+    """Returns the share that the environment names; None where it names none."""
+    given = filter(None, map(os.environ.get, SHARE_VARIABLES))
+    return next(map(float, given), None)
 
 
 @dataclasses.dataclass(frozen=True)
