@@ -1,5 +1,5 @@
-"""What lanes that share out experts or MLPs send each other, beside a compiled layer and by
-hand."""
+"""Compares predicted messages of lanes that share out experts or MLPs with a compiled layer's, and
+with sums by hand."""
 
 from __future__ import annotations
 

@@ -323,7 +323,8 @@ def test_decodes_beside_spread_chunks_choose_among_what_is_compiled():
 
 
 def test_a_spread_chunk_that_joins_spread_decodes_takes_their_messages_along():
-    """Of those that attention does not hide: two, the one home, the one there."""
+    """Counts messages that attention does not hide: both of `gather`; of the others one, on the way
+    home or to the other lanes."""
     rows = [(10**6, 1, [25] * 4)] * 40
     for name, shared in (("gather", 2), ("pass_q", 1), ("visit", 1)):
         seconds = []

@@ -50,8 +50,8 @@ def right() -> list[list[int]]:
 
 
 def assert_grown_evenly(batches: list[Batch]) -> None:
-    """What follows a prompt on several lanes gives no lane of its group two blocks more than
-    another."""
+    """Checks that blocks which decodes add to a sequence on several lanes differ by one between
+    lanes of its group at most."""
     held: dict[int, list[np.ndarray]] = {}
     group: dict[int, range] = {}
     for batch in batches:

@@ -1,5 +1,5 @@
-"""What a device has left for KV, and in which type weights are held, where the settings leave it
-open."""
+"""Sizes KV by what a device's memory has left, and chooses the type of weights, where the settings
+leave both open."""
 
 from __future__ import annotations
 

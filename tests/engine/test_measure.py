@@ -92,7 +92,7 @@ def test_a_point_that_fits_nowhere_is_refused(real):
 
 
 def test_points_are_measured_in_rounds_and_the_median_counts(real, monkeypatch):
-    """What disturbs a round counts in one time of each point."""
+    """Disturbs one of three rounds: each point has one time of it, which is not its median."""
     times = iter([1.0, 2.0, 50.0, 60.0, 3.0, 4.0])
     batch, shape = batch_of(MeasurePoint(decodes=1), 1, 16), real.worker.plan.shapes[0]
     once = lambda timer, point: MeasuredStep(point, batch, shape, next(times))
