@@ -4,9 +4,10 @@ and how far the figures are apart.
     python -m experiments.benchmarks.fidelity --json=fidelity.json
 
 The live engine runs first and measures its costs if it has none yet; the virtual one then predicts
-with the same ones and the scale that was learnt. Its steps take what is predicted, or are drawn
-around that with the spread that the live engine's steps had around theirs (`--noise=` another one).
-Aims: means within 5 %, P99 within 15 %, over the requests of all seeds.
+with the same ones, times what all live steps together took over what they say. Its steps take what
+is predicted, or are drawn around that with the spread that the live engine's steps had around
+theirs (`--noise=` another one). Aims: means within 5 %, P99 within 15 %, over the requests of all
+seeds.
 """
 
 from __future__ import annotations
@@ -85,20 +86,26 @@ Latencies = Sequence[RequestLatency]
 
 @dataclasses.dataclass(frozen=True)
 class Live:
-    """Results of the live engine: latencies of each seed, the costs that it predicted with, the
-    scale that it had learnt in the end, and of each step the seconds taken over those predicted."""
+    """Results of the live engine: latencies of each seed, the costs that it predicted with, and of
+    each step the seconds that these say without what was learnt from steps, and those it took."""
 
     seeds: list[list[RequestLatency]]
     costs: Costs
-    scale: float
-    ratios: list[float]
+    steps: list[tuple[float, float]]
+
+    @property
+    def scale(self) -> float:
+        """Seconds that all steps together took over those predicted."""
+        predicted, taken = np.sum(self.steps, 0)
+        return float(taken / predicted)
 
     @property
     def sigma(self) -> float:
         """Spread of the steps' times around their prediction. The rare step that took over ten
         times as long is the machine's, not the model's."""
-        logs = np.log([ratio for ratio in self.ratios if 0.1 < ratio < 10])
-        return float(min(logs.std(), 1.0))
+        predicted, taken = np.array(self.steps).T
+        ratios = taken / predicted
+        return float(min(np.log(ratios[(ratios > 0.1) & (ratios < 10)]).std(), 1.0))
 
 
 def latencies(outcome: Outcome) -> list[RequestLatency]:
@@ -109,13 +116,14 @@ def live(config: EngineConfig, loads: Sequence[Sequence[Arrival]]) -> Live:
     """Runs the arrivals of each seed on one live engine."""
     from jaxserve.engine.build import build
 
-    ratios: list[float] = []
+    steps: list[tuple[float, float]] = []
 
     def note(step: StepRead) -> None:
         if step.comparable and step.batch.seconds > 0:
-            ratios.append(step.seconds / step.batch.seconds)
+            steps.append((step.batch.seconds / predictor.scale, step.seconds))
 
     engine = build(config, progress=sys.stderr.isatty())
+    predictor = engine.scheduler.predictor
     engine.start()
     try:
         while engine.worker.uncompiled:  # compiling would slow the first seeds' steps
@@ -128,8 +136,7 @@ def live(config: EngineConfig, loads: Sequence[Sequence[Arrival]]) -> Live:
             latencies(LiveRun(engine, f"r{number}-", number).at_their_times(arrivals))
             for number, arrivals in enumerate(loads)
         ]
-        predictor = engine.scheduler.predictor
-        return Live(found, predictor.costs, predictor.scale, ratios)
+        return Live(found, predictor.costs, steps)
     finally:
         engine.close()
 
@@ -202,7 +209,7 @@ def run(values: dict[str, Any]) -> int:
     print(
         f"{values['model']}: {len(seeds)} seeds of {values['requests']} requests at "
         f"{values['qps']}/s, {values['policy']}, {values['chunking']} chunks; scale "
-        f"{seen.scale:.2f}; spread of {len(seen.ratios)} steps {seen.sigma:.2f}, drawn {sigma:.2f}"
+        f"{seen.scale:.2f}; spread of {len(seen.steps)} steps {seen.sigma:.2f}, drawn {sigma:.2f}"
     )
     results = {}
     for name, spread in (("without noise", 0.0), ("with noise", sigma)):

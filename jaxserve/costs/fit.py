@@ -25,6 +25,7 @@ from jaxserve.lanes.groups import ChunkPlace
 from jaxserve.lanes.load import LaneLoad
 from jaxserve.settings.schema import ConfigError, MeshConfig
 
+Extent = tuple[int, int, int]  # of a compiled shape of local steps: decodes, rows, width
 TRIALS = 50  # steps of the search for what spread chunks take
 
 
@@ -40,7 +41,7 @@ class StepSample:
     cached: int
     new: int
     samples: int
-    shape: tuple[int, int, int]
+    shape: Extent
     seconds: float
 
 
@@ -89,10 +90,15 @@ class DecodeFit:
 
 
 def fit_costs(
-    samples: Sequence[StepSample], layers: int, mesh: MeshConfig, longest: bool
+    samples: Sequence[StepSample],
+    layers: int,
+    mesh: MeshConfig,
+    longest: bool,
+    shapes: Sequence[Extent] = (),
 ) -> CostsFit:
-    """Fits the costs of an engine whose steps run in compiled shapes. longest: see `Costs`. Errors:
-    ConfigError where points are missing."""
+    """Fits the costs of an engine whose steps run in compiled shapes. longest: see `Costs`. shapes:
+    those of local steps, cheapest first; what one takes that was not measured follows from those
+    that were. Errors: ConfigError where points are missing."""
     base = [sample for sample in samples if not sample.cached and sample.context <= 1]
     others = [sample for sample in samples if sample not in base]
     if not any(sample.samples for sample in base) or not any(not sample.samples for sample in base):
@@ -105,6 +111,7 @@ def fit_costs(
         abs(predicted(costs, mesh, sample) / sample.seconds - 1) for sample in of
     ]
     costs = fitted(others)
+    costs = dataclasses.replace(costs, shapes=_with_unmeasured(costs.shapes, shapes))
     folds = [
         (others[fold::FOLDS], [s for index, s in enumerate(others) if index % FOLDS != fold])
         for fold in range(FOLDS)
@@ -204,6 +211,23 @@ def _linear(costs: Costs, base: Sequence[StepSample], stage: int) -> Costs:
         tile=max(tile, 1),
         linear_base=level,
         linear_token=slope,
+    )
+
+
+def _with_unmeasured(
+    measured: Sequence[ShapeCost], shapes: Sequence[Extent]
+) -> tuple[ShapeCost, ...]:
+    """Adds to measured shapes the others among `shapes`, in the order of these. Seconds of those
+    are interpolated by tokens, padding included."""
+    known = {(each.decodes, each.rows, each.width): each.seconds for each in measured}
+    size = lambda shape: shape[0] + shape[1] * shape[2]
+    tokens, seconds = zip(*sorted((size(shape), known[shape]) for shape in known))
+    return tuple(
+        ShapeCost(
+            *shape,
+            known[shape] if shape in known else np.interp(size(shape), tokens, seconds).item(),
+        )
+        for shape in dict.fromkeys([*shapes, *known])
     )
 
 

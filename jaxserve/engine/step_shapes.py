@@ -313,15 +313,16 @@ def first_shapes(shapes: list[StepShape]) -> list[StepShape]:
     }
     local = [shape for shape in shapes if not shape.spread]
     decodes = [shape for shape in local if not shape.prefill.rows]
+    most = max(shape.decode.rows for shape in local)
+    mixed = [shape for shape in local if shape.decode.rows == most and shape.prefill.rows == 1]
+    ends = {*decodes[:1], *decodes[-1:], *mixed[:1], *mixed[-1:]}
     spread = {
         shape.decode_exchange: shape
         for shape in shapes
         if shape.spread_decode.rows
         and not (shape.spread_prefill.rows or shape.prefill.rows or shape.moves)
     }
-    most = max(shape.decode.rows for shape in local)
-    mixed = [shape for shape in local if shape.decode.rows == most and shape.prefill.rows == 1]
-    chosen = {*largest.values(), *decodes[-1:], *spread.values(), *mixed[:1], *mixed[-1:]}
+    chosen = {*largest.values(), *spread.values(), *ends}
     return [shape for shape in shapes if shape in chosen]
 
 

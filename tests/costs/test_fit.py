@@ -93,6 +93,16 @@ def test_noise_of_three_percent_costs_no_more_than_ten():
     assert found.fitted < 0.06 and found.held_out < 0.10
 
 
+def test_shapes_that_were_not_measured_cost_what_lies_between_those_that_were():
+    """A first start measures when a few programs are compiled."""
+    extents = [(1, 0, 0), (2, 0, 0), (4, 0, 0), (0, 1, 64), (4, 1, 64), (4, 2, 64), (4, 4, 64)]
+    found = fit_costs(samples(TRUE), 8, MeshConfig(), False, extents).costs
+    seconds = {(each.decodes, each.rows, each.width): each.seconds for each in found.shapes}
+    assert list(seconds) == extents
+    assert seconds[2, 0, 0] == pytest.approx(1e-3 + 0.2e-3 / 3, rel=0.05)
+    assert seconds[4, 2, 64] == pytest.approx(2.4e-3 + 3.6e-3 / 3, rel=0.05)
+
+
 def test_stages_share_the_layers():
     mesh = MeshConfig(spp=2)
     found = fit_costs(

@@ -17,9 +17,10 @@ COSTS = Costs(layers=1, launch=0.02, linear_token=1e-4)
 SIGMA = 0.2
 
 
-def ratios() -> list[float]:
+def steps() -> list[tuple[float, float]]:
+    """Predicted and taken seconds of steps, of one of which the machine was the cause."""
     draw = Noise(SIGMA, 9).draws()
-    return [draw() for _ in range(4000)] + [50.0]
+    return [(1.0, draw()) for _ in range(4000)] + [(0.1, 5.0)]
 
 
 @pytest.fixture
@@ -31,13 +32,19 @@ def stood_in(monkeypatch):
             fidelity.virtual(config, arrivals, COSTS, 1.0, Noise(SIGMA, 100 + number))
             for number, arrivals in enumerate(loads)
         ]
-        return Live(found, COSTS, 1.0, ratios())
+        return Live(found, COSTS, steps())
 
     monkeypatch.setattr(fidelity, "live", live)
 
 
 def test_the_spread_of_the_live_steps_is_found_without_what_is_the_machines():
-    assert Live([], COSTS, 1.0, ratios()).sigma == pytest.approx(SIGMA, abs=0.01)
+    assert Live([], COSTS, steps()).sigma == pytest.approx(SIGMA, abs=0.01)
+
+
+def test_the_scale_is_that_of_all_steps_together():
+    """Not of the last ones, which may have been of one kind."""
+    seen = Live([], COSTS, [(0.5, 1.0)] * 30 + [(0.01, 0.01)] * 300)
+    assert seen.scale == pytest.approx(33 / 18)
 
 
 def test_figures_that_are_off_are_marked():

@@ -20,6 +20,7 @@ import numpy as np
 
 from jaxserve.costs.coefficients import SpreadShape
 from jaxserve.costs.fit import (
+    Extent,
     SpreadSample,
     StepSample,
     fit_costs,
@@ -59,7 +60,7 @@ from jaxserve.settings.schema import (
 )
 
 log = logging.getLogger(__name__)
-FORMAT = 9  # of the file
+FORMAT = 10  # of the file
 Search = Callable[["ReplicaProfile"], dict[str, dict[float, float]]]
 QUICK = 2**20  # most pairs of a step that is measured without being asked for
 
@@ -136,7 +137,8 @@ def fitted(
     """Fits a profile to measured steps: to local ones, then to those with spread chunks, those with
     spread decodes and those that move pages."""
     local = [_sample(one) for one in steps if one.point.group_size == 1]
-    fit = fit_costs(local, plan.model.layers, plan.mesh, longest=on_cpu)
+    shapes = [_extent(shape) for shape in plan.shapes if not shape.spread]
+    fit = fit_costs(local, plan.model.layers, plan.mesh, on_cpu, shapes)
     profile = ReplicaProfile(fit.costs, links)
     measured = MeasuredProfile(profile, steps, fit.fitted, fit.held_out)
     longest = plan.width * plan.block_size
@@ -185,9 +187,7 @@ def _spread_shapes(shapes: list[StepShape]) -> tuple[SpreadShape, ...]:
 
 def _sample(one: MeasuredStep) -> StepSample:
     point = one.point
-    shape = one.shape
     samples = point.decodes + point.chunks if point.sample else 0
-    extent = shape.decode.rows, *shape.prefill
     return StepSample(
         point.decodes,
         point.context,
@@ -195,9 +195,13 @@ def _sample(one: MeasuredStep) -> StepSample:
         point.cached,
         point.new,
         samples,
-        extent,
+        _extent(one.shape),
         one.seconds,
     )
+
+
+def _extent(shape: StepShape) -> Extent:
+    return shape.decode.rows, *shape.prefill
 
 
 def identity_of(worker: CommandExecutor, max_len: int) -> dict[str, Any]:
