@@ -18,8 +18,9 @@ from jaxserve.kernels.cpu import library
 from jaxserve.kernels.cpu import linear as cpu_linear
 from jaxserve.kernels.cpu import quantised as cpu_quantised
 from jaxserve.kernels.cpu import write as cpu_write
-from jaxserve.kernels.kv_pages import KVPages
+from jaxserve.kernels.kv_pages import KVPages, quantize
 from jaxserve.kernels.merge import merge
+from jaxserve.kernels.qkv import Projected
 from jaxserve.kernels.quantised import Quantised
 
 log = logging.getLogger(__name__)
@@ -180,6 +181,55 @@ def write(pool: jax.Array, page: jax.Array, offset: jax.Array, values: jax.Array
     return pool.at[0, page, :, :, offset].set(values, mode="drop")
 
 
+def write_kv(pages: KVPages, page: jax.Array, offset: jax.Array, kv: jax.Array) -> KVPages:
+    """Writes kv [T, K, 2, H] to the pages, as `write` does; quantises it if they are FP8."""
+    stored = KVPages(kv) if pages.scales is None else quantize(kv)
+    return jax.tree.map(lambda pool, x: write(pool, page, offset, x), pages, stored)
+
+
+def write_qkv(
+    qkv: Projected,
+    pages: KVPages,
+    page: jax.Array,
+    offset: jax.Array,
+    implementation: str | None = None,
+) -> tuple[jax.Array, KVPages]:
+    """Prepares queries, keys and values, and writes keys and values to pages [1, P, K, 2, C, H] as
+    `write` does. implementation: as of `attend`; all but "mosaic" are one here. Returns queries [T,
+    K, G, H], and the pages."""
+    name = "xla"
+    if implementation in (None, "mosaic"):
+        heads = jax.ShapeDtypeStruct(qkv.heads.shape, qkv.heads.dtype)
+        kv = jax.ShapeDtypeStruct(pages.kv.shape, pages.kv.dtype)
+        name = choose_write_qkv(jax.default_backend(), heads, qkv.half, kv)
+    return WRITE_QKV[name](qkv, pages, page, offset)
+
+
+@functools.lru_cache
+def choose_write_qkv(
+    platform: str, heads: jax.ShapeDtypeStruct, half: int, kv: jax.ShapeDtypeStruct
+) -> str:
+    """Name of the fastest implementation of `write_qkv` with these heads and pages. half: see
+    `Projected`."""
+    what = f"norms, RoPE and the write of {heads.shape[0]} tokens on {platform}"
+    return _chosen(what, {"mosaic": _mosaic_unsupported("check_write_qkv", heads, half, kv)})
+
+
+def _plain_write_qkv(
+    qkv: Projected, pages: KVPages, page: jax.Array, offset: jax.Array
+) -> tuple[jax.Array, KVPages]:
+    q, kv = qkv.prepared()
+    return q, write_kv(pages, page, offset, kv)
+
+
+def _mosaic_write_qkv(
+    qkv: Projected, pages: KVPages, page: jax.Array, offset: jax.Array
+) -> tuple[jax.Array, KVPages]:
+    from jaxserve.kernels import mosaic  # cannot be imported with versions of jax before MOSAIC_JAX
+
+    return mosaic.write_qkv(qkv, pages, page, offset, blocks=jax.devices()[0].core_count)
+
+
 def hopper_unsupported() -> str | None:
     """Returns why kernels for Hopper cannot run in this process; None if they can."""
     if (
@@ -255,4 +305,8 @@ GROUPED: dict[str, Callable[[jax.Array, jax.Array, jax.Array], jax.Array]] = {
     "xla": _dense_grouped,
     "cpu": cpu_linear.grouped,
     "mosaic": _mosaic_grouped,
+}
+WRITE_QKV: dict[str, Callable[..., tuple[jax.Array, KVPages]]] = {
+    "xla": _plain_write_qkv,
+    "mosaic": _mosaic_write_qkv,
 }

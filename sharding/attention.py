@@ -25,7 +25,7 @@ from jaxserve.sharding.visit import Put, put
 
 def attention(
     q: jax.Array,
-    kv: jax.Array,
+    kv: jax.Array | None,
     pages: KVPages,
     groups: Groups,
     attend: Attend,
@@ -33,7 +33,8 @@ def attention(
 ) -> tuple[jax.Array, KVPages]:
     """Attention of one layer on one lane and rank; runs inside shard_map.
 
-    q [T, K, G, H], kv [T, K, 2, H]: of this lane's tokens, local rows first, then spread ones.
+    q [T, K, G, H], kv [T, K, 2, H]: of this lane's tokens, local rows first, then spread ones. kv
+    None: there are only local rows, and theirs are on their pages.
     pages: the layer's KV pages, with a leading axis of 1. sinks f32 [K, G]: logit of a key without
     a value that every query of a head sees; None: there is no such key. Returns out,
     shaped like q but with the dimensions of values, and the pages with the new keys and values.
@@ -42,9 +43,11 @@ def attention(
     spread_outs = []
     puts: list[Put] = []
     tokens = groups.local_tokens()
-    pages = write_kv(pages, kv[:tokens], groups.local)
+    if kv is not None:
+        pages = write_kv(pages, kv[:tokens], groups.local)
     written = []
     for exchange, part, mine in _spread_parts(groups):
+        assert kv is not None
         pages, finish = EXCHANGES[exchange](q[mine], kv[mine], pages, part, attend)
         written.append(finish)
     for finish in written:

@@ -18,7 +18,8 @@ from jax import lax
 
 from jaxserve.api.batch import DEFAULT_EXCHANGE
 from jaxserve.kernels import ops
-from jaxserve.kernels.kv_pages import KVPages, quantize
+from jaxserve.kernels.kv_pages import KVPages
+from jaxserve.kernels.qkv import Projected
 from jaxserve.kernels.table import entries_below
 from jaxserve.lanes.exchange import EXCHANGES
 from jaxserve.sharding.lane_groups import LaneGroups
@@ -192,13 +193,21 @@ def write_kv(pages: KVPages, kv: jax.Array, groups: tuple[Rows, ...]) -> KVPages
     the pages are FP8."""
     if not groups:
         return pages
-    size = pages.kv.shape[4]
+    return ops.write_kv(pages, *_places(pages, groups), kv)
+
+
+def write_qkv(pages: KVPages, qkv: Projected, groups: Groups) -> tuple[jax.Array, KVPages]:
+    """Returns queries [T, K, G, H] of the tokens of local rows, and the pages with their keys and
+    values."""
+    places = _places(pages, groups.local)
+    return ops.write_qkv(qkv, pages, *places, implementation=groups.attention)
+
+
+def _places(pages: KVPages, groups: tuple[Rows, ...]) -> tuple[jax.Array, jax.Array]:
+    """Pages [T] of the tokens of these rows, and where in them [T] they are."""
     page = jnp.concatenate([rows.page.reshape(-1) for rows in groups])
-    offset = jnp.concatenate([rows.pos.reshape(-1) % size for rows in groups])
-    stored = KVPages(kv)
-    if pages.scales is not None:
-        stored = quantize(kv)
-    return jax.tree.map(lambda pool, x: ops.write(pool, page, offset, x), pages, stored)
+    offset = jnp.concatenate([rows.pos.reshape(-1) % pages.kv.shape[4] for rows in groups])
+    return page, offset
 
 
 def split(x: jax.Array, groups: Sequence[Rows], lanes: int) -> list[jax.Array]:

@@ -2,7 +2,8 @@
 computes, from the text of their HLO; and what goes into CUDA graphs, from that of their thunks.
 
 Arrays are counted as they are touched: a gather or a slice reads its result, a scatter or an update
-in place writes its updates. A pool of KV pages is never counted as read whole by a kernel.
+in place writes its updates, and a kernel that changes arrays in place writes there what it reads
+and writes nowhere else. A pool of KV pages is never counted as read whole by a kernel.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ _CALLED = re.compile(
 )
 _BRANCHES = re.compile(r"\b(?:branch_computations|called_computations)=\{([^}]*)\}")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_ALIASED = re.compile(r"\boutput_to_operand_aliasing=\{(.*?\))\}")
+_ALIAS = re.compile(r"\{(\d*)\}: \((\d+), \{\}\)")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 _CONTRACTED_BY_LIBRARY = re.compile(r'"lhs_contracting_dimensions":\["(\d+)"')
@@ -132,6 +135,13 @@ class Instruction:
     def bytes(self) -> int:
         """Bytes of its result."""
         return type_bytes(self.type)
+
+    @functools.cached_property
+    def in_place(self) -> dict[int, int]:
+        """Numbers of results that are operands which it changes, and of these operands."""
+        found = _ALIASED.search(self.rest)
+        pairs = _ALIAS.findall(found[1]) if found else ()
+        return {int(result or 0): int(operand) for result, operand in pairs}
 
     @property
     def target(self) -> str:
@@ -252,6 +262,8 @@ class Program:
         if "gemm" in one.target or "matmul" in one.target:
             return PRODUCT
         operands = self._operands(one)
+        if self._is_pool(one):
+            return "scatter"
         if any(self._is_pool(each) for each in operands):
             return ATTENTION
         if any(self._is_weight(each) for each in operands):
@@ -273,8 +285,10 @@ class Program:
     def _launch(self, one: Instruction) -> Traffic:
         """Counts a launch."""
         out = Traffic(launches=1.0, flops=self._flops(one))
-        moved = list(self._written(one))
+        moved = []
         for at, operand in enumerate(self._operands(one)):
+            if at in one.in_place.values():
+                continue
             if self._is_pool(operand) and one.operation == "custom-call":
                 continue
             read = self._read(one, at, operand.bytes)
@@ -284,6 +298,7 @@ class Program:
                 out.weights += read
             else:
                 moved.append(read)
+        moved += self._written(one, sum(moved))
         out.cached = sum(count for count in moved if count <= self._sizes.cache)
         out.streamed = sum(moved) - out.cached
         return out
@@ -312,12 +327,15 @@ class Program:
                 else:
                     yield _read_by(user, at, whole)
 
-    def _written(self, one: Instruction) -> Iterator[int]:
-        """Yields the bytes that a launch writes to each array."""
+    def _written(self, one: Instruction, read: float) -> Iterator[float]:
+        """Yields the bytes that a launch which reads `read` bytes writes to each array."""
         if one.operation == "fusion":
             yield from self._written_by(self._inner(one)[-1])
         elif one.operation == "custom-call":
-            yield from (size for count, size in arrays(one.type) if count != self._sizes.pool)
+            results = [size for _, size in arrays(one.type)]
+            new = [size for at, size in enumerate(results) if at not in one.in_place]
+            yield from new
+            yield min(sum(results) - sum(new), max(0, read - sum(new)))
         else:
             yield from self._written_by(one)
 

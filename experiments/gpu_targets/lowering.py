@@ -18,18 +18,27 @@ from jaxserve.engine.stages import Stages
 from jaxserve.group.layout import layout
 from jaxserve.kernels import ops
 from jaxserve.kernels.cpu import library
+from jaxserve.kernels.kv_pages import KVPages
+from jaxserve.kernels.qkv import Projected
 from jaxserve.sharding.mesh import KVP, TP
 
 
 @contextlib.contextmanager
-def as_on_a_gpu(attend: Callable | None = None, grouped: Callable | None = None) -> Iterator[None]:
-    """Has programs that are traced on a CPU use none of the kernels for CPUs. attend, grouped:
-    attention over pages, and products of groups; None: XLA's."""
+def as_on_a_gpu(
+    attend: Callable | None = None,
+    grouped: Callable | None = None,
+    write_qkv: Callable | None = None,
+) -> Iterator[None]:
+    """Has programs that are traced on a CPU use none of the kernels for CPUs. attend, grouped,
+    write_qkv: attention over pages, products of groups, and the write before attention; None:
+    XLA's."""
     attends = attend or ops.ATTEND["xla"]
     groups = grouped or ops.GROUPED["xla"]
+    writes = write_qkv or ops.WRITE_QKV["xla"]
     with (
         mock.patch.dict(ops.ATTEND, xla=attends, cpu=attends),
         mock.patch.dict(ops.GROUPED, xla=groups, cpu=groups),
+        mock.patch.dict(ops.WRITE_QKV, xla=writes),
         mock.patch.object(library, "unsupported", lambda: "it is compiled for a GPU"),
     ):
         yield
@@ -44,7 +53,15 @@ def as_on_hopper(plan: StagePlan) -> contextlib.AbstractContextManager[None]:
         mosaic.check(jax.ShapeDtypeStruct(pool.shape[1:], pool.dtype))
     except (ImportError, AttributeError, NotImplementedError):
         return as_on_a_gpu()
-    return as_on_a_gpu(mosaic.attend, mosaic.grouped)
+    plain = ops.WRITE_QKV["xla"]
+
+    def write_qkv(qkv: Projected, pages: KVPages, *places: jax.Array) -> tuple[jax.Array, KVPages]:
+        try:
+            return mosaic.write_qkv(qkv, pages, *places)
+        except NotImplementedError:
+            return plain(qkv, pages, *places)
+
+    return as_on_a_gpu(mosaic.attend, mosaic.grouped, write_qkv)
 
 
 def abstract_stages(plan: StagePlan, devices: Sequence[Any], hosts: int) -> Stages:

@@ -1,14 +1,16 @@
-"""Checks attention on the devices of this process before a replica depends on it: a kernel that was
-never run on a GPU of this kind, or with this driver, may be wrong there."""
+"""Checks attention, and the write of keys and values before it, on the devices of this process
+before a replica depends on it: a kernel that was never run on a GPU of this kind, or with this
+driver, may be wrong there."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import threading
 import time
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +20,9 @@ from jaxserve.api.errors import ConfigError
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.kernels import ops
 from jaxserve.kernels.kv_pages import FP8, KVPages, quantize
-from jaxserve.models.decoder import stage_modules
+from jaxserve.kernels.qkv import Projected
+from jaxserve.models.attention import Attention
+from jaxserve.models.decoder import Block, stage_modules
 from jaxserve.sharding.attend import Attend
 
 ROWS = 4
@@ -41,6 +45,7 @@ class AttentionCase:
     page: tuple[int, ...]
     dtype: np.dtype
     kv_dtype: np.dtype
+    results: ClassVar[tuple[str, ...]] = ("outputs", "log-sums")
 
     @property
     def name(self) -> str:
@@ -78,16 +83,73 @@ class AttentionCase:
             entries,
         )
 
-    @property
-    def options(self) -> dict[str, Any]:
+    def compute(self, name: str | None, *arguments: Any) -> tuple[jax.Array, ...]:
+        """Computes the results by an implementation."""
         attend = self.attend
-        return {
-            "scale": attend.scale,
-            "softcap": attend.softcap,
-            "window": attend.window,
-            "value_dim": attend.value_dim,
-            "dtype": jnp.float32,
-        }
+        return ops.attend(
+            *arguments,
+            scale=attend.scale,
+            softcap=attend.softcap,
+            window=attend.window,
+            value_dim=attend.value_dim,
+            dtype=jnp.float32,
+            implementation=name,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class WriteCase:
+    """The write before attention in some layer, of `width` tokens, as one rank does it. rows: heads
+    of a kv head, as in `Projected`, with its group and epsilon. rotated: numbers of a head that
+    RoPE rotates. normed: queries and keys have norms. page: shape of a page, [K, 2, C, H]."""
+
+    width: int
+    rows: int
+    group: int
+    rotated: int
+    normed: bool
+    eps: float
+    page: tuple[int, ...]
+    dtype: np.dtype
+    kv_dtype: np.dtype
+    results: ClassVar[tuple[str, ...]] = ("queries", "pages")
+
+    @property
+    def name(self) -> str:
+        heads, _, tokens, numbers = self.page
+        return (
+            f"the write of {self.width} tokens, {heads} x {self.rows} heads of {numbers}, to pages "
+            f"of {tokens} in {self.kv_dtype}"
+        )
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Makes random heads, weights and tables, pages, and places in them, of which some are none
+        and no two are the same."""
+        random = np.random.default_rng(0)
+        heads, vectors, tokens, numbers = self.page
+        normal = lambda *shape: jnp.asarray(random.normal(size=shape), jnp.float32)
+        count = max(ROWS, -(-self.width // tokens))
+        projected = normal(self.width, heads, self.rows, numbers).astype(self.dtype)
+        norms = (normal(numbers), normal(numbers)) if self.normed else None
+        angles = normal(self.width, 1, 1, self.rotated // 2)
+        cos_sin = (jnp.cos(angles), jnp.sin(angles)) if self.rotated else None
+        kv = normal(1, count, heads, vectors, tokens, numbers)
+        pages = quantize(kv) if self.kv_dtype == FP8 else KVPages(kv.astype(self.kv_dtype))
+        places = random.permutation(count * tokens)[: self.width].astype(np.int32)
+        page = np.where(random.random(self.width) < 0.1, count, places // tokens)
+        return projected, norms, cos_sin, pages, page.astype(np.int32), places % tokens
+
+    def compute(
+        self, name: str | None, heads: Any, norms: Any, cos_sin: Any, *places: Any
+    ) -> tuple[jax.Array, ...]:
+        """Computes the results by an implementation."""
+        projected = Projected(heads, self.group, norms, self.eps, cos_sin)
+        pages, page, offset = places
+        q, pages = ops.write_qkv(projected, pages, page, offset, implementation=name)
+        return q.astype(jnp.float32), pages.dequantize(jnp.float32).astype(jnp.float32)
+
+
+Case = AttentionCase | WriteCase
 
 
 def cases(plan: StagePlan) -> list[AttentionCase]:
@@ -113,6 +175,35 @@ def cases(plan: StagePlan) -> list[AttentionCase]:
     ]
 
 
+def writes(plan: StagePlan) -> list[WriteCase]:
+    """Lists the writes before attention that steps of this plan do, each kind once."""
+    model = plan.model
+    _, _, _, *page = plan.pool().kv.shape
+    module, _ = stage_modules(model, range(model.layers), plan.mesh.tp)
+    tokens = {sum(group.rows * group.width for group in shape.local) for shape in plan.shapes}
+
+    def case(block: Block, width: int) -> WriteCase:
+        assert isinstance(block.attention, Attention)
+        spec = block.attention.spec
+        group = model.heads // model.kv_heads
+        return WriteCase(
+            width,
+            group * spec.query_rows + 2,
+            group,
+            block.rope.dims(model.head_dim) if block.rope else 0,
+            spec.qk_norm == "head",
+            block.norms.eps,
+            (model.kv_heads // plan.mesh.tp, *page),
+            np.dtype(plan.dtype),
+            np.dtype(plan.kv_dtype),
+        )
+
+    blocks = [block for block in module.layers if isinstance(block.attention, Attention)]
+    widths = {min(count, WIDEST) for count in tokens if count}
+    few_and_many = sorted({min(widths), max(widths)})
+    return list(dict.fromkeys(case(block, width) for block in blocks for width in few_and_many))
+
+
 def checked(plan: StagePlan, fails_over: bool) -> StagePlan:
     """Returns the plan with attention that gives what the reference does: that which the plan has,
     or where a kernel differs, with a warning that says how, one of `SLOWER`. fails_over: False for
@@ -120,9 +211,10 @@ def checked(plan: StagePlan, fails_over: bool) -> StagePlan:
     cannot have these shapes, where it differs and was asked for by name or may not be replaced, and
     where it does not end."""
     began = time.monotonic()
-    every = cases(plan)
-    for case in every:
+    attends = cases(plan)
+    for case in attends:
         _check_supported(plan.attention, case)
+    every: list[Case] = [*attends, *writes(plan)]
     asked = plan.attention
     for name in dict.fromkeys((asked, *SLOWER)):
         faults = [fault for case in every if (fault := find_fault(name, case))]
@@ -144,7 +236,7 @@ def _check_supported(name: str | None, case: AttentionCase) -> None:
         raise ConfigError("attention", f"{name} is not possible here: {reason}")
 
 
-def find_fault(name: str | None, case: AttentionCase) -> str | None:
+def find_fault(name: str | None, case: Case) -> str | None:
     """Compares an implementation (None: the fastest) with the reference; returns what is wrong with
     it, None if nothing is. Errors: ConfigError where it does not end."""
     arguments = case.arguments()
@@ -155,19 +247,16 @@ def find_fault(name: str | None, case: AttentionCase) -> str | None:
         raise
     except Exception as error:  # whatever a kernel can fail with, where it is compiled or runs
         return f"{case.name}: {type(error).__name__}: {error}"[:500]
-    for what, ours, theirs in zip(("outputs", "log-sums"), found, wanted):
+    for what, ours, theirs in zip(case.results, found, wanted):
         largest = np.abs(ours - theirs).max()
         if not largest <= LARGEST_ERROR:
             return f"{case.name}: {what} differ by up to {largest:.3g}"
     return None
 
 
-def _result(
-    name: str | None, case: AttentionCase, arguments: tuple[Any, ...]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Computes out and lse. Errors: ConfigError where that does not end; those of the kernel."""
-    attend = lambda *arguments: ops.attend(*arguments, implementation=name, **case.options)
-    program = jax.jit(attend).lower(*arguments).compile()
+def _result(name: str | None, case: Case, arguments: tuple[Any, ...]) -> list[np.ndarray]:
+    """Computes a case. Errors: ConfigError where that does not end; those of the kernel."""
+    program = jax.jit(functools.partial(case.compute, name)).lower(*arguments).compile()
     result: Future[list[np.ndarray]] = Future()
 
     def run() -> None:
@@ -178,10 +267,9 @@ def _result(
 
     threading.Thread(target=run, daemon=True).start()  # which a kernel that hangs keeps
     try:
-        out, lse = result.result(HANG_SECONDS)
+        return result.result(HANG_SECONDS)
     except TimeoutError:
         slower = f"start with --attention={SLOWER[0]}"
         raise ConfigError(
             "attention", f"{case.name} did not end in {HANG_SECONDS:g} s: {slower}"
         ) from None
-    return out, lse

@@ -9,12 +9,12 @@ from flax import nnx
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.checkpoint.specs import AttentionSpec
 from jaxserve.kernels.kv_pages import KVPages
-from jaxserve.models.layers import rms_norm, rotate
+from jaxserve.kernels.qkv import Projected
 from jaxserve.models.parameters import create, matmul
 from jaxserve.sharding.attend import Attend
 from jaxserve.sharding.attention import attention
 from jaxserve.sharding.mesh import TP, axis_sum
-from jaxserve.sharding.rows import Groups
+from jaxserve.sharding.rows import Groups, write_qkv
 
 
 class Attention(nnx.Module):
@@ -50,7 +50,12 @@ class Attention(nnx.Module):
         """Hidden states [T, D] at positions [T] (-1: padding) and this layer's KV pages (leading
         axis of 1) -> this rank's part of the output, and the pages with the new keys and values.
         cos_sin: None for a layer without positions."""
-        q, gate, kv = self._project(x, positions, cos_sin)
+        qkv, gate = self._project(x, positions, cos_sin)
+        kv = None
+        if groups.spread:
+            q, kv = qkv.prepared()
+        else:
+            q, pages = write_qkv(pages, qkv, groups)
         sinks = None
         if self.spec.sinks:
             sinks = self.sinks[...]
@@ -67,28 +72,28 @@ class Attention(nnx.Module):
         x: jax.Array,
         positions: jax.Array,
         cos_sin: tuple[jax.Array, jax.Array] | None,
-    ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
-        """Projects x [T, D] to q [T, K, G, H], its gate, if there is one, and kv [T, K, 2, H], with
-        norms and RoPE on queries and keys."""
-        qkv = matmul(x, self.qkv, 1, positions)
+    ) -> tuple[Projected, jax.Array | None]:
+        """Projects x [T, D] to queries, keys and values, and the gate [T, K, G, H] of the queries,
+        if there is one."""
+        heads = matmul(x, self.qkv, 1, positions)
         if self.spec.qkv_bias:
-            qkv = qkv + self.qkv_bias[...]
-        q, k, v = jnp.split(qkv, (qkv.shape[2] - 2, qkv.shape[2] - 1), 2)
+            heads = heads + self.qkv_bias[...]
+        group = heads.shape[2] - 2
         gate = None
         if self.spec.gate:
-            q, gate = jnp.split(q, 2, 2)
+            group //= 2
+            gate = heads[:, :, group:-2]
+        norms = None
         if self.spec.qk_norm == "head":
-            q = rms_norm(q, self.q_norm[...], self.eps)
-            k = rms_norm(k, self.k_norm[...], self.eps)
+            norms = self.q_norm[...], self.k_norm[...]
         elif self.spec.qk_norm == "all":
-            q, k = self._norm_over_heads(q, k)
-        if cos_sin is not None:
-            q = rotate(q, *cos_sin)
-            k = rotate(k, *cos_sin)
-        return q, gate, jnp.concatenate([k, v], 2)
+            heads = self._norm_over_heads(heads, group)
+        return Projected(heads, group, norms, self.eps, cos_sin), gate
 
-    def _norm_over_heads(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """RMSNorm of q [T, K, G, H] and k [T, K, 1, H] over the heads of all ranks together."""
+    def _norm_over_heads(self, heads: jax.Array, group: int) -> jax.Array:
+        """RMSNorm of the queries and of the keys in heads [T, K, G + 2, H] over all heads of all
+        ranks together."""
+        q, k, v = jnp.split(heads, (group, group + 1), 2)
         both = [x.astype(jnp.float32) for x in (q, k)]
         squares = axis_sum(jnp.stack([(x * x).sum((1, 2, 3)) for x in both]), TP)  # [2, T]
         factors = jax.lax.rsqrt(squares / jnp.array(self.sizes)[:, None] + self.eps)
@@ -97,4 +102,4 @@ class Attention(nnx.Module):
             (x * factor[:, None, None, None] * weight).astype(q.dtype)
             for x, factor, weight in zip(both, factors, weights)
         )
-        return q, k
+        return jnp.concatenate([q, k, v], 2)

@@ -30,12 +30,13 @@ from jaxserve.checkpoint.specs import (
 )
 from jaxserve.kernels import ops
 from jaxserve.kernels.kv_pages import KVPages
+from jaxserve.kernels.qkv import rms_norm
 from jaxserve.kernels.quantised import Quantised
 from jaxserve.models.attention import Attention
 from jaxserve.models.deltanet import GatedDeltaNet, States
 from jaxserve.models.experts import Experts
 from jaxserve.models.latent import LatentAttention
-from jaxserve.models.layers import capped, rms_norm, rope_cos_sin
+from jaxserve.models.layers import capped, rope_cos_sin
 from jaxserve.models.mlp import GatedMlp
 from jaxserve.models.parameters import create, matmul
 from jaxserve.sharding.mesh import TP, axis_sum

@@ -12,7 +12,7 @@ from jax import lax
 from jaxserve.checkpoint.delta_net import DeltaNetSpec
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.kernels.delta_rule import DeltaTokens, advance, advance_row
-from jaxserve.models.layers import rms_norm
+from jaxserve.kernels.qkv import rms_norm
 from jaxserve.models.parameters import create, matmul
 from jaxserve.sharding.rows import NO_PAGE, Groups, Rows
 

@@ -9,7 +9,7 @@ from flax import nnx
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.checkpoint.specs import LatentAttentionSpec
 from jaxserve.kernels.kv_pages import KVPages
-from jaxserve.models.layers import rms_norm, rotate
+from jaxserve.kernels.qkv import rms_norm, rotate
 from jaxserve.models.parameters import create, matmul
 from jaxserve.sharding.attend import Attend
 from jaxserve.sharding.attention import attention

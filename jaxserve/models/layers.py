@@ -1,5 +1,5 @@
-"""Parts of a decoder block as pure functions on local arrays: RMSNorm, RoPE and the gated
-activation."""
+"""Parts of a decoder block as pure functions on local arrays: the gated activation, the soft cap
+and the tables of RoPE."""
 
 from __future__ import annotations
 
@@ -13,14 +13,6 @@ from jaxserve.checkpoint.rope import Rope
 
 CLAMP = 7.0  # bound of gate and up in `clamped`
 CLAMPED_SLOPE = 1.702  # of the gate's sigmoid in `clamped`
-
-
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """Normalises x [..., D] by its root mean square (Zhang and Sennrich, 2019), in f32; the result
-    has the dtype of x."""
-    wide = x.astype(jnp.float32)
-    normed = wide * jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + eps)
-    return (normed * weight).astype(x.dtype)
 
 
 def gated(gate_up: jax.Array, activation: str) -> jax.Array:
@@ -73,15 +65,3 @@ def rope_cos_sin(
     both = jnp.concatenate([jnp.cos(angle), jnp.sin(angle)], 1) * factor
     both = jnp.dot(both, jnp.eye(both.shape[1]), precision=jax.lax.Precision.HIGHEST)[:, None, None]
     return both[..., : len(frequencies)], both[..., len(frequencies) :]
-
-
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Applies RoPE to the first R dimensions of each head of x [T, K, heads, H], where cos and sin
-    have R / 2; dimension i is paired with i + R / 2, as in Hugging Face checkpoints."""
-    half = cos.shape[-1]
-    a = x[..., :half]
-    b = x[..., half : 2 * half]
-    parts = [a * cos - b * sin, b * cos + a * sin]
-    if 2 * half < x.shape[-1]:
-        parts.append(x[..., 2 * half :])
-    return jnp.concatenate(parts, -1).astype(x.dtype)

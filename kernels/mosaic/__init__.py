@@ -13,7 +13,8 @@ batch of decodes of which one has ten million, both fill the machine. A query ti
 in one range is written at once; the others are written as partial results, at most two per block,
 which a second kernel merges in place (`combine`).
 
-`grouped` multiplies groups of rows, by jax's own kernel.
+`qkv` is the launch before attention: norms and RoPE of queries and keys, and the write of keys and
+values. `grouped` multiplies groups of rows, by jax's own kernel.
 
 `page_copy` and `ring_send` (pages to the next device of a ring, within the attention kernel) are
 not called by the engine yet. `launch` checks shapes and starts the kernels; `config` is what they
@@ -23,6 +24,8 @@ are compiled for.
 from jaxserve.kernels.mosaic.grouped import check as check_grouped
 from jaxserve.kernels.mosaic.grouped import grouped
 from jaxserve.kernels.mosaic.launch import attend, attend_and_send, check
+from jaxserve.kernels.mosaic.qkv import check as check_write_qkv
+from jaxserve.kernels.mosaic.qkv import write_qkv
 from jaxserve.kernels.mosaic.tiles import ROWS, Tiles, default_tiles, pack, tiles_for
 
 __all__ = [
@@ -32,8 +35,10 @@ __all__ = [
     "attend_and_send",
     "check",
     "check_grouped",
+    "check_write_qkv",
     "default_tiles",
     "grouped",
     "pack",
     "tiles_for",
+    "write_qkv",
 ]

@@ -64,6 +64,21 @@ def shapes(case):
     return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, pages.kv)]
 
 
+@pytest.mark.parametrize("what", ["queries", "pages"])
+def test_a_write_before_attention_that_is_wrong_is_found(monkeypatch, caplog, what):
+    plain = ops.WRITE_QKV["xla"]
+
+    def changed(*arguments):
+        q, pages = plain(*arguments)
+        wrong = pages._replace(kv=jnp.roll(pages.kv, 1, -2))
+        return (q * 1.1, pages) if what == "queries" else (q, wrong)
+
+    monkeypatch.setattr(ops, "choose_write_qkv", lambda *shapes: "changed")
+    monkeypatch.setitem(ops.WRITE_QKV, "changed", changed)
+    assert checked(plan(), fails_over=True).attention == "xla"
+    assert f"{what} differ by up to" in caplog.text and "the write of 1 tokens" in caplog.text
+
+
 def test_a_kernel_that_fails_is_replaced(monkeypatch, caplog):
     made = plan()
     ours = ops.choose("cpu", *shapes(cases(made)[0]))

@@ -65,6 +65,7 @@ ENTRY %main (x: bf16[4,64], w: bf16[64,32], pool: bf16[1000,8], at: s32[4,1]) ->
   %rows = bf16[4,8]{1,0} slice(%fusion.1), slice={[0:4], [0:8]}
   %fusion.2 = bf16[1000,8]{1,0} fusion(%pool.1, %at.1, %rows), kind=kInput, calls=%write
   %seen = (bf16[4,8]{1,0}, f32[4]{0}) custom-call(%rows, %fusion.2), custom_call_target="mosaic"
+  %q = (bf16[4,4], bf16[1000,8]) custom-call(%rows, %fusion.2), output_to_operand_aliasing=ALIAS
   %fusion.3 = bf16[4,8]{1,0} fusion(%fusion.2, %at.1), kind=kLoop, calls=%read
   %start = (s32[], f32[16]{0}) tuple(%zero, %state)
   %loop = (s32[], f32[16]{0}) while(%start), condition=%condition, body=%body, LOOP
@@ -77,7 +78,7 @@ SIZES = Sizes(POOL, frozenset({WEIGHTS}))
 
 
 def traffic(loop: str = "", sizes: Sizes = SIZES):
-    return Program(HLO.replace(", LOOP", loop), sizes).traffic()
+    return Program(HLO.replace(", LOOP", loop).replace("ALIAS", "{{1}: (1, {})}"), sizes).traffic()
 
 
 def test_weights_are_counted_apart_and_products_by_their_operations():
@@ -88,9 +89,18 @@ def test_weights_are_counted_apart_and_products_by_their_operations():
 
 
 def test_a_scatter_counts_what_it_touches():
-    scatter = traffic()["scatter"]
+    without = "\n".join(line for line in HLO.splitlines() if "ALIAS" not in line)
+    scatter = Program(without, SIZES).traffic()["scatter"]
     updates = 4 * 8 * 2
     assert scatter.cached == 4 * 4 + 2 * updates  # indices, and updates read and written
+
+
+def test_a_kernel_that_changes_the_pool_writes_there_what_it_reads_and_writes_nowhere_else():
+    scatter = traffic()["scatter"]
+    updates = 4 * 8 * 2
+    queries = 4 * 4 * 2
+    assert scatter.launches == 2 and scatter.pool == 0
+    assert scatter.cached - (4 * 4 + 2 * updates) == updates + queries + (updates - queries)
 
 
 def test_a_kernel_of_attention_is_known_by_the_pool_which_is_not_read_whole():

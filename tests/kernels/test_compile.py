@@ -36,6 +36,7 @@ from jaxserve.engine.step_shapes import RowGroup, StepShape, layout
 from jaxserve.kernels import mosaic
 from jaxserve.kernels.kv_pages import KVPages, pool_shapes
 from jaxserve.kernels.mosaic import ROWS, Tiles, default_tiles, page_copy
+from jaxserve.kernels.qkv import Projected
 from jaxserve.models.decoder import stage_modules
 from jaxserve.settings.options import make
 from jaxserve.settings.schema import EngineConfig
@@ -472,6 +473,34 @@ def step(
     )
     with as_on_a_gpu(mosaic.attend):
         return attention.attention(q, kv, pages, groups, Attend(0.1))
+
+
+@needs_compiler
+@pytest.mark.parametrize("tokens", [8, 2048])
+def test_queries_keys_and_values_are_one_launch_that_writes_in_place(tokens):
+    pool = array((1, 4096, 8, 2, 64, 128), "bfloat16")
+    heads = array((tokens, 8, 6, 128), "bfloat16")
+    table = array((tokens, 1, 1, 64), "float32")
+    norm = array((128,), "float32")
+    place = array((tokens,))
+    compiled = cuda.compile(
+        place_heads, pool, heads, norm, norm, table, table, place, place, donate=(0,)
+    )
+    assert compiled.launches == 1 and compiled.aliased == math.prod(pool.shape) * 2
+    assert [kernel.spilled for kernel in compiled.kernels] == [0] and compiled.temp < 2**10
+
+
+def place_heads(
+    pool: jax.Array,
+    heads: jax.Array,
+    q_norm: jax.Array,
+    k_norm: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    *places: jax.Array,
+) -> tuple[jax.Array, KVPages]:
+    qkv = Projected(heads, heads.shape[2] - 2, (q_norm, k_norm), 1e-6, (cos, sin))
+    return mosaic.write_qkv(qkv, KVPages(pool), *places)
 
 
 @needs_compiler

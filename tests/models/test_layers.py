@@ -10,6 +10,7 @@ import pytest
 
 from jaxserve.checkpoint.rope import Rope, RopeScaling, llama3_scaling
 from jaxserve.checkpoint.zoo import MODELS
+from jaxserve.kernels import qkv
 from jaxserve.models import layers
 from tests.models import reference
 
@@ -75,14 +76,14 @@ def test_scaling_keeps_high_frequencies_and_divides_low_ones_by_the_factor():
 def test_rotation_follows_its_formula(name):
     config = CONFIGS[name]
     x = np.random.default_rng(0).standard_normal((600, 3, config.head_dim)).astype(np.float32)
-    got = layers.rotate(jnp.asarray(x)[:, :, None], *cos_sin(jnp.arange(600), config))[:, :, 0]
+    got = qkv.rotate(jnp.asarray(x)[:, :, None], *cos_sin(jnp.arange(600), config))[:, :, 0]
     # f32 angles of up to 600 radians
     np.testing.assert_allclose(got, reference.rope(x.astype(np.float64), config), atol=3e-4)
 
 
 def test_the_product_of_two_rotated_vectors_depends_on_their_distance_only():
     q, k = np.random.default_rng(1).standard_normal((2, 1, 1, 1, BASE.head_dim)).astype(np.float32)
-    at = lambda x, position: layers.rotate(jnp.asarray(x), *cos_sin(jnp.array([position]), BASE))
+    at = lambda x, position: qkv.rotate(jnp.asarray(x), *cos_sin(jnp.array([position]), BASE))
     products = [float((at(q, 17 + shift) * at(k, 5 + shift)).sum()) for shift in (0, 1, 100, 1000)]
     np.testing.assert_allclose(products, products[0], atol=2e-3)
     assert abs(float((at(q, 30) * at(k, 5)).sum()) - products[0]) > 0.1
@@ -91,7 +92,7 @@ def test_the_product_of_two_rotated_vectors_depends_on_their_distance_only():
 def test_position_zero_is_not_rotated():
     x = np.random.default_rng(2).standard_normal((1, 2, 1, BASE.head_dim)).astype(np.float32)
     np.testing.assert_array_equal(
-        layers.rotate(jnp.asarray(x), *cos_sin(jnp.zeros(1, jnp.int32), BASE)), x
+        qkv.rotate(jnp.asarray(x), *cos_sin(jnp.zeros(1, jnp.int32), BASE)), x
     )
 
 
@@ -102,7 +103,7 @@ def test_rms_norm_follows_its_formula(eps):
     weight = rng.standard_normal(96).astype(np.float32)
     x[0], x[1] = 0, x[1] * 1e4
     np.testing.assert_allclose(
-        layers.rms_norm(jnp.asarray(x), weight, eps),
+        qkv.rms_norm(jnp.asarray(x), weight, eps),
         reference.norm(x.astype(np.float64), weight, eps),
         rtol=1e-5,
     )
@@ -110,7 +111,7 @@ def test_rms_norm_follows_its_formula(eps):
 
 def test_rms_norm_of_half_precision_is_taken_in_single_precision():
     x = jnp.full((1, 4096), 300.0, jnp.float16)  # squares are beyond float16
-    got = layers.rms_norm(x, jnp.ones(4096, jnp.float16), 1e-5)
+    got = qkv.rms_norm(x, jnp.ones(4096, jnp.float16), 1e-5)
     assert got.dtype == jnp.float16
     np.testing.assert_allclose(got, 1.0, rtol=1e-3)
 
