@@ -36,7 +36,7 @@ from experiments.gpu_targets.programs import (
     head_program,
     layers_program,
 )
-from experiments.gpu_targets.sheets import TARGETS, Target
+from experiments.gpu_targets.sheets import TARGETS, Rates
 from experiments.gpu_targets.thunks import Pieces
 from experiments.script import command_line, keep
 from jaxserve.checkpoint.model import declare
@@ -46,6 +46,7 @@ from jaxserve.cli.display import table
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.step_shapes import StepShape
 from jaxserve.kernels import xla
+from jaxserve.kernels.kv_pages import pool_shapes
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option
 from jaxserve.settings.schema import ConfigError
@@ -62,12 +63,13 @@ DEPTHS = (2, 3)  # layers that are compiled: the last one differs from those bef
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A step: decodes of sequences with `context` tokens each, and the first chunk of a prompt.
-    variant: of the sampling program."""
+    """A step: decodes of sequences with `context` tokens each, and a chunk of a prompt after
+    `cached` tokens. variant: of the sampling program; '': nothing is sampled."""
 
     decodes: int = 0
     context: int = 1024
     chunk: int = 0
+    cached: int = 0
     variant: str = "greedy"
 
     @property
@@ -77,17 +79,17 @@ class Step:
     @property
     def samples(self) -> int:
         """Tokens that it samples."""
-        return self.decodes + (self.chunk > 0)
+        return (self.decodes + (self.chunk > 0)) * bool(self.variant)
 
     @property
     def keys(self) -> int:
         """Tokens whose KV it reads."""
-        return self.decodes * self.context + self.chunk
+        return self.decodes * self.context + self.cached + self.chunk
 
     @property
     def pairs(self) -> float:
         """Pairs of a query and a key that it sees."""
-        return self.decodes * self.context + self.chunk * (self.chunk + 1) / 2
+        return self.decodes * self.context + self.chunk * (self.cached + (self.chunk + 1) / 2)
 
 
 STEPS = {
@@ -124,9 +126,9 @@ class Needs:
     flops: float
     attention: float  # is in `flops` too
 
-    def seconds(self, gpu: Target) -> float:
-        """Returns the time that it takes at the rates of the data sheet."""
-        return max((self.weights + self.kv) / gpu.bandwidth, self.flops / gpu.flops)
+    def seconds(self, rates: Rates) -> float:
+        """Returns the time that it takes at these rates."""
+        return max((self.weights + self.kv) / rates.bandwidth, self.flops / rates.flops)
 
 
 def needs(plan: StagePlan, step: Step) -> Needs:
@@ -136,7 +138,7 @@ def needs(plan: StagePlan, step: Step) -> Needs:
     tp = plan.mesh.tp
     weights = flops = 0.0
     for path, declared in declare(model, range(model.layers), tp).items():
-        if path == "embed":  # some rows
+        if path == "embed" or (path == "head" and not step.samples):  # some rows, or none
             continue
         size = _elements(declared, plan)
         item = declared.dtype(np.dtype(plan.dtype)).itemsize
@@ -150,8 +152,9 @@ def needs(plan: StagePlan, step: Step) -> Needs:
         weights += read * size * item
         flops += 2 * tokens * size * (declared.inputs > 0)
     vectors, numbers = model.page
-    numbers *= vectors * max(model.kv_heads // tp, 1) * model.layers
-    kv = step.keys * numbers * np.dtype(plan.kv_dtype).itemsize
+    heads = vectors, max(model.kv_heads // tp, 1)
+    token = jax.tree.leaves(pool_shapes((*heads, 1, numbers), plan.kv_dtype))
+    kv = float(step.keys * model.layers * sum(x.size * x.dtype.itemsize for x in token))
     attention = 4.0 * step.pairs * model.heads * model.head_dim * model.layers / tp
     return Needs(weights, kv, flops + attention, attention)
 

@@ -10,14 +10,19 @@ FOLDER = Path(__file__).parent
 
 
 @dataclasses.dataclass(frozen=True)
-class Target:
-    """A GPU. memory: bytes, as nvidia-smi shows them. bandwidth: bytes/s. flops: dense bf16
-    FLOP/s. The two rates are those of the data sheet."""
+class Rates:
+    """Rates of a GPU. bandwidth: bytes/s of its memory. flops: dense bf16 FLOP/s."""
+
+    bandwidth: float
+    flops: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Target(Rates):
+    """A GPU with the rates of its data sheet. memory: bytes, as nvidia-smi shows them."""
 
     name: str
     memory: int
-    bandwidth: float
-    flops: float
 
     def text(self, memory: int | None = None) -> str:
         """Describes the GPU to XLA's compiler. memory: bytes that it is to have, if not its own."""
@@ -34,6 +39,13 @@ class Target:
         return float(found[1])
 
     @property
+    def kind(self) -> str:
+        """Returns what JAX calls such a device (`device_kind`)."""
+        found = re.search(r'^device_description_str: "(.*)"', self.text(), re.MULTILINE)
+        assert found is not None
+        return found[1]
+
+    @property
     def is_hopper(self) -> bool:
         """True if it runs the kernels for Hopper."""
         return "major: 9 minor: 0" in self.text()
@@ -43,14 +55,14 @@ TARGETS = {
     target.name: target
     for target in (
         # NVIDIA A100 80GB SXM
-        Target("a100", 81920 * 2**20, 2.039e12, 312e12),
+        Target(2.039e12, 312e12, "a100", 81920 * 2**20),
         # NVIDIA H100 SXM
-        Target("h100", 81559 * 2**20, 3.35e12, 989e12),
+        Target(3.35e12, 989e12, "h100", 81559 * 2**20),
         # NVIDIA H200 SXM
-        Target("h200", 143771 * 2**20, 4.8e12, 989e12),
+        Target(4.8e12, 989e12, "h200", 143771 * 2**20),
         # NVIDIA L40S; 733 TFLOP/s are of sparse products
-        Target("l40s", 46068 * 2**20, 0.864e12, 362e12),
+        Target(0.864e12, 362e12, "l40s", 46068 * 2**20),
         # an eighth of NVIDIA DGX B200
-        Target("b200", 183359 * 2**20, 8e12, 2250e12),
+        Target(8e12, 2250e12, "b200", 183359 * 2**20),
     )
 }

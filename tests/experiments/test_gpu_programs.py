@@ -11,6 +11,7 @@ from experiments.gpu_targets import compiler
 from experiments.gpu_targets.hlo import ATTENTION, PRODUCT, Program, Sizes, Traffic
 from experiments.gpu_targets.sheets import TARGETS
 from experiments.gpu_targets.thunks import Pieces
+from jaxserve.kernels.kv_pages import FP8
 
 POOL = 1000 * 8
 WEIGHTS = 64 * 32 * 2
@@ -159,6 +160,26 @@ def test_a_decode_needs_weights_and_kv_once():
     assert needed.kv == 64 * 1024 * 36 * 2 * 8 * 128 * 2
     assert needed.flops == pytest.approx(64 * 2 * matrices + needed.attention, rel=1e-3)
     assert needed.seconds(TARGETS["h100"]) == (needed.weights + needed.kv) / 3.35e12
+
+
+def test_a_chunk_sees_what_is_cached_and_needs_no_head_where_it_samples_nothing():
+    replica = gpu_programs.Replica("h100", "qwen3-8b", 1)
+    of = lambda **fields: gpu_programs.needs(replica.plan(), gpu_programs.Step(**fields))
+    first = of(chunk=512)
+    later = of(chunk=512, cached=2**15)
+    assert later.kv == first.kv * (2**15 + 512) / 512
+    assert later.attention - first.attention == 4 * 36 * 32 * 128 * 512 * 2**15
+    head = 4096 * 151936
+    unsampled = of(chunk=512, variant="")
+    assert first.weights - unsampled.weights == 2 * head
+    assert first.flops - unsampled.flops == 2 * head
+
+
+def test_kv_of_8_bits_has_a_scale_for_each_vector():
+    plan = gpu_programs.Replica("h100", "qwen3-8b", 1).plan()
+    narrow = dataclasses.replace(plan, kv_dtype=FP8)
+    step = gpu_programs.STEPS["decode 64 x 1K"]
+    assert gpu_programs.needs(narrow, step).kv == 64 * 1024 * 36 * 2 * 8 * (128 + 2)
 
 
 def test_of_experts_those_are_read_that_some_token_chose():
