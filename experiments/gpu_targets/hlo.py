@@ -237,8 +237,14 @@ class Program:
                 for each in names:
                     out = added(out, self._of(each, inner))
             else:
-                out = added(out, {self._kind(one): self._launch(one)})
+                launched = self._launched(one)
+                out = added(out, {self._kind(launched): self._launch(launched)})
         return out
+
+    def _launched(self, one: Instruction) -> Instruction:
+        """Returns the custom call of a fusion that only points it at slices; else the instruction
+        itself."""
+        return next((each for each in self._inner(one) if each.operation == "custom-call"), one)
 
     def _inner(self, one: Instruction) -> list[Instruction]:
         """Instructions of a fusion; of another instruction, itself."""

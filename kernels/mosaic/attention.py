@@ -68,10 +68,8 @@ def attention(
             part = work.tile(index)
             keys = Keys(config, table_g, split, part.place)
             row, row0, head = work.where(part, wg)
-            rows = (
-                (row, pl.ds(row0, config.stored_rows), head),
-                (row, head, pl.ds(row0, config.stored_rows)),
-            )
+            by_head = (row, head, pl.ds(row0, config.stored_rows))
+            rows = (config.rows_at(row, row0, head), by_head)
             q = buffers.q.at[wg, pl.ds(0, config.stored_rows)]
             plgpu.copy_gmem_to_smem(q_g.at[rows[0]], q, buffers.q_ready.at[wg])
             pos = config.load(pos_g.at[row, pl.ds(row0, ROWS)], ROW_LAYOUT)

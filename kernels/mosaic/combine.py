@@ -74,7 +74,7 @@ def combine(
             safe = jnp.where(total > 0, total, 1.0)
             row, row0, head = work.where(part, wg)
             acc = acc * lax.broadcast_in_dim(1.0 / safe, acc.shape, [0])
-            config.store(acc, out_g.at[row, pl.ds(row0, config.stored_rows), head, columns], out)
+            config.store(acc, out_g.at[(*config.rows_at(row, row0, head), columns)], out)
 
             @pl.when(group == 0)
             def store_lse() -> None:

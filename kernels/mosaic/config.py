@@ -74,6 +74,11 @@ class KernelConfig:
         """Rows of a warpgroup that exist in memory."""
         return min(ROWS, self.packing.rows)
 
+    def rows_at(self, row: Any, row0: Any, head: Any) -> tuple[Any, ...]:
+        """Index of a warpgroup's rows of queries or results, from `row0` on."""
+        rows = pl.ds(row0, self.stored_rows)
+        return (row, head, rows) if self.packing.by_head else (row, rows, head)
+
     @property
     def registers(self) -> tuple[int, int, int] | None:
         """Registers per thread of warpgroups that compute, load and dequantise; a block has 65,536.

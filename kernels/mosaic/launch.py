@@ -117,7 +117,7 @@ def _attend(
         ring_axis=ring,
         inner=scale / softcap if softcap else 0,
     )
-    whole_tiles = packing._replace(rows=config.tiles_per_row * config.tile_rows)
+    whole_tiles = packing._replace(rows=config.tiles_per_row * config.tile_rows, by_head=False)
     q_rows = to_rows(q.astype(computed), packing)
     pos = to_rows(q_pos[..., None, None, None], whole_tiles, -1, G)[..., 0, 0]
     packed_before: tuple[jax.Array, ...] = ()
@@ -186,7 +186,9 @@ def _launch(
     """Runs both kernels on packed queries q [R, M, heads, H] at pos. before: out and lse of other
     keys, packed alike, or (). Returns out [R, M, heads, H], lse [R, heads, M], and the pages
     received (`pages` without senders)."""
-    R, M, heads, H = q.shape
+    R, *_, H = q.shape
+    M = config.packing.rows
+    heads = config.packing.heads
     tiles = config.tiles
     blocks = config.tiles.blocks
     wgs = tiles.warpgroups
@@ -224,7 +226,7 @@ def _launch(
     out_type = [
         jax.ShapeDtypeStruct(shape, type)
         for shape, type in (
-            ((R, M, heads, H), dtype),
+            (q.shape, dtype),
             ((R, heads, M), jnp.float32),
             ((blocks, 2, wgs, ROWS, H), jnp.float32),
             ((blocks, 2, wgs, ROWS), jnp.float32),

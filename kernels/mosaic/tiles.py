@@ -109,7 +109,8 @@ class Packing(NamedTuple):
     packed: the G query heads of a kv head are rows, token by token (as grouped-query decode needs).
     rows: M, a multiple of the tile's rows, or of 8 if less than one tile. heads: of the result; a
     kv head has `group` of them. side: computing warpgroups of a block that take different heads;
-    the others take different rows.
+    the others take different rows. by_head: T is 1, and queries stay [R, heads, G, H] as they lie,
+    though `rows` is a multiple of 8: the copy engine leaves out rows that do not exist.
     """
 
     packed: bool
@@ -117,13 +118,14 @@ class Packing(NamedTuple):
     heads: int
     group: int
     side: int
+    by_head: bool = False
 
 
 def pack(T: int, K: int, G: int, warpgroups: int, partial: bool) -> Packing:
     """Chooses a packing. partial: fewer rows than ROWS may be stored; this needs results of the
     queries' type, which go through the queries' buffer."""
     if partial and T * G <= ROWS - 8:
-        return Packing(True, -(-T * G // 8) * 8, K, 1, 1)
+        return Packing(True, -(-T * G // 8) * 8, K, 1, 1, by_head=T == 1)
     if T < ROWS:
         return Packing(True, -(-T * G // (ROWS * warpgroups)) * ROWS * warpgroups, K, 1, 1)
     side = math.gcd(G, warpgroups)
@@ -135,6 +137,8 @@ def to_rows(x: jax.Array, packing: Packing, fill: float = 0, repeat: int = 1) ->
     """Packs x [R, T, K, G, H] into rows [R, M, heads, H], padded with `fill`. Values that all heads
     share have K = G = 1; `repeat` is how often packed rows repeat them."""
     R, T, K, G, H = x.shape
+    if packing.by_head:
+        return x.reshape(R, K, G, H)
     if packing.packed:
         x = jnp.repeat(x, repeat, 3).transpose(0, 1, 3, 2, 4).reshape(R, -1, K, H)
     else:
@@ -150,6 +154,8 @@ def from_rows(
 ) -> tuple[jax.Array, jax.Array]:
     """Unpacks out [R, M, heads, H] and lse [R, heads, M] to the queries' shape [R, T, K, G, H]."""
     R, T, K, G, H = shape
+    if packing.by_head:
+        return out.reshape(shape), lse[:, None, :, :G]
     lse = lse.transpose(0, 2, 1)
     if packing.packed:
         out = out[:, : T * G].reshape(R, T, G, K, H)
