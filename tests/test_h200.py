@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -112,6 +113,14 @@ def test_steps_are_measured_beside_what_is_ideal(tmp_path):
     kinds = {case.split(", ", 1)[1] for case in rows if "graphs, " in case and "decode" in case}
     ways = ("arrays stay", "arrays move", "as served")
     assert kinds == {f"{kind}, {way}" for kind in ("graphs", "no graphs") for way in ways}
+
+
+def test_a_section_whose_time_is_over_is_not_started(tmp_path):
+    from experiments.benchmarks import h200
+
+    report = h200.Report(tmp_path / "h200.json")
+    h200.measure("pools", {}, time.time() - 1, report, tmp_path)
+    assert report.section("pools") == {"status": "skipped: out of time", "rows": []}
 
 
 VLLM = """
