@@ -103,7 +103,7 @@ def _loop(
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         out, top, total = carry
         at = i * span + jnp.arange(span)
-        k, v, k_pos = _keys(pages, q.dtype, table, slot, entries, last, at)
+        k, v, k_pos = _keys(pages, q.dtype, table, slot, entries, since, last, at)
         v = v[..., :value_dim]
         scores = jnp.einsum("rkmh,rksh->rkms", q, k, preferred_element_type=jnp.float32)
         if softcap:
@@ -123,8 +123,10 @@ def _loop(
     # made from q, so that shard_map gives it the same varying axes
     zero = q[..., 0].astype(jnp.float32) * 0
     first: int | jax.Array = 0
+    since = jnp.zeros_like(last)
     if window is not None:
-        first = _first_tile(table, slot, entries, q_pos, size, span, window)
+        since = jnp.where(q_pos < 0, jnp.iinfo(jnp.int32).max, q_pos).min(1) - (window - 1)
+        first = _first_tile(table, slot, entries, since, size, span)
     init = (q[..., :value_dim].astype(jnp.float32) * 0, zero + LOWEST, zero)
     out, top, total = lax.fori_loop(first, (entries.max() + span - 1) // span, tile, init)
     safe = jnp.where(total == 0, 1, total)
@@ -138,11 +140,12 @@ def _keys(
     table: jax.Array,
     slot: jax.Array,
     entries: jax.Array,
+    since: jax.Array,
     last: jax.Array,
     at: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Keys and values [R, K, S, H] of table entries `at`, and their positions [R, 1, 1, S]. Values
-    after `last` [R] are zero."""
+    before position `since` [R] and after `last` [R] are zero."""
     R = len(slot)
     _, K, vectors, size, H = pages.kv.shape
     # [R, span]
@@ -157,7 +160,9 @@ def _keys(
     )
     v = values[0] if values else k
     k_pos = k_pos.reshape(R, 1, 1, -1)
-    v = jnp.where((k_pos <= last[:, None, None, None]).reshape(R, 1, -1, 1), v, 0)  # 0 * NaN is NaN
+    since, last = (position[:, None, None, None] for position in (since, last))
+    used = (since <= k_pos) & (k_pos <= last)
+    v = jnp.where(used.reshape(R, 1, -1, 1), v, 0)  # 0 * NaN is NaN
     return k, v, k_pos
 
 
@@ -165,15 +170,12 @@ def _first_tile(
     table: jax.Array,
     slot: jax.Array,
     entries: jax.Array,
-    q_pos: jax.Array,
+    since: jax.Array,
     size: int,
     span: int,
-    window: int,
 ) -> jax.Array:
-    """The first tile with a key inside the window of any query; padding (negative positions) does
-    not count."""
-    first = jnp.where(q_pos < 0, jnp.iinfo(jnp.int32).max, q_pos).min(1)
-    block = jnp.maximum(first - window + 1, 0) // size  # [R]
+    """The first tile with a key at or after the position `since` [R] of any row."""
+    block = jnp.maximum(since, 0) // size  # [R]
     before = entries_below(table[1], slot, entries[:, None], block[:, None])[:, 0]
     return jnp.where(entries > 0, before, entries.max()).min() // span
 

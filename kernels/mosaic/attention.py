@@ -235,17 +235,21 @@ def _accumulate(
 def _zero_invalid(
     config: KernelConfig, keys: Keys, values: Any, origins: list[Any], wg: Any
 ) -> None:
-    """Zeroes values [keys, H] after the last position, which may be NaN in memory (0 x NaN is NaN).
-    The first warpgroup does it, since it multiplies first."""
+    """Zeroes values [keys, H] before the first position that is seen and after the last one, which
+    may be another sequence's, or NaN, in memory (0 x NaN is NaN). The first warpgroup does it,
+    since it multiplies first."""
+    beyond = origins[-1] + config.tiles.keys - 1 > keys.last
+    if config.window is not None:
+        beyond |= origins[0] < keys.since
 
-    @pl.when((wg == 0) & (origins[-1] + config.tiles.keys - 1 > keys.last))
+    @pl.when((wg == 0) & beyond)
     def zero() -> None:
         for row in range(0, config.tiles.keys, ROWS):
             part = values.at[pl.ds(row, ROWS)]
             x = config.load(part, ACC_LAYOUT)
-            part[...] = jnp.where(
-                keys.positions(config.iota(x.shape, 0) + row, origins) <= keys.last,
-                x,
-                jnp.zeros_like(x),
-            )
+            at = keys.positions(config.iota(x.shape, 0) + row, origins)
+            used = at <= keys.last
+            if config.window is not None:
+                used &= at >= keys.since
+            part[...] = jnp.where(used, x, jnp.zeros_like(x))
         plgpu.commit_smem()

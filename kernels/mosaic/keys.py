@@ -12,6 +12,7 @@ from jaxserve.kernels.mosaic.config import KernelConfig
 from jaxserve.kernels.mosaic.work_split import (
     ENTRIES,
     FIRST_KEY_TILE,
+    FIRST_POSITION,
     LAST_POSITION,
     SLOT,
     WorkSplit,
@@ -30,6 +31,10 @@ class Keys:
         self.slot, self.first, self.entries, self.last = (
             split.tiles[place, i] for i in (SLOT, FIRST_KEY_TILE, ENTRIES, LAST_POSITION)
         )
+        # the first position that any query sees
+        self.since: Any = 0
+        if config.window is not None:
+            self.since = split.tiles[place, FIRST_POSITION] - (config.window - 1)
 
     def entry(self, tile: Any, copy: int) -> tuple[Any, Any]:
         """Index of the page-table entry that copy number `copy` of a key tile reads, and the first

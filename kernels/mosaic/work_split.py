@@ -16,9 +16,19 @@ from jaxserve.kernels.mosaic.tiles import ROWS
 from jaxserve.kernels.table import entries_below
 
 # Columns of WorkSplit.tiles: row of the page table, first key tile, number of key tiles, page-table
-# entries that any of its rows sees, key tiles that none of its rows masks, last position, number of
-# the row tile, units before this one.
-SLOT, FIRST_KEY_TILE, KEY_TILES, ENTRIES, UNMASKED, LAST_POSITION, ROW_TILE, OFFSET = range(8)
+# entries that any of its rows sees, key tiles that none of its rows masks, first and last position,
+# number of the row tile, units before this one.
+(
+    SLOT,
+    FIRST_KEY_TILE,
+    KEY_TILES,
+    ENTRIES,
+    UNMASKED,
+    FIRST_POSITION,
+    LAST_POSITION,
+    ROW_TILE,
+    OFFSET,
+) = range(9)
 
 
 class WorkSplit(NamedTuple):
@@ -26,7 +36,7 @@ class WorkSplit(NamedTuple):
     head (or `side` heads). Those of padding alone are no work, and nothing is written for them; the
     others are counted for the first head, then for the next.
 
-    tiles: [n, 8] int32 by row tile, with the columns above, padding last. blocks: [blocks, 4]
+    tiles: [n, 9] int32 by row tile, with the columns above, padding last. blocks: [blocks, 4]
     int32: first unit, unit after the last, first query tile, number of query tiles. total: [2]
     int32: units and row tiles of one kv head.
     """
@@ -67,7 +77,9 @@ def split_work(
     number = jnp.where(last < 0, 0, jnp.maximum(end - begin, 1))
     slots = jnp.broadcast_to(slot[:, None], end.shape)
     row_tiles = jnp.arange(end.size, dtype=jnp.int32)
-    columns = [x.reshape(-1) for x in (slots, begin, number, seen, unmasked, last, row_tiles)]
+    columns = [
+        x.reshape(-1) for x in (slots, begin, number, seen, unmasked, first, last, row_tiles)
+    ]
     tiles = jnp.stack(columns, 1)[jnp.argsort(last.reshape(-1) < 0, stable=True)]
     offset = jnp.cumsum(tiles[:, KEY_TILES]) - tiles[:, KEY_TILES]
     tiles = jnp.concatenate([tiles, offset[:, None]], 1).astype(jnp.int32)

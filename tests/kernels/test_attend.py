@@ -98,6 +98,19 @@ def with_moved_history(case: Case, size: int, seed: int) -> Case:
     return dataclasses.replace(case, table=table)
 
 
+def with_passed_pages(case: Case, size: int, window: int) -> Case:
+    """The case with NaN on the pages of blocks that no query of their row sees through the window,
+    as where other sequences have them by now. size: tokens of a page."""
+    pages = case.pages.copy()
+    for row, slot in enumerate(case.slot):
+        queries = case.q_pos[row][case.q_pos[row] >= 0]
+        page, block = case.table[:, slot, : case.entries[row]]
+        passed = (block + 1) * size <= queries.min(initial=HUGE) - window + 1
+        pages[page[passed]] = np.nan
+    assert not np.array_equal(pages, case.pages, equal_nan=True), "no page was passed"
+    return dataclasses.replace(case, pages=pages)
+
+
 @functools.cache
 def compiled(
     name: str, window: int | None, softcap: float = 0, value_dim: int | None = None
@@ -114,9 +127,12 @@ def compiled(
     )
 
 
-def assert_means_truth(name: str, case: Case, window: int | None, softcap: float = 0) -> None:
+def assert_means_truth(
+    name: str, case: Case, window: int | None, softcap: float = 0, held: Case | None = None
+) -> None:
+    """held: the case as memory has it, where that also has what must not be seen."""
     attend = compiled(name, window, softcap, case.value_dim)
-    out, lse = map(np.asarray, attend(*case.arguments()))
+    out, lse = map(np.asarray, attend(*(held or case).arguments()))
     right_out, right_lse = truth(case, 0.3, window, softcap)
     assert out.dtype == lse.dtype == np.float32
     np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(right_lse))
@@ -176,6 +192,14 @@ def test_blocks_that_lie_millions_apart_meet_in_one_row(name):
     assert case.entries[row] > 5
     assert_means_truth(name, case, None)
     assert_means_truth(name, case, 4_000_000)
+
+
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape.window], ids=str)
+@pytest.mark.parametrize("name", PORTABLE)
+def test_pages_that_windows_have_passed_may_be_those_of_others(name, shape):
+    case = make_case(shape, 1)
+    held = with_passed_pages(case, shape.C, shape.window)
+    assert_means_truth(name, case, shape.window, held=held)
 
 
 @pytest.mark.parametrize("name", PORTABLE)

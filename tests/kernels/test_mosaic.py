@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from experiments.benchmarks.gpu.cases import Case, truth
-from tests.kernels.test_attend import Shape, make_case, with_moved_history
+from tests.kernels.test_attend import Shape, make_case, with_moved_history, with_passed_pages
 
 if jax.__version_info__ < (0, 11, 2):
     pytest.skip("Mosaic GPU kernels need jax 0.11.2", allow_module_level=True)
@@ -63,11 +63,14 @@ def assert_means_dense(
     dtype: str = "bfloat16",
     out_dtype: str = "float32",
     softcap: float = 0,
+    held: Case | None = None,
 ) -> None:
     quantized = tiles.narrow > 0
     out, lse = map(
         np.asarray,
-        compiled(tiles, window, races, out_dtype, softcap)(*case.arguments(dtype, quantized)),
+        compiled(tiles, window, races, out_dtype, softcap)(
+            *(held or case).arguments(dtype, quantized)
+        ),
     )
     right_out, right_lse = truth(case.rounded(dtype, quantized), 0.3, window, softcap)
     assert out.dtype == out_dtype and lse.dtype == np.float32
@@ -114,6 +117,16 @@ def test_scores_have_a_soft_cap(shape, tiles):
 def test_blocks_that_all_queries_see_whole_lie_in_any_order(shape, tiles):
     case = with_moved_history(make_case(shape, 1), shape.C, 1)
     assert_means_dense(case, tiles, out_dtype="bfloat16")
+
+
+WINDOWS = [pair for pair in SHAPES if pair[0].window]
+
+
+@pytest.mark.parametrize("shape, tiles", WINDOWS, ids=str)
+def test_pages_that_windows_have_passed_may_be_those_of_others(shape, tiles):
+    case = make_case(shape, 1)
+    held = with_passed_pages(case, shape.C, shape.window)
+    assert_means_dense(case, tiles, shape.window, held=held)
 
 
 @pytest.mark.parametrize("blocks", few([[1], [2], [5], [16], [60]], (1,)))
