@@ -39,6 +39,17 @@ def block_key(parent: bytes, tokens: np.ndarray) -> bytes:
     ).digest()
 
 
+def group_key(key: bytes, group: int) -> bytes:
+    """Returns the key of a block's page in a page group behind the first, whose keys are the
+    blocks' own."""
+    return key + group.to_bytes(1, "little")
+
+
+def is_block(key: bytes) -> bool:
+    """Returns True for the key of a block, False for one of `group_key`."""
+    return len(key) <= KEY_BYTES
+
+
 class BlockHashes:
     """The keys of one sequence's blocks, each computed when it is first asked for.
 

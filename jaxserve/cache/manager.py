@@ -6,6 +6,7 @@ the packer of batches reads of all slots at once is in arrays beside.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
@@ -15,6 +16,7 @@ import numpy as np
 from jaxserve.api.request import NORMAL_RETENTION, KvSource
 from jaxserve.cache.hashes import BlockHashes, CacheIdentity, root_key
 from jaxserve.cache.locks import BlockLocks
+from jaxserve.cache.page_needs import PageNeeds
 from jaxserve.cache.pages import PageCounts
 from jaxserve.cache.prefix_match import NO_MATCH, PrefixMatch
 from jaxserve.cache.published import PublishedBlocks
@@ -43,14 +45,16 @@ class LaneRules(NamedTuple):
 
     stripe: consecutive blocks on a lane, of a prompt that is dealt out. most_moves: pages that a
     batch moves from a lane to another. ascending: the blocks of every row ascend, as for models
-    with sliding windows. at_home: all tokens of a sequence are computed by its home lane, which has
-    its state, wherever its blocks are.
+    with sliding windows. windows: of the page groups behind the first, see
+    `checkpoint.page_groups`. at_home: all tokens of a sequence are computed by its home lane, which
+    has its state, wherever its blocks are.
     """
 
     stripe: int = 1
     most_moves: int = 0
     ascending: bool = False
     at_home: bool = False
+    windows: tuple[int, ...] = ()
 
 
 # shares of all pages that are locked at most, for prompts that wait and by leases
@@ -70,10 +74,10 @@ class CacheManager:
     the smallest group of lanes that has home and all blocks; above 1 the sequence is spread),
     `blocks_per_lane` [slots, lanes] and `capacity` (tokens for which the slot has pages).
     `published` has the blocks that can be found, `promises` locks those that waiting prompts found,
-    `leases` those that operators asked for;
-    `placement` chooses lanes, `prompt_lanes` says on which ones prompts will lie; `copying`: blocks
-    that many read are copied; `at_home`: see `LaneRules`. `table_updates`, `moves` and `stores` are
-    taken with each batch. `watchers` see pages come and go.
+    `leases` those that operators asked for; `placement` chooses lanes, `prompt_lanes` says on which
+    ones prompts will lie; `copying`: blocks that many read are copied; `at_home`, `windows`: see
+    `LaneRules`; `needs` counts the pages of sequences; `usable`: the most of one. `table_updates`,
+    `moves` and `stores` are taken with each batch. `watchers` see pages come and go.
     """
 
     def __init__(
@@ -92,7 +96,18 @@ class CacheManager:
         self.copying = config.copies and lanes > 1
         self.identity = identity
         self.lower = lower
-        self.published = PublishedBlocks(lanes, config.pages, self.block_size, identity, lower)
+        self.windows = rules.windows
+        self.needs = PageNeeds(self.block_size, self.windows)
+        # the pages of a block, in all page groups, are on one lane
+        self.usable = lanes * (config.pages - len(self.windows))
+        self.published = PublishedBlocks(
+            lanes,
+            config.pages,
+            self.block_size,
+            identity,
+            lower,
+            [seen - 1 for seen in self.needs.seen],
+        )
         self.pages = self.published.pages
         self.stores = self.published.stores
         self.events = self.published.events
@@ -103,7 +118,7 @@ class CacheManager:
         most_leased = int(LEASED_SHARE * self.total)
         self.leases = BlockLocks(self.pages, self.below, most_leased, most_below)
         self.pages.on_shortage = self._give_up_locks
-        self.table_updates = TableUpdates()
+        self.table_updates = TableUpdates(len(self.windows))
         self.moves = PageMoves(config.pages, rules.most_moves)
         self.watchers: list[PageWatcher] = []
         limit = UNLIMITED
@@ -113,8 +128,14 @@ class CacheManager:
         self.placement = PLACEMENTS[config.placement](lanes, limit, rules.stripe, pool)
         self.prompt_lanes = PromptLanes(self.placement, self.block_size, config.pages)
         self.at_home = rules.at_home
-        self._ascending = rules.ascending
-        self.layouts = [SequenceLayout(slot, lanes, config.pages) for slot in range(slots)]
+        self._layout = functools.partial(
+            SequenceLayout,
+            lanes=lanes,
+            per_lane=config.pages,
+            ascending=rules.ascending,
+            further=len(self.windows),
+        )
+        self.layouts = [self._layout(slot) for slot in range(slots)]
         self.home = np.zeros(slots, np.int32)
         self.group_size = np.ones(slots, np.int32)
         self.blocks_per_lane = np.zeros((slots, lanes), np.int32)
@@ -134,6 +155,11 @@ class CacheManager:
         return sum(self.pages.available())
 
     @property
+    def available_blocks(self) -> int:
+        """Blocks for which pages of all page groups can be had on one lane each."""
+        return sum(pages // self.needs.per_block for pages in self.pages.available())
+
+    @property
     def available_unlocked(self) -> int:
         """Pages that can be had on all lanes together without giving up a promise."""
         return sum(self.pages.available_unlocked())
@@ -144,7 +170,7 @@ class CacheManager:
         return self.blocks_per_lane.sum(0)
 
     def blocks(self, tokens: int) -> int:
-        """Returns the blocks, and so pages, that this many tokens take."""
+        """Returns the blocks that this many tokens take."""
         return -(-tokens // self.block_size)
 
     def counts(self) -> PageCounts:
@@ -172,19 +198,22 @@ class CacheManager:
         first = len(found.pages)
         if self.prefix_caching:
             below = self.below.fetchable(hashes, first, blocks)
-            self.promises.lock(number, due, hashes.keys(0, first), below)
+            keys = [*hashes.keys(0, first), *self.published.seen.keys(first, hashes)]
+            self.promises.lock(number, due, keys, below)
         return found
 
     def publish(self, slot: int, first: int, last: int, hashes: BlockHashes) -> None:
         """Lets later batches share the slot's blocks `first` to before `last`, which are full and
         part of an issued batch."""
         if self.prefix_caching:
-            table = self.layouts[slot].pages
-            self.published.publish(table, range(first, last), hashes, self._retention[slot])
+            layout = self.layouts[slot]
+            blocks = range(first, last)
+            self.published.publish(layout.pages, blocks, hashes, self._retention[slot])
+            self.published.publish_further(layout, blocks, hashes)
 
     def retract(self, slot: int) -> None:
         """Takes the keys from the slot's blocks: what its pages hold is damaged."""
-        self.published.retract(self.layouts[slot].pages)
+        self.published.retract(self.layouts[slot].held())
 
     def flush(self) -> int:
         """Forgets the blocks that no slot holds, promised and leased ones too; returns how many
@@ -255,17 +284,25 @@ class CacheManager:
         key_of = None
         if hashes is not None and self.prefix_caching:
             key_of = hashes.__getitem__
-        layout = SequenceLayout(
-            slot, self.pages.lanes, self.pages.per_lane, home, blocks, key_of, self._ascending
-        )
+        layout = self._layout(slot, home=home, prompt_blocks=blocks, key_of=key_of)
         layout.group = self.dealt_over(home, pages, blocks)
         self.layouts[slot] = layout
         self._retention[slot] = retention
         if len(pages):
-            self.table_updates.add_all(layout.start(pages))
-            self.pages.ref(pages)
+            further = self.published.seen.of(pages, hashes)
+            self.table_updates.add_all(layout.start(pages, further))
+            self.pages.ref(np.concatenate([pages, *further]))
             self.stores.retain_longer(layout.pages, retention)
-        self._changed(layout, taken=layout.pages)
+        self._changed(layout, taken=layout.held())
+
+    def pass_windows(self, slot: int, start: int) -> None:
+        """Takes back the pages that no token of a slot's sequence from position `start` on sees
+        through the windows of their groups. Batches with tokens before it are issued already."""
+        layout = self.layouts[slot]
+        passed = self.needs.passed(layout, start)
+        if passed:
+            self.pages.unref(passed)
+            self._changed(layout, released=passed)
 
     def extend(self, slot: int, blocks: int) -> None:
         """Gives the slot pages for its next `blocks` blocks, which must be available."""
@@ -273,22 +310,28 @@ class CacheManager:
         per_lane = self.pages.per_lane
         available: list[int] = []
         if self.pages.lanes > 1:
-            available = self.pages.available()
+            available = [pages // self.needs.per_block for pages in self.pages.available()]
         lane = layout.home
         first = len(layout.pages)
         dealt = self.placement.dealt(layout, blocks) if available else []
+        new: list[int] = []
         for block in range(first, first + blocks):
             if available:
                 lane = dealt[block - first] if dealt else lane
                 if not (dealt and available[lane]):
                     lane = self.placement.next_lane(layout, available)
                 available[lane] -= 1
-            page = self.pages.allocate(lane)
-            self.moves.cancel(page)
-            self.stores.renewed(page)
-            index = layout.append(page, lane)
-            self.table_updates.add(lane, slot, index, page - lane * per_lane, block)
-        self._changed(layout, taken=layout.pages[first:])
+            page, *further = taken = [
+                self.pages.allocate(lane) for _ in range(self.needs.per_block)
+            ]
+            for each in taken:
+                self.moves.cancel(each)
+                self.stores.renewed(each)
+            index = layout.append(page, lane, further)
+            on_lane = [each - lane * per_lane for each in taken]
+            self.table_updates.add(lane, slot, index, on_lane[0], block, *on_lane[1:])
+            new += taken
+        self._changed(layout, taken=new)
 
     def regroup(self, slot: int, group: tuple[int, ...]) -> None:
         """Deals the slot's blocks out over the lanes of `group`: the next ones, and those so far by
@@ -373,10 +416,11 @@ class CacheManager:
     def release(self, slot: int) -> None:
         """Empties the slot: its published blocks stay cached, its other pages are free."""
         layout = self.layouts[slot]
-        self.layouts[slot] = SequenceLayout(slot, self.pages.lanes, self.pages.per_lane)
-        self.pages.unref(layout.pages)
+        held = layout.held()
+        self.layouts[slot] = self._layout(slot)
+        self.pages.unref(held)
         self.table_updates.drop(slot)
-        self._changed(self.layouts[slot], released=layout.pages)
+        self._changed(self.layouts[slot], released=held)
 
     def _changed(
         self, layout: SequenceLayout, taken: Sequence[int] = (), released: Sequence[int] = ()
@@ -397,7 +441,7 @@ class CacheManager:
 
     def check(self) -> None:
         """Compares pages, layouts and arrays. Errors: AssertionError with what differs."""
-        self.pages.check(page for layout in self.layouts for page in layout.pages)
+        self.pages.check(page for layout in self.layouts for page in layout.held())
         self.promises.check()
         self.leases.check()
         locked = bool(self.promises) or bool(self.leases)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxserve.cache.hashes import BlockHashes
+from jaxserve.cache.hashes import BlockHashes, group_key
 from jaxserve.cache.pages import PageAllocator
 
 
@@ -51,3 +51,63 @@ def find_prefix(
         return last
     together = np.concatenate([last.pages[:known], np.array(new, np.intp)])
     return PrefixMatch(together, pages.generation[together])
+
+
+class SeenPages:
+    """Pages through which the groups behind the first see the blocks before a place in a prompt.
+    reach: how many of them each group sees."""
+
+    def __init__(self, pages: PageAllocator, reach: Sequence[int]):
+        self._pages = pages
+        self._reach = reach
+
+    def shortened(self, match: PrefixMatch, hashes: BlockHashes) -> PrefixMatch:
+        """Returns as much of a match as ends where each group sees published blocks alone."""
+        blocks = len(match.pages)
+        while blocks:
+            hole = self._hole(match.pages[:blocks], hashes)
+            if hole is None:
+                break
+            blocks = hole
+        return match if blocks == len(match.pages) else PrefixMatch(*(x[:blocks] for x in match))
+
+    def _hole(self, pages: np.ndarray, hashes: BlockHashes) -> int | None:
+        """Returns the last block that a group should see behind these pages and that has none on
+        the lane of its first page; None without one."""
+        holes = [
+            block
+            for group, first in enumerate(self._firsts(len(pages)), 1)
+            for block in range(len(pages) - 1, first - 1, -1)
+            if self._page(hashes[block], group, pages[block]) is None
+        ]
+        return max(holes, default=None)
+
+    def of(self, pages: np.ndarray, hashes: BlockHashes | None) -> list[np.ndarray]:
+        """Returns for each group the pages of the blocks that it sees behind these matched `pages`
+        of a sequence, which are a match that was shortened."""
+        if hashes is None:
+            return []
+        return [
+            np.array(
+                [self._page(hashes[b], group, pages[b]) for b in range(first, len(pages))], np.intp
+            )
+            for group, first in enumerate(self._firsts(len(pages)), 1)
+        ]
+
+    def keys(self, blocks: int, hashes: BlockHashes) -> list[bytes]:
+        """Returns the keys of the pages through which groups see behind the first `blocks`."""
+        return [
+            group_key(hashes[block], group)
+            for group, first in enumerate(self._firsts(blocks), 1)
+            for block in range(first, blocks)
+        ]
+
+    def _firsts(self, blocks: int) -> list[int]:
+        """Returns for each group the first block that it sees of those before number `blocks`."""
+        return [max(0, blocks - reach) for reach in self._reach]
+
+    def _page(self, key: bytes, group: int, beside: int) -> int | None:
+        """Returns the group's page of a block, on the lane of the page `beside`."""
+        lane = beside // self._pages.per_lane
+        copies = self._pages.with_key.get(group_key(key, group), ())
+        return next((page for page in copies if page // self._pages.per_lane == lane), None)

@@ -6,19 +6,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from jaxserve.cache.block_events import BlockEvents, StoredBlocks
-from jaxserve.cache.hashes import BlockHashes, CacheIdentity
+from jaxserve.cache.hashes import BlockHashes, CacheIdentity, group_key, is_block
 from jaxserve.cache.lower_blocks import LowerBlocks
 from jaxserve.cache.pages import PageAllocator
-from jaxserve.cache.prefix_match import OLDEST, ChooseCopy, PrefixMatch, find_prefix
+from jaxserve.cache.prefix_match import OLDEST, ChooseCopy, PrefixMatch, SeenPages, find_prefix
 from jaxserve.cache.stores import PendingStores
 from jaxserve.cache.tiers import LowerTiers
+from jaxserve.lanes.layout import SequenceLayout
 
 
 class PublishedBlocks:
     """The blocks that can be found in one cache, on its pages and below them.
 
     `events` tells listeners what is stored and lost; `stores` has the pages that lower tiers are to
-    keep; `below` asks these tiers. `choose`: which of several pages with a block a match takes.
+    keep; `below` asks these tiers. `choose`: which of several pages with a block a match takes;
+    `seen`: the pages of blocks in further page groups.
     """
 
     def __init__(
@@ -28,10 +30,13 @@ class PublishedBlocks:
         block_size: int,
         identity: CacheIdentity,
         tiers: LowerTiers | None,
+        reach: Sequence[int] = (),
     ):
+        """reach: see `SeenPages`."""
         self.choose: ChooseCopy = OLDEST
         self.events = BlockEvents(self._present)
         self.pages = PageAllocator(lanes, pages_per_lane, self.events)
+        self.seen = SeenPages(self.pages, reach)
         self.stores = PendingStores(self.pages)
         self.below = LowerBlocks(tiers, self.stores, self.events, identity, block_size)
         if tiers is not None:
@@ -40,7 +45,8 @@ class PublishedBlocks:
     def match(self, hashes: BlockHashes, blocks: int, last: PrefixMatch) -> PrefixMatch:
         """Finds pages that hold the first blocks of a sequence, at most `blocks`. last: what was
         found before for it."""
-        return find_prefix(self.pages, hashes, blocks, last, self.choose)
+        found = find_prefix(self.pages, hashes, blocks, last, self.choose)
+        return self.seen.shortened(found, hashes)
 
     def publish(
         self, table: Sequence[int], blocks: range, hashes: BlockHashes, retention: int
@@ -60,6 +66,12 @@ class PublishedBlocks:
             self.stores.published((table[block], hashes[block]) for block in new)
         if new and self.events:
             self._tell(new, hashes)
+
+    def publish_further(self, layout: SequenceLayout, blocks: range, hashes: BlockHashes) -> None:
+        """Publishes the pages of blocks in the groups behind the first, where they have some."""
+        for group, (pages, first) in enumerate(zip(layout.further, layout.first_seen), 1):
+            for block in range(max(first, blocks.start), blocks.stop):
+                self.pages.publish(pages[block], group_key(hashes[block], group))
 
     def _retain(
         self,
@@ -92,7 +104,7 @@ class PublishedBlocks:
         """Yields the blocks that can be found now, without their sequences, which are not known any
         more."""
         if self.pages.with_key:
-            yield StoredBlocks(list(self.pages.with_key))
+            yield StoredBlocks(list(filter(is_block, self.pages.with_key)))
         yield from self.below.present()
 
     def _evicted(self, page: int, key: bytes) -> None:

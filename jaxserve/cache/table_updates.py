@@ -8,29 +8,31 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxserve.lanes.layout import INDEX, LANE, SLOT
+from jaxserve.lanes.layout import FURTHER, INDEX, LANE, SLOT
 
 
 class TableUpdates:
-    """Page table entries that were not taken yet; their columns: see `lanes.layout`."""
+    """Page table entries that were not taken yet; their columns: see `lanes.layout`. further: page
+    groups behind the first."""
 
-    def __init__(self) -> None:
-        self._many: list[np.ndarray] = []  # [m, 5] each
-        self._single: list[int] = []  # five numbers per entry
+    def __init__(self, further: int = 0) -> None:
+        self._columns = FURTHER + further
+        self._many: list[np.ndarray] = []  # [m, columns] each
+        self._single: list[int] = []  # the numbers of one entry after the other
 
-    def add(self, lane: int, slot: int, index: int, page: int, block: int) -> None:
+    def add(self, *entry: int) -> None:
         """Adds an entry behind the last of its row."""
-        self._single += (lane, slot, index, page, block)
+        self._single += entry
 
     def rewrite(self, lane: int, slot: int, start: int, entries: np.ndarray) -> None:
-        """Adds the entries [m, 5] that a row has from index `start` on, in the place of what is
+        """Adds the entries that a row has from index `start` on, in the place of what is
         pending of it there."""
         pending = self.take()
         elsewhere = (pending[:, LANE] != lane) | (pending[:, SLOT] != slot)
         self._many = [pending[elsewhere | (pending[:, INDEX] < start)], entries]
 
     def add_all(self, entries: np.ndarray) -> None:
-        """Adds the entries [m, 5] of all rows of a slot that has none."""
+        """Adds the entries of all rows of a slot that has none."""
         self._many = [self.take(), entries]
 
     def drop(self, slot: int) -> None:
@@ -40,8 +42,8 @@ class TableUpdates:
             self._many = [pending[pending[:, SLOT] != slot]]
 
     def take(self) -> np.ndarray:
-        """Returns the entries [m, 5] int32 since the last call, none twice."""
-        entries = np.array(self._single, np.int32).reshape(-1, 5)
+        """Returns the entries [m, columns] int32 since the last call, none twice."""
+        entries = np.array(self._single, np.int32).reshape(-1, self._columns)
         if self._many:
             entries = np.concatenate([*self._many, entries])
         self._many = []

@@ -165,7 +165,11 @@ def make_scheduler(
     """Makes the scheduler of an engine, or of a virtual replica that predicts it, with its cache.
     model: as the checkpoint says. lower: tiers below the devices."""
     known = CachedModel(
-        cache_identity(config, model), model.has_windows, plan.model.eos_ids, model.has_states
+        cache_identity(config, model),
+        model.has_windows,
+        plan.model.eos_ids,
+        model.has_states,
+        plan.windows,
     )
     sizes = replica_sizes(plan, config.cache, config.scheduler, max_length(config, plan.model))
     return assemble(sizes, profile, known, lower)

@@ -22,7 +22,7 @@ from jaxserve.api.request import KvSource
 from jaxserve.cache.hashes import KEY_BYTES
 from jaxserve.cache.tiers import Fetch, SourceBlocks
 from jaxserve.engine.sampling_rows import SamplingAdmission
-from jaxserve.engine.step_shapes import StepShape, layout
+from jaxserve.engine.step_shapes import StepShape, delta_columns, layout
 
 VERSION = 9  # of the byte form
 NO_STEP = -1  # in place of a shape: nothing is computed, only what else the command says
@@ -72,7 +72,7 @@ class StepCommand:
     and pages. masks [lanes, samples, words]: bits of the tokens that may be
     sampled, for the guided variant. loads [m, 4]: ticket and number of a piece of a fetch, how many
     of its blocks are written, and whether that is the last of its fetch (`fetched_pieces`).
-    table_updates [m, 5]: lane, slot, index in the row, page, block. scores
+    table_updates [m, columns]: see `lanes.layout`. scores
     [k, 2, lanes, SCORES]: tokens of the step, and the ids whose log-probabilities are wanted. pools
     [k, lanes, SCORES]: tokens of the step that prompts are embedded by, first those that are; the
     rest is negative.
@@ -135,9 +135,12 @@ class _Head(NamedTuple):
 class CommandCodec:
     """Makes bytes of commands and commands of bytes, for workers that compiled these shapes."""
 
-    def __init__(self, shapes: Sequence[StepShape], lanes: int, block_size: int):
-        self._layouts = [layout(shape, block_size) for shape in shapes]
+    def __init__(
+        self, shapes: Sequence[StepShape], lanes: int, block_size: int, page_groups: int = 1
+    ):
+        self._layouts = [layout(shape, block_size, page_groups) for shape in shapes]
         self._lanes = lanes
+        self._update_columns = 1 + delta_columns(page_groups)  # and the lane
 
     def encode(self, command: StepCommand) -> bytes:
         """The command's bytes. Integers are little-endian, and as wide at any length of context."""
@@ -166,7 +169,7 @@ class CommandCodec:
         yield command.loads.reshape(-1, 4)
         for fetch in command.fetches:
             yield from _fetch_rows(fetch)
-        yield command.table_updates.reshape(-1, 5)
+        yield command.table_updates.reshape(-1, self._update_columns)
         yield command.masks.reshape(-1, 1)
         yield command.scores.reshape(-1, 1)
         yield command.pools.reshape(-1, 1)
@@ -229,7 +232,7 @@ class CommandCodec:
             "computed": _stores(reader, head.computed),
             "loads": reader.array().reshape(-1, 4),
             "fetches": tuple(_fetch(reader) for _ in range(head.fetches)),
-            "table_updates": reader.array().reshape(-1, 5),
+            "table_updates": reader.array().reshape(-1, self._update_columns),
             "masks": self._masks(reader.array(), head),
             "scores": reader.array().reshape(-1, 2, self._lanes, SCORES),
             "pools": reader.array().reshape(-1, self._lanes, SCORES),

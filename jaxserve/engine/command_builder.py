@@ -77,7 +77,10 @@ class CommandBuilder:
         demand = self._plan.demand(batch)
         shape = self._shape(demand, batch)
         # a table that is updated late, by layers that run late, could lose what others wrote since
-        arrays = StepRows(batch, demand, shape, self._plan.block_size, early=groups > 0).arrays()
+        plan = self._plan
+        arrays = StepRows(
+            batch, demand, shape, plan.block_size, groups > 0, plan.page_groups
+        ).arrays()
         scores, pending = score_rows(self._scheduler, batch, arrays, lanes)
         pools, embeddings = pool_rows(self._scheduler, batch, arrays, lanes)
         command = StepCommand(

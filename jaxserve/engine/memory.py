@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxserve.checkpoint.delta_net import DeltaNetSpec
 from jaxserve.checkpoint.model import layers_of, padded_vocab
+from jaxserve.checkpoint.page_groups import pool_count
 from jaxserve.engine import sampling
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.stage_programs import POOL_AXES
@@ -151,7 +152,8 @@ def sizes(plan: StagePlan) -> Sizes:
     ]
     return Sizes(
         max(weights),
-        max(map(plan.model.paged_layers, stages)) * _pool_bytes(plan.pool(), plan),
+        max(pool_count(plan.model, plan.windows, part) for part in stages)
+        * _pool_bytes(plan.pool(), plan),
         _tables(plan),
         _work(plan),
         max(state_bytes(plan, part) for part in stages),
@@ -182,7 +184,8 @@ def _tables(plan: StagePlan) -> int:
         math.prod(shape) * dtype.itemsize
         for shape, dtype in sampling.empty_state(1, plan.slots, vocab).values()
     )
-    return state + plan.layer_groups * 2 * plan.slots * plan.width * F32
+    tables = plan.layer_groups * plan.page_groups
+    return state + tables * 2 * plan.slots * plan.width * F32
 
 
 def _work(plan: StagePlan) -> int:

@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxserve.checkpoint.model import ModelConfig, declare, layers_of
+from jaxserve.checkpoint.page_groups import pool_count
 from jaxserve.engine.machine import fitted
 from jaxserve.engine.memory import DeviceRoom, claim, kv_bytes, state_bytes
 from jaxserve.engine.stage_plan import StagePlan
@@ -20,6 +21,7 @@ from jaxserve.engine.step_shapes import sample_sizes, shapes
 from jaxserve.group.member import this_member
 from jaxserve.kernels import ops
 from jaxserve.kernels.kv_pages import FP8, pool_shapes
+from jaxserve.scheduling.assembly import served_windows
 from jaxserve.settings.schema import ConfigError, EngineConfig, MeshConfig
 from jaxserve.sharding.mesh import KVP, TP, ensure_devices
 from jaxserve.weights import open_checkpoint
@@ -70,11 +72,12 @@ def for_this_machine(config: EngineConfig) -> EngineConfig:
 
 
 def kv_tokens(model: ModelConfig, room: DeviceRoom) -> Callable[[EngineConfig], int]:
-    """Returns what counts the tokens that all lanes of a replica have room for, by its config."""
+    """Returns what counts the tokens that all lanes of a replica have room for, however short their
+    sequences are, by its config."""
 
     def count(config: EngineConfig) -> int:
         plan = make_plan(config, split_model(config, model), room)
-        return plan.pages * plan.block_size * config.mesh.kvp
+        return plan.pages // plan.page_groups * plan.block_size * config.mesh.kvp
 
     return count
 
@@ -146,6 +149,7 @@ def make_plan(
         _kept_parameters(kept, model, config.mesh),
         config.layer_groups,
         None if config.attention == "auto" else config.attention,
+        served_windows(model, config.cache, config.scheduler, config.role, lanes),
     )
     if config.cache.pages is None:
         plan = dataclasses.replace(plan, pages=_pages(config, plan, blocks, room))
@@ -173,19 +177,19 @@ def _pages(config: EngineConfig, plan: StagePlan, blocks: int, room: DeviceRoom)
     given = config.cache.kv_memory_gib
     total = kv_bytes(plan, given, config.cache.gpu_memory_utilization, room)
     stages = layers_of(model, plan.mesh.spp)
-    layers = max(map(model.paged_layers, stages))
+    pools = [pool_count(model, plan.windows, stage) for stage in stages]
     pages = min(
-        (total - state_bytes(plan, stage)) // (page * max(model.paged_layers(stage), 1))
-        for stage in stages
+        (total - state_bytes(plan, stage)) // (page * max(count, 1))
+        for stage, count in zip(stages, pools)
     )
     if room.bytes is None or given is not None:  # more than all sequences can fill is for prefixes
-        pages = min(pages, blocks * plan.slots)
+        pages = min(pages, blocks * plan.slots * plan.page_groups)
     if pages < LEAST_PAGES:
         states = max(state_bytes(plan, stage) for stage in stages)
         beside = f" beside {states} bytes of states of {plan.slots} sequences" if states else ""
         fault = (
-            f"{total / 2**30:g} GiB hold {max(pages, 0)} pages of {layers * page} bytes{beside}; "
-            f"at least {LEAST_PAGES} are needed"
+            f"{total / 2**30:g} GiB hold {max(pages, 0)} pages of {max(pools) * page} bytes"
+            f"{beside}; at least {LEAST_PAGES} are needed"
         )
         raise ConfigError("kv_memory_gib", fault)
     return pages

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Mapping, Set
 from typing import Any
 
 from jaxserve.api.batch import DEFAULT_EXCHANGE, Batch
 from jaxserve.checkpoint.delta_net import DeltaNetSpec
 from jaxserve.checkpoint.model import ModelConfig, declare, layers_of, padded_vocab, split
+from jaxserve.checkpoint.page_groups import (
+    ONE_GROUP,
+    PagePlace,
+    Windows,
+    page_places,
+    pool_count,
+)
 from jaxserve.checkpoint.specs import Declared
 from jaxserve.engine.command import CommandCodec
 from jaxserve.engine.sampling_rows import mask_words
@@ -40,6 +48,7 @@ class StagePlan:
     kept: Mapping[str, KeptParameter]  # of all layers, by path
     layer_groups: int = 1  # of each stage, which run one after the other
     attention: str | None = None  # a name in `ops.ATTEND`; None: chosen by shape
+    windows: Windows = ONE_GROUP  # of the page groups behind the first
 
     @functools.cached_property
     def groups(self) -> list[range]:
@@ -93,12 +102,31 @@ class StagePlan:
 
     def codec(self) -> CommandCodec:
         """Makes bytes of commands for workers with this plan."""
-        return CommandCodec(self.shapes, self.mesh.kvp, self.block_size)
+        return CommandCodec(self.shapes, self.mesh.kvp, self.block_size, self.page_groups)
 
     @property
     def mask_words(self) -> int:
         """Words of 32 bits in the mask of the tokens that may be sampled."""
         return mask_words(padded_vocab(self.model, self.mesh.tp))
+
+    @property
+    def page_groups(self) -> int:
+        """Number of groups of layers with page tables of their own."""
+        return 1 + len(self.windows)
+
+    def places(self, layers: range) -> list[PagePlace]:
+        """Returns of each of these layers of a stage the page group, and its number in `caches`;
+        those with states are in the first group."""
+        of_pages = page_places(self.model, self.windows, layers)
+        states = itertools.count(pool_count(self.model, self.windows, layers))
+        places = [of_pages.get(layer) for layer in layers]
+        return [PagePlace(0, next(states)) if place is None else place for place in places]
+
+    def caches(self, layers: range) -> list[LayerCache]:
+        """Shapes of what these layers of a stage keep of sequences, on all lanes: the pools of
+        pages, then the states of each layer that has some."""
+        by_place = {place.pool: layer for layer, place in zip(layers, self.places(layers))}
+        return [self.cache(by_place[number]) for number in sorted(by_place)]
 
     def cache(self, layer: int) -> LayerCache:
         """Shapes of what a layer keeps of sequences, on all lanes: pages, or states of all

@@ -21,7 +21,7 @@ from jaxserve.engine.command import SCORES
 from jaxserve.engine.programs import Lower, Programs
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.step import HeadProgram, LayersProgram, Weights, write_table
-from jaxserve.engine.step_shapes import StepShape, layout
+from jaxserve.engine.step_shapes import StepShape, delta_columns, layout
 from jaxserve.models.decoder import LayerCache
 from jaxserve.sharding.exchange import compiler_options
 from jaxserve.sharding.mesh import KVP
@@ -51,8 +51,8 @@ class Stage:
     paths: list[str]
     values: list[Any]
     layers: range
-    caches: list[LayerCache] = dataclasses.field(default_factory=list)  # by layer
-    table: Any = None  # [lanes, 2, slots, W]
+    caches: list[LayerCache] = dataclasses.field(default_factory=list)  # see `StagePlan.caches`
+    table: Any = None  # of each page group [lanes, 2, slots, W]
 
 
 @dataclasses.dataclass
@@ -145,14 +145,15 @@ class StagePrograms(Programs):
     # --- shapes of arrays
 
     def cache_shapes(self, stage: Stage) -> list[LayerCache]:
-        """Pages or states of each layer of a stage."""
+        """Pages and states of the layers of a stage."""
         pool = sharding(stage.mesh, *POOL_AXES)
         on_mesh = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=pool)
-        return [jax.tree.map(on_mesh, self._plan.cache(layer)) for layer in stage.layers]
+        return [jax.tree.map(on_mesh, cache) for cache in self._plan.caches(stage.layers)]
 
-    def table_shape(self, stage: Stage) -> jax.ShapeDtypeStruct:
-        """Page table of a stage."""
-        return self._on_lanes(stage.mesh, 2, self._plan.slots, self._plan.width)
+    def table_shape(self, stage: Stage) -> list[jax.ShapeDtypeStruct]:
+        """Page tables of a stage, by page group."""
+        shape = self._on_lanes(stage.mesh, 2, self._plan.slots, self._plan.width)
+        return [shape] * self._plan.page_groups
 
     def sampled_shape(self, mesh: Mesh) -> jax.ShapeDtypeStruct:
         """Last sampled token of each slot."""
@@ -186,7 +187,8 @@ class StagePrograms(Programs):
         x = self._hidden(stage.mesh, shape.tokens)
         if stage.layers.start == 0:
             x = self.sampled_shape(stage.mesh)
-        ints = self._on_lanes(stage.mesh, layout(shape, plan.block_size).size)
+        place = layout(shape, plan.block_size, plan.page_groups)
+        ints = self._on_lanes(stage.mesh, place.size)
         last = stage.layers.stop == plan.model.layers
         caches = self.cache_shapes(stage)
         return lowered(
@@ -199,6 +201,7 @@ class StagePrograms(Programs):
                 plan.pages,
                 plan.block_size,
                 plan.attention,
+                tuple(plan.places(stage.layers)),
             ).run,
             stage.mesh,
             (stage.values, caches, self.table_shape(stage), ints, x),
@@ -209,7 +212,8 @@ class StagePrograms(Programs):
 
     def _lower_table(self, stage: Stage) -> Any:
         f = lambda table, deltas: write_table(table, deltas[0])
-        arguments = (self.table_shape(stage), self._on_lanes(stage.mesh, UPDATES, 4))
+        columns = delta_columns(self._plan.page_groups)
+        arguments = (self.table_shape(stage), self._on_lanes(stage.mesh, UPDATES, columns))
         return lowered(f, stage.mesh, arguments, LANES, donate=(0,))
 
     @property

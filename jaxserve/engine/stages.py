@@ -28,7 +28,7 @@ from jaxserve.engine import sampling_rows
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.stage_programs import UPDATES, HeadStage, Stage, StagePrograms
 from jaxserve.engine.step import HeadProgram, Weights
-from jaxserve.engine.step_shapes import NOWHERE, StepShape
+from jaxserve.engine.step_shapes import NOWHERE, StepShape, delta_columns
 from jaxserve.models.decoder import parameters, stage_modules
 from jaxserve.sharding.mesh import stage_meshes
 from jaxserve.sharding.rules import sharding
@@ -136,7 +136,7 @@ class Stages:
             stage.table = None
         for stage in self.stages:
             stage.caches = jax.tree.map(_zeros, self.programs.cache_shapes(stage))
-            stage.table = _zeros(self.programs.table_shape(stage))
+            stage.table = jax.tree.map(_zeros, self.programs.table_shape(stage))
         self._fed = None
         if not self.has_last:
             self._sampled.append((0, None))
@@ -252,10 +252,11 @@ class Stages:
         self.sampling_state = program(self.sampling_state, admission)
 
     def set_table(self, updates: np.ndarray) -> None:
-        """Sets page-table entries. updates [m, 5]: lane, slot, index, page, block."""
+        """Sets page-table entries. updates [m, columns]: see `lanes.layout`."""
+        columns = delta_columns(self.plan.page_groups)
         for at in range(0, len(updates), UPDATES):
             some = updates[at : at + UPDATES]
-            ints = np.full((self.plan.mesh.kvp, UPDATES, 4), NOWHERE, np.int32)
+            ints = np.full((self.plan.mesh.kvp, UPDATES, columns), NOWHERE, np.int32)
             for lane in range(self.plan.mesh.kvp):
                 mine = some[some[:, 0] == lane]
                 ints[lane, : len(mine)] = mine[:, 1:]

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxserve.checkpoint.model import ModelConfig
+from jaxserve.checkpoint.page_groups import PagePlace
 from jaxserve.engine import sampling, sampling_rows
 from jaxserve.engine.step_shapes import StepShape, layout
 from jaxserve.models.decoder import Head, LayerCache, Stage, run_layers
@@ -50,7 +51,8 @@ class Weights:
 @dataclasses.dataclass(frozen=True)
 class LayersProgram:
     """The layers of one stage, in steps of a shape. last: whether this is the last stage. dtype: of
-    hidden states. pages, block_size: of a pool, and tokens of a page. attention: see `Groups`."""
+    hidden states. pages, block_size: of a pool, and tokens of a page. attention: see `Groups`.
+    places: of each layer, see `StagePlan.places`; None: each has a cache of its own."""
 
     weights: Weights
     model: ModelConfig
@@ -60,41 +62,48 @@ class LayersProgram:
     pages: int
     block_size: int
     attention: str | None = None
+    places: tuple[PagePlace, ...] | None = None
 
     def run(
         self,
         values: list[jax.Array],
         caches: list[LayerCache],
-        table: jax.Array,
+        tables: list[jax.Array],
         ints: jax.Array,
         x: jax.Array,
-    ) -> tuple[jax.Array | tuple, list[LayerCache], jax.Array]:
+    ) -> tuple[jax.Array | tuple, list[LayerCache], list[jax.Array]]:
         """Runs a step.
 
-        values: the stage's weights. caches: KV pages or states per layer, with a leading axis of 1.
-        table [1, 2, slots, W]: page table. ints [1, size]: the step, see `step_shapes.layout`. x:
-        hidden states [1, T, D]; in the first stage the last sampled tokens [1, slots]. Returns
-        hidden states [1, T, D], caches and table; the last stage returns, in place of the hidden
-        states, (all of them, those to sample from [1, S, D], and for each its token, slot and
-        position [1, S, 3]).
+        values: the stage's weights. caches: pools of KV pages, and states, with a leading axis of
+        1. tables [1, 2, slots, W] each: page tables by page group. ints [1, size]: the step, see
+        `step_shapes.layout`. x: hidden states [1, T, D]; in the first stage the last sampled tokens
+        [1, slots]. Returns hidden states [1, T, D], caches and table; the last stage returns, in
+        place of the hidden states, (all of them, those to sample from [1, S, D], and for each its
+        token, slot and position [1, S, 3]).
         """
         shape = self.shape
         stage: Stage = self.weights.module(values)
-        view = layout(shape, self.block_size).views(ints[0])
-        table = write_table(table, view["deltas"])
-        groups = _groups(view, shape, table[0], self.pages, self.block_size)
-        groups = dataclasses.replace(groups, attention=self.attention)
+        view = layout(shape, self.block_size, len(tables)).views(ints[0])
+        tables = write_table(tables, view["deltas"])
+        groups = [
+            dataclasses.replace(
+                _groups(view, shape, table[0], self.pages, self.block_size),
+                attention=self.attention,
+            )
+            for table in tables
+        ]
+        places = self.places or [PagePlace(0, number) for number in range(len(caches))]
         x = x[0]
         if stage.is_first:
             x = stage.embed_tokens(_tokens(view, shape, x))
         moves = view["moves"] if shape.moves else None
         x = x.astype(self.dtype)
         positions = _positions(view, shape)
-        x, caches = run_layers(stage, self.model, x, positions, groups, caches, moves)
+        x, caches = run_layers(stage, self.model, x, positions, groups, caches, places, moves)
         if not self.last:
-            return x[None], caches, table
+            return x[None], caches, tables
         samples = view["samples"]
-        return (x[None], x[samples[:, 0]][None], samples[None]), caches, table
+        return (x[None], x[samples[:, 0]][None], samples[None]), caches, tables
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,11 +166,14 @@ class HeadProgram:
         return jax.lax.all_gather(x, KVP) if self.to_all else x[None]
 
 
-def write_table(table: jax.Array, deltas: jax.Array) -> jax.Array:
-    """Sets page-table entries: table [1, 2, slots, W], deltas [m, 4] of (slot, index, page, block);
-    slots out of range are skipped."""
-    slot, index, page, block = deltas.T
-    return table.at[0, :, slot, index].set(jnp.stack([page, block], 1), mode="drop")
+def write_table(tables: list[jax.Array], deltas: jax.Array) -> list[jax.Array]:
+    """Sets page-table entries: tables [1, 2, slots, W] by page group, deltas [m, columns] of slot,
+    index, page, block and the pages of further groups; slots out of range are skipped."""
+    slot, index, page, block, *further = deltas.T
+    return [
+        table.at[0, :, slot, index].set(jnp.stack([each, block], 1), mode="drop")
+        for table, each in zip(tables, [page, *further])
+    ]
 
 
 def _expand(view: dict[str, jax.Array], shape: StepShape, column: int) -> jax.Array:

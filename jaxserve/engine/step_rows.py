@@ -94,12 +94,19 @@ def _spans(shape: StepShape) -> _Spans:
 
 class StepRows:
     """The rows of a batch, in a shape that holds its demand, on all lanes. block: tokens of a page.
-    early: whether all page-table entries are set before the step, for all of its layers."""
+    page_groups: number of them. early: whether all page-table entries are set before the step, for
+    all of its layers."""
 
     def __init__(
-        self, batch: Batch, demand: StepDemand, shape: StepShape, block: int, early: bool = False
+        self,
+        batch: Batch,
+        demand: StepDemand,
+        shape: StepShape,
+        block: int,
+        early: bool = False,
+        page_groups: int = 1,
     ):
-        place = layout(shape, block)
+        place = layout(shape, block, page_groups)
         self._batch = batch
         self._demand = demand
         self._shape = shape

@@ -373,14 +373,20 @@ class Layout:
         }
 
 
+def delta_columns(page_groups: int) -> int:
+    """Returns the numbers of a page-table update on a lane."""
+    return 3 + page_groups
+
+
 @functools.cache
-def layout(shape: StepShape, block: int) -> Layout:
+def layout(shape: StepShape, block: int, page_groups: int = 1) -> Layout:
     """Lays out the fields of a step.
 
-    deltas [m, 4]: slot, index, page, block; with room for what the step's tokens and moves change.
-    tokens: ids or FEED. rows [R, 3]: slot, start, length. held [spread rows, lanes of a group]:
-    page-table entries. samples [S, 3]: token (of the lane's tokens) to sample after, slot, position
-    of the sampled token. moves: see `page_moves.move_pages`.
+    deltas [m, 4]: slot, index, page, block, and a page of each further page group; with room for
+    what the step's tokens and moves change. tokens: ids or FEED. rows [R, 3]: slot, start, length.
+    held [spread rows, lanes of a group]: page-table entries. samples [S, 3]: token (of the lane's
+    tokens) to sample after, slot, position of the sampled token. moves: see
+    `page_moves.move_pages`.
     """
     spread = sum(group.rows for group in shape.spread)
     new_blocks = lambda groups: sum(
@@ -388,7 +394,7 @@ def layout(shape: StepShape, block: int) -> Layout:
     )
     spread_deltas = shape.group_size * (new_blocks(shape.spread) + shape.moves)
     sizes: dict[str, tuple[int, ...]] = {
-        "deltas": (new_blocks(shape.local) + spread_deltas, 4),
+        "deltas": (new_blocks(shape.local) + spread_deltas, delta_columns(page_groups)),
         "tokens": (shape.tokens,),
         "rows": (shape.rows, 3),
         "held": (spread, shape.group_size),

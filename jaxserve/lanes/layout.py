@@ -6,19 +6,24 @@ device keeps, per slot and lane, a row of pages, each with the number of its blo
 In a row the blocks of the newest chunk ascend, behind all older ones. These ascend too, unless
 blocks have moved there from other lanes: attention reads them whole, in whatever order. Rows of
 sequences on one lane, and of models with sliding windows, always ascend.
+
+Where layers have page tables of their own by group (`checkpoint.page_groups`), a block has a page
+in each group, all on one lane and at one index of their rows; once a group's window has passed a
+block, its page there goes back, and its entry is not read any more.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from jaxserve.lanes.groups import size_of
 
-# columns of a page table entry: lane, slot, index in the row, page on the lane, block
-LANE, SLOT, INDEX, PAGE, BLOCK = range(5)
+# columns of a page table entry: lane, slot, index in the row, page on the lane, block; from FURTHER
+# on pages of further groups
+LANE, SLOT, INDEX, PAGE, BLOCK, FURTHER = range(6)
 KeyOf = Callable[[int], bytes]  # the key of a block by its number
 
 
@@ -30,7 +35,9 @@ class SequenceLayout:
     order; none for a lane alone, whose row has all blocks. `last_lane`: of the newest block, at
     first home. `group`: lanes over which the next blocks are dealt out; none where one lane may
     hold them. `target`: lanes over which the blocks so far are being dealt out evenly, empty once
-    they are; `fixed`: of these blocks, those on each lane that stay where they are.
+    they are; `fixed`: of these blocks, those on each lane that stay where they are. `further`: by
+    page group behind the first, the page of every block from its number in `first_seen` on, in the
+    places of the blocks.
     """
 
     def __init__(
@@ -42,15 +49,18 @@ class SequenceLayout:
         prompt_blocks: int = 0,
         key_of: KeyOf | None = None,
         ascending: bool = False,
+        further: int = 0,
     ):
         """Makes a layout without blocks. prompt_blocks: of the whole prompt; 0: not known, no block
         counts as decoded. key_of: gives the keys of the prompt's blocks; None where none are used.
-        ascending: the blocks of every row must ascend."""
+        ascending: the blocks of every row must ascend. further: page groups behind the first."""
         self.slot = slot
         self.per_lane = per_lane
         self.home = self.last_lane = home
         self.prompt_blocks = prompt_blocks
         self.pages: list[int] = []
+        self.further: list[list[int]] = [[] for _ in range(further)]
+        self.first_seen = [0] * further
         self.by_lane = [0] * lanes
         self.rows: list[list[int]] = []
         if lanes > 1:
@@ -71,6 +81,18 @@ class SequenceLayout:
         """True where the next block comes after all blocks of the prompt."""
         return 0 < self.prompt_blocks <= len(self.pages)
 
+    def held(self) -> list[int]:
+        """Returns the pages of all groups, block by block."""
+        if not self.further:
+            return self.pages
+        return [page for block in range(len(self.pages)) for page in self._of_block(block)]
+
+    def _of_block(self, block: int) -> Iterator[int]:
+        yield self.pages[block]
+        for pages, first in zip(self.further, self.first_seen):
+            if block >= first:
+                yield pages[block]
+
     def key(self, block: int) -> bytes | None:
         """Returns the key of a block of the prompt, whether it has a page yet or not. None for the
         prompt's last block, which may not be full, for decoded blocks, whose tokens are not known
@@ -84,12 +106,16 @@ class SequenceLayout:
         """Returns the lane of each block `first` to before `last`, int32."""
         return np.asarray(self.pages[first:last], np.int32) // self.per_lane
 
-    def start(self, pages: np.ndarray) -> np.ndarray:
-        """Gives an empty layout the matched `pages` [m] of the first blocks; returns their page
-        table entries [m, 5], lane by lane."""
+    def start(self, pages: np.ndarray, further: Sequence[np.ndarray] = ()) -> np.ndarray:
+        """Gives an empty layout the matched `pages` [m] of the first blocks, and of each further
+        group those of the last ones among them, which it sees. Returns their page table entries,
+        lane by lane."""
         lanes = pages // self.per_lane
         blocks = [np.flatnonzero(lanes == lane) for lane in range(len(self.by_lane))]
         self.pages = pages.tolist()
+        for group, seen in enumerate(further):
+            self.first_seen[group] = len(pages) - len(seen)
+            self.further[group] = [0] * self.first_seen[group] + seen.tolist()
         self.by_lane = [len(row) for row in blocks]
         if self.rows:
             self.rows = [row.tolist() for row in blocks]
@@ -97,15 +123,27 @@ class SequenceLayout:
             [self._entries(lane, 0, row, pages[row]) for lane, row in enumerate(blocks)]
         )
 
-    def append(self, page: int, lane: int) -> int:
-        """Puts the next block on a page of a lane; returns its index in the lane's row."""
+    def append(self, page: int, lane: int, further: Sequence[int] = ()) -> int:
+        """Puts the next block on a page of a lane, and on one of each of the `further` groups;
+        returns its index in the lane's row."""
         index = self.by_lane[lane]
         if self.rows:
             self.rows[lane].append(len(self.pages))
         self.pages.append(page)
+        for pages, other in zip(self.further, further):
+            pages.append(other)
         self.by_lane[lane] = index + 1
         self.last_lane = lane
         return index
+
+    def pass_before(self, group: int, block: int) -> list[int]:
+        """Takes the pages of the blocks before number `block` from a further group, which sees them
+        no more; returns them."""
+        first = self.first_seen[group]
+        if block <= first:
+            return []
+        self.first_seen[group] = block
+        return self.further[group][first:block]
 
     def move(
         self, blocks: list[int], to_lane: int, targets: list[int], before: int
@@ -158,7 +196,7 @@ class SequenceLayout:
         return start
 
     def entries(self, lane: int, start: int = 0) -> np.ndarray:
-        """Returns page table entries [m, 5] int32 of the lane's row from index `start` on."""
+        """Returns page table entries int32 of the lane's row from index `start` on."""
         blocks = self.rows[lane][start:]
         pages = np.array([self.pages[block] for block in blocks], np.intp)
         return self._entries(lane, start, blocks, pages)
@@ -166,12 +204,16 @@ class SequenceLayout:
     def _entries(
         self, lane: int, start: int, blocks: list[int] | np.ndarray, pages: np.ndarray
     ) -> np.ndarray:
-        entries = np.empty((len(blocks), 5), np.int32)
+        entries = np.empty((len(blocks), FURTHER + len(self.further)), np.int32)
         entries[:, LANE] = lane
         entries[:, SLOT] = self.slot
         entries[:, INDEX] = np.arange(start, start + len(blocks))
         entries[:, PAGE] = pages - lane * self.per_lane
         entries[:, BLOCK] = blocks
+        for group, others in enumerate(self.further):
+            seen = np.array([others[block] for block in blocks], np.intp)
+            # of blocks that have no page there, any will do: they are not read
+            entries[:, FURTHER + group] = np.maximum(seen - lane * self.per_lane, 0)
         return entries
 
     def check(self) -> None:
@@ -182,6 +224,11 @@ class SequenceLayout:
             f"slot {self.slot}: lanes have {counted} blocks, not {self.by_lane}"
         )
         sorts = not self._ascending and self.group_size > 1
+        for pages, first in zip(self.further, self.first_seen):
+            assert len(pages) == len(self.pages), f"slot {self.slot}: a group lacks blocks"
+            assert (np.array(pages[first:], np.int32) // self.per_lane == lanes[first:]).all(), (
+                f"slot {self.slot}: pages of one block are on several lanes"
+            )
         for lane, row in enumerate(self.rows):
             blocks = np.flatnonzero(lanes == lane).tolist()
             in_order = sorted(row) if sorts else row

@@ -11,7 +11,7 @@ a block takes it and returns it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from flax import nnx
 
 from jaxserve.checkpoint.delta_net import DeltaNetSpec
 from jaxserve.checkpoint.model import ModelConfig, declare
+from jaxserve.checkpoint.page_groups import PagePlace
 from jaxserve.checkpoint.rope import Rope
 from jaxserve.checkpoint.specs import (
     AttentionSpec,
@@ -165,16 +166,19 @@ def run_layers(
     model: ModelConfig,
     x: jax.Array,
     positions: jax.Array,
-    groups: Groups,
+    groups: Sequence[Groups],
     caches: list[LayerCache],
+    places: Sequence[PagePlace],
     moves: jax.Array | None = None,
 ):
     """Runs hidden states x [T, D] at positions [T] (-1: padding) through the stage's layers.
 
-    caches: KV pages or states, one pool per layer. moves [2, size, m]: pages to move between lanes
-    before attention, as in `move_pages`. Those of a layer are issued beside the layer before it,
-    on which they do not depend: in the order in which layers need them, and no earlier, so that
-    only one layer's are under way (Tetris, section 4.1). Returns x and the caches.
+    groups: the rows by page group. caches: pools of KV pages, and states. places: of each layer the
+    page group and the number of its cache. moves [2, size, m]: pages to move between lanes before
+    attention, as in `move_pages`, where each layer has a cache of its own. Those of a layer are
+    issued beside the layer before it, on which they do not depend: in the order in which layers
+    need them, and no earlier, so that only one layer's are under way (Tetris, section 4.1). Returns
+    x and the caches.
     """
     clipped = jnp.maximum(positions, 0)
     cos_sin: dict[Rope | None, tuple[jax.Array, jax.Array]] = {
@@ -184,13 +188,16 @@ def run_layers(
     }
     caches = list(caches)
     if moves is not None:
-        caches[0] = move_pages(caches[0], moves, groups.lanes)
-    for i, block in enumerate(stage.layers):
+        assert len(groups) == 1, "moves between lanes are for models with one page group"
+        caches[0] = move_pages(caches[0], moves, groups[0].lanes)
+    for i, (block, (group, number)) in enumerate(zip(stage.layers, places)):
         if moves is not None and i + 1 < len(caches):
             x, moves = jax.lax.optimization_barrier((x, moves))  # not before x is there
-            caches[i + 1] = move_pages(caches[i + 1], moves, groups.lanes)
+            caches[i + 1] = move_pages(caches[i + 1], moves, groups[0].lanes)
         table = cos_sin.get(block.rope)
-        x, caches[i] = _run_block(*nnx.split(block), x, positions, table, groups, caches[i])
+        x, caches[number] = _run_block(
+            *nnx.split(block), x, positions, table, groups[group], caches[number]
+        )
     return x, caches
 
 

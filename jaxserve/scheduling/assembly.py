@@ -10,6 +10,8 @@ from jaxserve.cache import CacheManager, LaneRules
 from jaxserve.cache.hashes import CacheIdentity
 from jaxserve.cache.manager import ANONYMOUS
 from jaxserve.cache.tiers import LowerTiers
+from jaxserve.checkpoint.model import ModelConfig
+from jaxserve.checkpoint.page_groups import ONE_GROUP, Windows, page_windows
 from jaxserve.costs.coefficients import NOMINAL, Costs
 from jaxserve.costs.predictor import Predictor
 from jaxserve.lanes.cdsp import PLANNERS, Instances
@@ -145,16 +147,30 @@ class ReplicaSizes:
         return LanePlanner(policy, instances, rates)
 
 
+def served_windows(
+    model: ModelConfig, cache: CacheConfig, scheduler: SchedulerConfig, role: str, lanes: int
+) -> Windows:
+    """Returns the windows of a model's page groups in a replica with these settings: one group
+    where blocks leave their lane, which moves all layers of a block as one."""
+    moves = (
+        cache.host_cache_gib > 0
+        or role != "mixed"
+        or (lanes > 1 and (cache.copies or scheduler.planner != "none"))
+    )
+    return ONE_GROUP if moves else page_windows(model)
+
+
 @dataclasses.dataclass(frozen=True)
 class CachedModel:
     """A model as its cache and scheduler know it. ascending: rows of blocks must ascend, as for
-    sliding windows. states: layers keep states, so that blocks alone do not bring a prefix back,
-    and one lane computes all of a sequence."""
+    sliding windows. windows: of the page groups behind the first. states: layers keep states, so
+    that blocks alone do not bring a prefix back, and one lane computes all of a sequence."""
 
     identity: CacheIdentity = ANONYMOUS
     ascending: bool = False
     eos_ids: Iterable[int] = ()
     states: bool = False
+    windows: tuple[int, ...] = ()
 
 
 def assemble(
@@ -177,7 +193,7 @@ def assemble(
         sizes.scheduler.max_seqs,
         model.identity,
         lower,
-        LaneRules(sizes.stripe(profile), sizes.moves, model.ascending, model.states),
+        LaneRules(sizes.stripe(profile), sizes.moves, model.ascending, model.states, model.windows),
     )
     return Scheduler(
         sizes.scheduler,

@@ -50,11 +50,11 @@ class DecodeReserve:
 
     def _growth(self, start: Any, limit: Any) -> Any:
         """Predicts pages from position `start` to the end of a sequence, at `limit` at last."""
-        size = self._cache.block_size
+        pages = self._cache.needs.of
         end = limit
         if not self._certain:
             tokens = self._lengths.remaining
             if tokens == math.inf:
                 tokens = UNKNOWN_TOKENS
             end = np.minimum(start + tokens, limit)
-        return np.maximum(-(-end // size) - -(-start // size), 0)
+        return np.maximum(pages(end) - pages(start), 0)

@@ -201,14 +201,14 @@ class LoadModel:
         """Predicts when there are pages for each prompt [n]; 0 if there are enough for all."""
         cache = self.cache
         promised = sum(
-            cache.blocks(sequence.prefill_len) - len(cache.layouts[sequence.slot].pages)
+            cache.needs.left(cache.layouts[sequence.slot], sequence.prefill_len)
             for sequence in self.slots.prefilling
         )
         spare = cache.available - promised
-        if cache.blocks(int(tokens.sum())) + len(tokens) <= spare:
+        pages = cache.needs.of(tokens)
+        if pages.sum() <= spare:
             return 0.0
-        blocks = np.where(waits, np.ceil(tokens * (1 / cache.block_size)), 0.0)
-        short = np.cumsum(blocks) - max(spare, 0)
+        short = np.cumsum(np.where(waits, pages, 0.0)) - max(spare, 0)
         # pages come back evenly until the last slot is free
         last = float(forecast.slot_free[-1]) or forecast.completion
         return np.maximum(short, 0.0) * (last / max(cache.total - cache.available, 1))

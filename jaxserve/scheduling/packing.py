@@ -178,7 +178,8 @@ class BatchPacker:
         short = ready[slots.issued[ready] == cache.capacity[ready]]
         if not short.size:
             return ready
-        if short.size <= cache.available:
+        self._pass_windows(short)
+        if short.size <= cache.available_blocks:
             for slot in short.tolist():
                 cache.extend(slot, 1)
             return ready
@@ -197,16 +198,23 @@ class BatchPacker:
         ready = slots.decodable
         ready = ready[~np.isin(ready, partial.slot)]
         short = ready[slots.issued[ready] == cache.capacity[ready]]
-        if short.size <= cache.available:
+        self._pass_windows(short)
+        if short.size <= cache.available_blocks:
             for slot in short.tolist():
                 cache.extend(slot, 1)
         return ready[slots.issued[ready] < cache.capacity[ready]]
+
+    def _pass_windows(self, slots: np.ndarray) -> None:
+        """Takes back pages that the next tokens of these slots do not see."""
+        if self.cache.windows:
+            for slot in slots.tolist():
+                self.cache.pass_windows(slot, int(self.slots.issued[slot]))
 
     def _preempt_for(self, slot: int) -> None:
         """Gives a decode a page, if need be by preempting a younger sequence; none while pages are
         on their way back."""
         slots = self.slots
-        while not self.cache.available and not slots.draining:
+        while not self.cache.available_blocks and not slots.draining:
             younger = np.flatnonzero((slots.phase == DECODE) & (slots.number > slots.number[slot]))
             if slots.prefilling:
                 victim = slots.prefilling[-1]
@@ -215,7 +223,7 @@ class BatchPacker:
             else:
                 return
             slots.withdraw(victim, LEAVING)
-        if self.cache.available:
+        if self.cache.available_blocks:
             self.cache.extend(slot, 1)
 
     # --- the batch

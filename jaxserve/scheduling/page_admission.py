@@ -103,7 +103,7 @@ class PageAdmission:
         self.decode_reserve = decode_reserve
         self.max_running = max_running
         self._small_pages = int(SMALL_PROMPT * cache.total)  # the most that a small prompt takes
-        self.small_tokens = self._small_pages * cache.block_size
+        self.small_tokens = self._small_pages // cache.needs.per_block * cache.block_size
         self._held_by_small = SmallPromptPages(cache)
         self._open = ALL
         self._room = 0  # pages beyond those that the sequence matched last takes
@@ -115,7 +115,7 @@ class PageAdmission:
         promised = 0
         promised_to_small = 0
         for sequence in self.slots.prefilling:
-            pages = cache.blocks(sequence.prefill_len) - len(cache.layouts[sequence.slot].pages)
+            pages = cache.needs.left(cache.layouts[sequence.slot], sequence.prefill_len)
             promised += pages
             if self._held_by_small.is_small[sequence.slot]:
                 promised_to_small += pages
@@ -161,18 +161,19 @@ class PageAdmission:
         and with it others of its size in this step."""
         cache = self.cache
         small = self.is_small(sequence)
-        need = cache.blocks(sequence.prefill_len)
+        need = cache.needs.of(sequence.prefill_len)
         pages = self._cached_pages(sequence)
+        matched = self._matched(sequence, pages)
         reserve = self._reserve_for_small(self._claimant if small else sequence)
         left_to_small = max(0, reserve - self._of_small)
         growth = self._growth(sequence)
         claimed = small and self._claimant is not None
-        if claimed and need + growth - self._held_by_small.among(pages) > left_to_small:
+        if claimed and need + growth - self._held_by_small.among(matched) > left_to_small:
             self._open = (self._open[0], False)
             return None
-        room = self._room_beside(pages, need, growth, left_to_small)
+        room = self._room_beside(matched, need, growth, left_to_small)
         while room < 0 and self._take_promised(sequence, -room):
-            room = self._room_beside(pages, need, growth, left_to_small)
+            room = self._room_beside(matched, need, growth, left_to_small)
         if room >= 0:
             self._room = room
             return pages
@@ -203,6 +204,10 @@ class PageAdmission:
         given_up = cache.promises.give_up_later(due, but=sequence.number)
         if not given_up and self._nothing_runs:
             given_up = cache.leases.give_up_later(due)
+        if not given_up and self._nothing_runs:
+            # its own is in its way where windows see other pages than when it came
+            cache.promises.release(sequence.number)
+            given_up = cache.available_unlocked > before
         self._spare += cache.available_unlocked - before
         return given_up
 
@@ -242,15 +247,22 @@ class PageAdmission:
         )
         return sequence.prefix_match.pages
 
+    def _matched(self, sequence: Sequence, pages: np.ndarray) -> np.ndarray:
+        """Returns the pages of all page groups that a sequence takes with these matched ones."""
+        further = self.cache.published.seen.of(pages, sequence.block_hashes)
+        return np.concatenate([pages, *further]) if further else pages
+
     def admit(self, sequence: Sequence, pages: np.ndarray, home: int) -> None:
         """Gives a waiting sequence a slot, the home lane and the matched pages."""
         cache = self.cache
         small = self.is_small(sequence)
         blocks = cache.blocks(sequence.prefill_len)
+        need = cache.needs.of(sequence.prefill_len)
+        matched = self._matched(sequence, pages)
         growth = self.decode_reserve.of(sequence)  # also where nothing ran beside it so far
-        self._spare -= blocks - len(pages) + cache.pages.evictable(pages) + growth
+        self._spare -= need - len(matched) + cache.pages.evictable(matched) + growth
         if small:
-            self._of_small += blocks - self._held_by_small.among(pages) + growth
+            self._of_small += need - self._held_by_small.among(matched) + growth
         slot = self.slots.admit(sequence, max(len(pages) * cache.block_size, sequence.received))
         self._held_by_small.is_small[slot] = small
         retention = sequence.request.cache_retention
@@ -270,9 +282,9 @@ class PageAdmission:
         total = self.cache.total
         if large is None:
             return total
-        beside = total - self.cache.blocks(large.prefill_len) - self._reserve
+        beside = total - self.cache.needs.of(large.prefill_len) - self._reserve
         return max(0, min(int(SMALL_PROMPT_RESERVE * total), beside))
 
     def check(self) -> None:
         """Checks the counts of pages. Errors: AssertionError with what differs."""
-        self._held_by_small.check([layout.pages for layout in self.cache.layouts])
+        self._held_by_small.check([layout.held() for layout in self.cache.layouts])

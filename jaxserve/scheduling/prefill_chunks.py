@@ -96,7 +96,8 @@ class PrefillChunks:
             home = lanes[0]
         else:
             stop = min(start + step.config.chunk_tokens, sequence.prefill_len)
-            home = cache.choose_home(pages, lanes, cache.blocks(stop) - len(pages), step.pending)
+            need = cache.blocks(stop) - len(pages)
+            home = cache.choose_home(pages, lanes, need * cache.needs.per_block, step.pending)
         pages = self.admission.nearest(pages, home)
         start = max(len(pages) * cache.block_size, sequence.received)
         lanes_of_blocks = part.lanes or cache.dealt_over(
@@ -178,6 +179,11 @@ class PrefillChunks:
         if not length:
             return False
         self.admit(step, candidate)
+        if candidate.first is not None and self.cache.windows:
+            # admission counts what windows see, of all of the prompt, and not a chunk's own blocks
+            length = self.length_with_pages(sequence, length, 0)
+            if not length:
+                return False
         place = candidate.place
         size = self._extend(sequence, candidate.start + length)
         local = size == 1 and place.dealt is None
@@ -199,7 +205,8 @@ class PrefillChunks:
         which there are pages beside the `reserve`."""
         cache = self.cache
         start = int(self.slots.issued[sequence.slot])
-        spare = max(cache.available - reserve, 0)
+        cache.pass_windows(sequence.slot, start)
+        spare = max(cache.available_blocks - -(-reserve // cache.needs.per_block), 0)
         capacity = int(cache.capacity[sequence.slot]) + spare * cache.block_size
         return min(sequence.prefill_len - start, limit, capacity - start)
 

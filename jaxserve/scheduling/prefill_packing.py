@@ -153,7 +153,7 @@ class PrefillPacker:
         return step
 
     def _new_step(self, config: SchedulerConfig, now: float, budget: StepBudget) -> PrefillStep:
-        reserve = int(np.count_nonzero(self.slots.phase == DECODE))
+        reserve = int(np.count_nonzero(self.slots.phase == DECODE)) * self.cache.needs.per_block
         step = PrefillStep(config, now, budget, reserve, [0.0] * len(budget.lanes))
         for sequence in self.slots.prefilling:
             step.count_pending(sequence, self.cache.prefill_lanes(sequence.slot))

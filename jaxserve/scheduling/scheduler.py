@@ -228,11 +228,11 @@ class Scheduler:
             )
         if not 0 <= received < prompt:
             raise RequestError("received", f"{received} tokens of a prompt of {prompt}")
-        need = self.cache.blocks(prompt + limit - 1)
-        if need > self.cache.total:
+        need = self.cache.needs.of(prompt + limit - 1)
+        if need > self.cache.usable:
             raise RequestError(
                 "prompt",
-                f"with max_tokens {limit} it needs {need} pages, the cache has {self.cache.total}",
+                f"with max_tokens {limit} it needs {need} pages, the cache has {self.cache.usable}",
             )
         stops = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_eos:

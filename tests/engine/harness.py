@@ -110,7 +110,9 @@ def fresh(
             plan.mesh.kvp,
             plan.slots,
             lower=old.worker.lower_tiers,
-            rules=LaneRules(most_moves=plan.moves),
+            rules=LaneRules(
+                most_moves=plan.moves, ascending=plan.model.has_windows, windows=plan.windows
+            ),
         ),
         plan.mesh,
         old.info.max_model_len,

@@ -4,6 +4,7 @@ dequantised weights."""
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import httpx
@@ -61,3 +62,21 @@ def test_it_is_served_over_http(gemma):
         answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=300).json()
     text = Tokenizer.load(gemma).decode(CASES[0]["output_ids"][:8])
     assert answer["choices"][0]["text"] == text
+
+
+def test_windows_that_keep_what_they_see_give_the_tokens_of_one_table(gemma):
+    """A prompt of three windows, in chunks, and again after a prefix hit."""
+    rng = random.Random(0)
+    prompt = [rng.randrange(1000, 200_000) for _ in range(3 * 512)]
+    tokens = []
+    for settings in (dict(host_cache_gib=0.01), {}):
+        real = engine(gemma, chunk=256, seqs=4, pages=1000, quantization="none", **settings)
+        assert bool(real.worker.plan.windows) != bool(settings)
+        runner = Runner(real)
+        for _ in range(2):
+            id = runner.submit(prompt, max_tokens=32, ignore_eos=True)
+            runner.run()
+            tokens.append(runner.ids(id))
+        assert runner.completion(id).finished.usage.cached == len(prompt) - 16
+        assert_empty(real)
+    assert len(set(map(tuple, tokens))) == 1

@@ -608,7 +608,7 @@ def step_of_model(
     pages = (1, pool.pages, model.kv_heads, 2, block, model.head_dim)
     pools = [pool_shapes(pages, np.dtype(kv))] * model.layers
     rest = (
-        array((1, 2, pool.slots, pool.width)),
+        [array((1, 2, pool.slots, pool.width))],
         array((1, layout(shape, block).size)),
         array((1, pool.slots)),
     )

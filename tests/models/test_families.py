@@ -12,6 +12,7 @@ from safetensors.numpy import save_file
 
 from jaxserve.checkpoint.model_config import from_hf, to_hf
 from jaxserve.checkpoint.model_paths import CheckpointError
+from jaxserve.checkpoint.page_groups import page_windows
 from jaxserve.weights.checkpoint import check, open_checkpoint
 from jaxserve.weights.names import tensors_of
 from tests.engine.harness import Runner, assert_empty, engine
@@ -150,12 +151,14 @@ def assert_equals_transformers(name: str, mesh: str, folder: Path, **settings) -
     print(f"{name}: smallest gap between ranks of experts {answer.gap:.1e}")
     assert answer.gap > TIE  # else equal tokens are luck
     length = len(prompt) + len(tokens)
+    folder = write_model(folder / "model", name)
+    groups = 1 + len(page_windows(open_checkpoint(str(folder)).config))
     real = engine(
-        write_model(folder / "model", name),
+        folder,
         mesh,
         chunk=32,
         seqs=2,
-        pages=48,
+        pages=48 * groups,
         block=8,
         max_len=32 if length <= 32 else 80,
         placement="random" if "kvp" in mesh else "grow",

@@ -8,6 +8,7 @@ position is a function of that hash and of the completion's index.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter, defaultdict, deque
 
 import numpy as np
@@ -59,15 +60,18 @@ def expected(prompt: list[int], index: int, sampling: SamplingParams) -> tuple[l
 
 class Device:
     """Runs batches in the order they are given, and asserts that each finds in its pages what it
-    must."""
+    must: in those of page groups with windows what these see."""
 
-    def __init__(self, block_size: int, sequences: dict[int, Sequence]):
+    def __init__(
+        self, block_size: int, sequences: dict[int, Sequence], windows: tuple[int, ...] = ()
+    ):
         self.block_size = block_size
         self.sequences = sequences
-        # lane, slot: index: page, block
-        self.table: dict[tuple[int, int], dict[int, tuple[int, int]]] = defaultdict(dict)
-        # lane, page: offset: kv
-        self.pages: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
+        self.windows: tuple[float, ...] = (math.inf, *windows)
+        # lane, slot: index: block, and its page in each page group
+        self.table: dict[tuple[int, int], dict[int, tuple[int, list[int]]]] = defaultdict(dict)
+        # lane, page: offset: page group, kv
+        self.pages: dict[tuple[int, int], dict[int, tuple[int, int]]] = defaultdict(dict)
         self.last: dict[int, int] = {}  # slot: token sampled last
         self.index: dict[int, int] = {}  # slot: completion
         self.truth: dict[int, list[int]] = defaultdict(list)  # sequence: kv by position
@@ -76,8 +80,8 @@ class Device:
     def run(self, batch: Batch) -> np.ndarray:
         """Sampled tokens [n]; -1 where none is."""
         self._check_shape(batch)
-        for lane, slot, index, page, block in batch.table_updates.tolist():
-            self.table[lane, slot][index] = page, block
+        for lane, slot, index, page, block, *further in batch.table_updates.tolist():
+            self.table[lane, slot][index] = block, [page, *further]
         self._move(batch.moves.tolist())
         for row in batch.admitted:
             self.index[int(batch.slot[row])] = self.sequences[int(batch.seq[row])].index
@@ -116,28 +120,38 @@ class Device:
         assert not ids, "tokens of no chunk"
         return out
 
-    def blocks(self, batch: Batch, row: int) -> dict[int, tuple[int, int]]:
-        """Block -> lane and page of a chunk's sequence, as its table rows say."""
+    def blocks(self, batch: Batch, row: int, group: int = 0) -> dict[int, tuple[int, int]]:
+        """Block -> lane and page of a chunk's sequence in a page group, as its table rows say: of
+        those blocks of which the chunk's tokens see any."""
+        first = max(0, int(batch.start[row]) - self.windows[group] + 1) // self.block_size
+        every = self._entries(batch, row, group)
+        return {block: place for block, place in every.items() if block >= first}
+
+    def used(self, batch: Batch, row: int) -> set[tuple[int, int]]:
+        """Lanes and pages that a chunk reads or writes, of all page groups."""
+        groups = range(len(self.windows))
+        return {place for group in groups for place in self.blocks(batch, row, group).values()}
+
+    def _entries(self, batch: Batch, row: int, group: int) -> dict[int, tuple[int, int]]:
         found: dict[int, tuple[int, int]] = {}
         for lane, held in enumerate(batch.blocks_per_lane[row].tolist()):
             entries = [self.table[lane, int(batch.slot[row])][index] for index in range(held)]
-            numbers = [block for _, block in entries]
+            numbers = [block for block, _ in entries]
             ascends = batch.group_size[row] == 1 or not self.moved
             assert numbers == sorted(set(numbers)) or (
                 not ascends and len(set(numbers)) == len(numbers)
             ), f"row of lane {lane} is not ascending: {numbers}"
-            found |= {block: (lane, page) for page, block in entries}
+            found |= {block: (lane, pages[group]) for block, pages in entries}
         stop = int(batch.start[row] + batch.length[row])
         assert sorted(found) == list(range(-(-stop // self.block_size))), (
             f"blocks {sorted(found)} for {stop} tokens"
         )
-        group = group_around(int(batch.lane[row]), int(batch.group_size[row]))
-        assert all(lane in group for lane, _ in found.values())
+        lanes = group_around(int(batch.lane[row]), int(batch.group_size[row]))
+        assert all(lane in lanes for lane, _ in found.values())
         return found
 
     def _compute(self, batch: Batch, row: int, tokens: list[int]) -> set[tuple[int, int]]:
         """Checks what the pages hold of the tokens before, adds the chunk's own; pages written."""
-        blocks = self.blocks(batch, row)
         start = int(batch.start[row])
         seq = int(batch.seq[row])
         size = self.block_size
@@ -146,30 +160,36 @@ class Device:
         written = set()
         while len(truth) < start:  # after a prefix hit
             truth.append(kv(truth[-1] if truth else 0, int(history(len(truth), len(truth) + 1)[0])))
-        for position in range(start):
-            found = self.pages[blocks[position // size]].get(position % size)
-            assert found == truth[position], f"sequence {seq}: wrong KV at position {position}"
+        every = [self.blocks(batch, row, group) for group in range(len(self.windows))]
+        for group, (blocks, window) in enumerate(zip(every, self.windows)):
+            for position in range(max(0, start - window + 1), start):
+                found = self.pages[blocks[position // size]].get(position % size)
+                assert found == (group, truth[position]), (
+                    f"sequence {seq}, page group {group}: wrong KV at position {position}"
+                )
         for position, token in enumerate(tokens, start):
             state = kv(truth[position - 1] if position else 0, token)
             assert truth[position : position + 1] in ([], [state]), (
                 f"sequence {seq}: another token at position {position} than before"
             )
             truth[position : position + 1] = [state]
-            self.pages[blocks[position // size]][position % size] = state
-            written.add(blocks[position // size])
+            for group, blocks in enumerate(every):
+                self.pages[blocks[position // size]][position % size] = group, state
+                written.add(blocks[position // size])
         return written
 
     def _check_writes(self, batch: Batch, written: list[set[tuple[int, int]]]) -> None:
         for row, pages in enumerate(written):
             for other in range(len(written)):
-                shared = pages & set(self.blocks(batch, other).values()) if other != row else set()
+                shared = pages & self.used(batch, other) if other != row else set()
                 assert not shared, f"chunks {row} and {other} meet on pages {shared}"
 
     def _sample(self, batch: Batch, row: int) -> int:
         slot = int(batch.slot[row])
         last = int(batch.start[row] + batch.length[row]) - 1
         page = self.blocks(batch, row)[last // self.block_size]
-        self.last[slot] = sampled(self.pages[page][last % self.block_size], self.index[slot])
+        _, state = self.pages[page][last % self.block_size]
+        self.last[slot] = sampled(state, self.index[slot])
         return self.last[slot]
 
 
@@ -185,16 +205,17 @@ class Replica:
         max_len: int = 1000,
         costs: Costs = NOMINAL,
         planner: PoolScheduler | None = None,
+        windows: tuple[int, ...] = (),
     ):
         self.cache = CacheManager(
             dataclasses.replace(cache, placement=placement),
             mesh.kvp,
             config.max_seqs,
             CacheIdentity("model", "float32"),
-            rules=LaneRules(most_moves=2),
+            rules=LaneRules(most_moves=2, ascending=bool(windows), windows=windows),
         )
         self.scheduler = Scheduler(config, self.cache, mesh, max_len, {EOS}, costs, planner)
-        self.device = Device(cache.block_size, self.scheduler.sequences)
+        self.device = Device(cache.block_size, self.scheduler.sequences, windows)
         self.flight: deque[tuple[Batch, np.ndarray, set]] = deque()
         self.requests: dict[str, Request] = {}
         self.heard: dict[str, list[Event]] = defaultdict(list)
@@ -232,7 +253,7 @@ class Replica:
             used = {
                 (page, seq)
                 for row, seq in enumerate(batch.seq.tolist())
-                for page in self.device.blocks(batch, row).values()
+                for page in self.device.used(batch, row)
             }
             self._check_fresh(batch, used)
             self._check_limits(batch)
@@ -246,13 +267,14 @@ class Replica:
         size = self.device.block_size
         lanes = self.cache.pages.per_lane
         place = {
-            sequence.number: {divmod(page, lanes) for page in self.cache.layouts[slot].pages}
+            sequence.number: {divmod(page, lanes) for page in self.cache.layouts[slot].held()}
             for slot, sequence in self.scheduler.slots.by_slot.items()
         }
         for row, (seq, start) in enumerate(zip(batch.seq.tolist(), batch.start.tolist())):
             new = {
                 page
-                for block, page in self.device.blocks(batch, row).items()
+                for group in range(len(self.device.windows))
+                for block, page in self.device.blocks(batch, row, group).items()
                 if (block + 1) * size > start
             }
             for earlier, _, others in self.flight:

@@ -3,6 +3,8 @@ invariants hold, answers are exact, and nothing is left."""
 
 from __future__ import annotations
 
+import dataclasses
+
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -32,6 +34,7 @@ CACHE = st.builds(
     prefix_caching=st.booleans(),
     prefix_copies=st.booleans(),
 )
+WINDOWS = st.just([]) | st.lists(st.integers(1, 9), min_size=1, max_size=3)
 MESH = st.builds(MeshConfig, spp=st.integers(1, 3), kvp=st.integers(1, 4))
 TAIL = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6)
 SAMPLING = st.fixed_dictionaries(
@@ -47,11 +50,21 @@ SAMPLING = st.fixed_dictionaries(
 
 class Traffic(RuleBasedStateMachine):
     @initialize(
-        config=CONFIG, cache=CACHE, mesh=MESH, placement=st.sampled_from(sorted(PLACEMENTS))
+        config=CONFIG,
+        cache=CACHE,
+        mesh=MESH,
+        placement=st.sampled_from(sorted(PLACEMENTS)),
+        windows=WINDOWS,
     )
-    def build(self, config, cache, mesh, placement):
+    def build(self, config, cache, mesh, placement, windows):
         costs = COSTS if config.admission != "queue" else NOMINAL
-        self.replica = Replica(config, cache, mesh, placement, costs=costs)
+        if windows:  # as `served_windows` says
+            cache = dataclasses.replace(
+                cache, prefix_copies=False, pages=cache.pages * (1 + len(windows))
+            )
+        self.replica = Replica(
+            config, cache, mesh, placement, costs=costs, windows=tuple(sorted(windows))
+        )
         self.ahead = mesh.spp + 1
 
     @rule(

@@ -56,7 +56,7 @@ class Forecast:
 def forecast(scheduler: Scheduler) -> Forecast | None:
     """Returns its predictor's forecast; None without known costs of steps."""
     predictor = scheduler.predictor
-    longest = min(scheduler.max_len, scheduler.cache.total * scheduler.cache.block_size)
+    longest = min(scheduler.max_len, scheduler.cache.needs.longest(scheduler.cache.usable))
     if not predictor.calibrated:
         return None
     lengths = sorted({*(length for length in LENGTHS if length < longest), longest - 1})
@@ -69,7 +69,7 @@ def forecast(scheduler: Scheduler) -> Forecast | None:
     fits = [
         (batch, length)
         for batch, length in itertools.product(batches, lengths)
-        if batch * scheduler.cache.blocks(length + 1) <= scheduler.cache.total
+        if batch * scheduler.cache.needs.of(length + 1) <= scheduler.cache.total
     ]
     return Forecast(
         {length: scheduler.times.alone(length) for length in lengths},

@@ -156,7 +156,7 @@ def first_token(
     demand = plan.demand(batch)
     shape = plan.shape_for(demand, but=uncompiled)
     assert shape is not None, "no compiled shape holds a decode"
-    arrays = StepRows(batch, demand, shape, plan.block_size).arrays()
+    arrays = StepRows(batch, demand, shape, plan.block_size, page_groups=plan.page_groups).arrays()
     execute(
         StepCommand(
             number=0, shape=plan.shapes.index(shape), variant=GREEDY, rows=arrays.rows, reset=True
@@ -230,7 +230,9 @@ class StepTimer:
             )
         for slot, spread in zip(batch.slot.tolist(), batch.spread.tolist()):
             self._write_table(slot, point.group_size if spread else 1)
-        return StepRows(batch, demand, shape, plan.block_size).arrays()
+        return StepRows(
+            batch, demand, shape, plan.block_size, page_groups=plan.page_groups
+        ).arrays()
 
     def _run(self, command: StepCommand, steps: int) -> float:
         """Runs steps one after the other; returns the seconds of all."""
@@ -253,6 +255,7 @@ class StepTimer:
             at = np.arange(len(blocks))
             pages = (slot * plan.width + at * 7919) % plan.pages
             columns = [np.full_like(at, lane), np.full_like(at, slot), at, pages, blocks]
+            columns += [pages] * (len(plan.windows))
             updates = np.stack(columns, 1).astype(np.int32)
             self._worker.execute(StepCommand(number=0, table_updates=updates))
 

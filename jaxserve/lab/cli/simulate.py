@@ -219,6 +219,7 @@ def report_of(
     arrivals: Sequence[Arrival],
     outcomes: Mapping[str, Outcome],
 ) -> dict[str, Any]:
+    cache = replica.scheduler.cache
     return {
         "simulated": True,
         "model": values["model"],
@@ -226,7 +227,7 @@ def report_of(
         "mesh": str(replica.info.mesh),
         "seed": values["seed"],
         "noise": values["noise"],
-        "kv_tokens_per_lane": replica.info.pages_per_lane * replica.info.block_size,
+        "kv_tokens_per_lane": cache.needs.longest(cache.usable) // replica.info.mesh.kvp,
         "scheduler": dataclasses.asdict(scheduler),
         "workload": workload_summary(arrivals),
         "results": {

@@ -19,6 +19,7 @@ import numpy as np
 from jaxserve.api.errors import RequestError
 from jaxserve.api.request import Request, Slo
 from jaxserve.checkpoint.model import ModelConfig, layers_of
+from jaxserve.checkpoint.page_groups import ONE_GROUP, Windows, pool_count
 from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.clock import VirtualClock
 from jaxserve.costs.coefficients import Costs
@@ -34,7 +35,13 @@ from jaxserve.lab.simulate.tiers import TierSizes, VirtualTiers
 from jaxserve.lanes.groups import group_sizes
 from jaxserve.lanes.rates import LaneLinks, Link
 from jaxserve.lanes.work import ITEM, Heads
-from jaxserve.scheduling.assembly import CachedModel, ReplicaProfile, ReplicaSizes, assemble
+from jaxserve.scheduling.assembly import (
+    CachedModel,
+    ReplicaProfile,
+    ReplicaSizes,
+    assemble,
+    served_windows,
+)
 from jaxserve.settings.schema import (
     CacheConfig,
     ConfigError,
@@ -178,9 +185,10 @@ class System:
         checkpoint does."""
         return self.model.weight_bytes(self.mesh.tp, self.mesh.spp)
 
-    def kv_tokens(self, slots: int = 0) -> int:
-        """Tokens whose KV fits on one lane, beside the states of as many sequences as there are
-        slots. Errors: ConfigError where not even the weights fit."""
+    def kv_tokens(self, slots: int = 0, windows: Windows = ONE_GROUP) -> int:
+        """Tokens whose KV of one page group fits on one lane, beside the states of as many
+        sequences as there are slots. windows: of the page groups. Errors: ConfigError where not
+        even the weights fit."""
         free = self.memory * devices()[self.device].memory_bytes - self.weights
         if free <= 0:
             raise ConfigError(
@@ -193,8 +201,8 @@ class System:
         rank = self.shape.share(self.mesh.tp)
         stages = layers_of(self.shape, self.mesh.spp)
         states = slots * max(map(rank.state_bytes, stages))
-        layers = max(map(self.shape.paged_layers, stages))
-        return max(0, int((free - states) / (layers * self.heads.kv_bytes)))
+        pools = max(pool_count(self.shape, windows, stage) for stage in stages)
+        return max(0, int((free - states) / (pools * self.heads.kv_bytes)))
 
     def tiers(self, cache: CacheConfig) -> VirtualTiers | None:
         """Returns the tiers below the devices that these settings ask for; None without any. Of a
@@ -230,13 +238,18 @@ class System:
         system = self.with_cache(cache)
         system.check()
         check_lanes(self.mesh, cache, scheduler)
-        pages = cache.pages or system.kv_tokens(scheduler.max_seqs) // cache.block_size
+        windows = served_windows(self.shape, cache, scheduler, "mixed", self.mesh.kvp)
+        pages = cache.pages or system.kv_tokens(scheduler.max_seqs, windows) // cache.block_size
         cache = dataclasses.replace(cache, pages=pages)
         return VirtualReplica(
             assemble(
                 system.sizes(scheduler, cache),
                 system.profile,
-                CachedModel(ascending=self.shape.has_windows, states=self.shape.has_states),
+                CachedModel(
+                    ascending=self.shape.has_windows,
+                    states=self.shape.has_states,
+                    windows=windows,
+                ),
                 system.tiers(cache),
             ),
             cache,

@@ -25,7 +25,11 @@ class CacheConfig(Settings):
     """The KV cache of one replica. Pages are counted per lane."""
 
     block_size: int = option(16, "tokens per KV block (and per page)", low=1, high=1024)
-    pages: int | None = option(None, "KV pages per lane; default: from kv_memory_gib", low=2)
+    pages: int | None = option(
+        None,
+        "KV pages per lane, each of a page group of layers; default: from kv_memory_gib",
+        low=2,
+    )
     kv_memory_gib: float | None = option(
         None,
         "memory for KV pages and states per device (GiB), where pages is not given; default: what "

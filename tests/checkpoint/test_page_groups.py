@@ -1,0 +1,112 @@
+"""Which layers share a page table, and the bytes of KV that follow."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+from jaxserve.cache import CacheManager, LaneRules
+from jaxserve.checkpoint.model import layers_of
+from jaxserve.checkpoint.page_groups import (
+    ONE_GROUP,
+    page_places,
+    page_windows,
+    pool_count,
+    window_blocks,
+)
+from jaxserve.checkpoint.zoo import MODELS
+from jaxserve.settings.schema import CacheConfig
+
+BLOCK = 16
+TOKENS = 128 * 1024
+GEMMA = dataclasses.replace(
+    MODELS["llama3-8b"],
+    name="gemma-3-27b",
+    layers=62,
+    heads=32,
+    kv_heads=16,
+    head_dim=128,
+    windows=(1024,) * 5 + (None,),
+)
+GPT_OSS = MODELS["gpt-oss-120b"]
+
+
+@pytest.mark.parametrize("model, windows, pools", [(GEMMA, (1024,) * 6, 10), (GPT_OSS, (128,), 18)])
+def test_groups_of_a_window_are_as_large_as_the_group_that_sees_all(model, windows, pools):
+    assert page_windows(model) == windows
+    assert pool_count(model, windows, range(model.layers)) == pools
+
+
+@pytest.mark.parametrize("windows", [(None,), (4096,), (None, None, 64)])
+def test_models_without_windows_or_with_few_or_with_nothing_else_have_one_group(windows):
+    model = dataclasses.replace(GEMMA, windows=windows)
+    assert page_windows(model) == ONE_GROUP
+    places = page_places(model, ONE_GROUP, range(5, 9))
+    assert [place.pool for place in places.values()] == list(range(4))
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 7])
+@pytest.mark.parametrize("model", [GEMMA, GPT_OSS], ids=lambda model: model.name)
+def test_every_layer_has_a_pool_that_no_other_of_its_group_has(model, stages):
+    windows = page_windows(model)
+    for layers in layers_of(model, stages):
+        places = page_places(model, windows, layers)
+        assert sorted(places) == list(layers)
+        assert len(set(places.values())) == len(layers)
+        for layer, place in places.items():
+            assert model.window(layer) == (None, *windows)[place.group]
+
+
+@pytest.mark.parametrize("model, gain", [(GEMMA, 5.5), (GPT_OSS, 1.9)], ids=["gemma", "gpt-oss"])
+def test_kv_of_a_long_sequence_has_the_bytes_of_the_formula(model, gain):
+    """Of full layers all tokens, of others those that their window sees, and no more than a block
+    of each group beyond them."""
+    windows = page_windows(model)
+    pools = pool_count(model, windows, range(model.layers))
+    cache = CacheManager(CacheConfig(block_size=BLOCK, pages=20_000), 1, 1, rules=rules(windows))
+    layer = model.kv_bytes_per_token() // model.layers
+    page = pools * layer * BLOCK
+    whole = layer * sum(min(TOKENS, model.window(at) or TOKENS) for at in range(model.layers))
+    taken = cache.needs.of(TOKENS) * page
+    assert whole <= taken <= whole * 1.01 + len(windows) * 2 * page
+    assert TOKENS * model.kv_bytes_per_token() / taken > gain
+
+
+def test_five_times_as_many_sequences_of_128k_tokens_fit():
+    """Of Gemma 3's shape, in the memory in which one table for all layers has two."""
+    memory = 2 * TOKENS * GEMMA.kv_bytes_per_token()
+    assert fitting(GEMMA, ONE_GROUP, memory) == 2
+    assert fitting(GEMMA, page_windows(GEMMA), memory) >= 2 * 5
+
+
+def fitting(model, windows, memory: int) -> int:
+    """Counts the sequences that are computed whole, in chunks, before pages run out; all stay."""
+    pools = pool_count(model, windows, range(model.layers))
+    page = pools * model.kv_bytes_per_token() // model.layers * BLOCK
+    config = CacheConfig(block_size=BLOCK, pages=memory // page, prefix_caching=False)
+    cache = CacheManager(config, 1, 20, rules=rules(windows))
+    chunk = 2048
+    for slot in range(20):
+        cache.admit(slot, cache.match(None, 0).pages, 0)
+        for start in range(0, TOKENS, chunk):
+            cache.pass_windows(slot, start)
+            if cache.available < chunk // BLOCK * cache.needs.per_block:
+                return slot
+            cache.extend(slot, chunk // BLOCK)
+        cache.pass_windows(slot, TOKENS)
+        cache.check()
+    return 20
+
+
+def rules(windows) -> LaneRules:
+    return LaneRules(ascending=True, windows=windows)
+
+
+@pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 128])
+def test_the_blocks_of_a_window_are_those_that_a_token_sees_wherever_it_is(window):
+    seen = [
+        position // BLOCK - max(0, position - window + 1) // BLOCK + 1 for position in range(400)
+    ]
+    assert window_blocks(window, BLOCK) == max(seen) == math.ceil((window - 1) / BLOCK) + 1

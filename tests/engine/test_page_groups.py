@@ -1,0 +1,107 @@
+"""Layers with sliding windows keep the pages of what they see: tokens are those of a cache that
+keeps all pages, whatever is freed, evicted, preempted and found again, on any lanes."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from jaxserve.checkpoint.page_groups import ONE_GROUP
+from tests.engine.harness import Runner, assert_empty, engine, fresh
+from tests.models.test_families import write_model
+
+BLOCK = 4
+WINDOW = 20
+LANES = ["", "kvp=2", *(pytest.param(f"kvp={n}", marks=pytest.mark.matrix) for n in (4, 8))]
+ASKED = dict(max_tokens=40, ignore_eos=True)
+
+
+def prompts(count: int) -> list[list[int]]:
+    """Prompts of up to six windows, some of which begin alike."""
+    rng = random.Random(count)
+    common = [rng.randrange(120) for _ in range(60)]
+    return [
+        common[: rng.choice((0, 30, 60))] + [rng.randrange(120) for _ in range(rng.randint(1, 60))]
+        for _ in range(count)
+    ]
+
+
+def tiny(folder, name: str, mesh: str = "", **settings):
+    return engine(
+        write_model(folder / name, name),
+        mesh,
+        chunk=24,
+        seqs=4,
+        block=BLOCK,
+        max_len=160,
+        **settings,
+    )
+
+
+@pytest.mark.parametrize("mesh", LANES)
+@pytest.mark.parametrize("name", ["gemma3", "gpt_oss"])
+def test_tokens_are_those_of_one_table_for_all_layers(name, mesh, tmp_path):
+    whole = tiny(tmp_path / "whole", name, pages=400, host_cache_gib=0.01)
+    assert whole.worker.plan.windows == ONE_GROUP
+    runner = Runner(whole)
+    some = prompts(8)
+    right = []
+    for prompt in some:
+        right.append(runner.submit(prompt, **ASKED))
+        runner.run()
+    groups = tiny(tmp_path / "groups", name, mesh, pages=400)
+    assert groups.worker.plan.windows
+    lanes = groups.worker.plan.mesh.kvp
+    blocks = 160 // BLOCK
+    for seed, placement in enumerate(("grow", "random") if lanes > 1 else ("grow",)):
+        # about as many pages as two of the four sequences have: others are preempted and evicted
+        pages = 2 * (blocks + len(groups.worker.plan.windows) * (WINDOW // BLOCK + 7)) // lanes
+        tight = fresh(groups, placement, pages=pages, decode_reserve=0.0)
+        found = Runner(tight)
+        for chunks in ((1, 2, 3), (5, 24)):
+            ids = [found.submit(prompt, **ASKED) for prompt in some]
+            found.run(chunks=chunks, seed=seed)
+            for id, one in zip(ids, right):
+                assert found.ids(id) == runner.ids(one)
+        assert tight.scheduler.slots.preemptions or lanes > 1, "pages were not short"
+        assert_empty(tight)
+
+
+def test_a_prefix_is_found_where_windows_see_published_pages_alone(tmp_path):
+    """At the end of a prompt and, for the pages of passed windows stay cached, in its middle."""
+    real = tiny(tmp_path, "gemma3", pages=800)
+    runner = Runner(real)
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(0, 120, 100).tolist()
+    runner.submit(prompt, **ASKED)
+    runner.run()
+    for kept in (100, 60, 21):
+        other = prompt[:kept] + [(prompt[kept % 100] + 1) % 120] * 30
+        hit = runner.submit(other, max_tokens=8, ignore_eos=True)
+        runner.run()
+        anew = runner.submit(
+            other, max_tokens=8, ignore_eos=True, rest=dict(bypass_prefix_cache=True)
+        )
+        runner.run()
+        assert runner.completion(hit).finished.usage.cached == kept // BLOCK * BLOCK
+        assert runner.ids(hit) == runner.ids(anew)
+
+
+def test_a_sequence_holds_what_its_windows_see(tmp_path):
+    real = tiny(tmp_path, "gemma3", pages=400)
+    cache = real.scheduler.cache
+    runner = Runner(real)
+    runner.submit([5] * 100, max_tokens=50, ignore_eos=True)
+    groups = len(cache.windows)
+    assert groups == 3
+    most = 0
+    while real.step():
+        layout = max(cache.layouts, key=lambda layout: len(layout.pages))
+        blocks = len(layout.pages)
+        chunk = 24 // BLOCK
+        held = len(layout.held()) - blocks
+        assert held <= groups * ((WINDOW - 1) // BLOCK + 2 + chunk)
+        most = max(most, blocks)
+    assert most == -(-149 // BLOCK) or most == 150 // BLOCK + 1
