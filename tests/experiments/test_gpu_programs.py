@@ -261,3 +261,13 @@ def test_steps_on_an_h100_stay_within_their_limits():
         if any(count > most for count, most in zip(counts, LIMITS[step]))
     }
     assert not over
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(compiler.lacking() is not None, reason=str(compiler.lacking()))
+def test_steps_on_two_ranks_are_a_graph_for_each_program():
+    """With the sums over ranks inside: none is launched by the host."""
+    names = ["decode 64 x 1K", "decode 64 x 1K, sampled", "decode 8 x 128K"]
+    found = {row.step: row.pieces for row in gpu_programs.rows_of("h100", "qwen3-8b", 2, names)}
+    assert found == dict.fromkeys(names, Pieces(graphs=2))
