@@ -46,19 +46,31 @@ class Rope:
         """Number of rotated dimensions of a head."""
         return int(head_dim * self.share)
 
+    def longest(self, max_len: int) -> int:
+        """Returns the most positions of a sequence that settings may ask for, of a model whose
+        config says `max_len`."""
+        scaling = self.scaling
+        if scaling is None or scaling.kind != "dynamic":
+            return max_len
+        return max(max_len, int(scaling.factor * scaling.original_max_len))
+
     def served(self, max_len: int) -> Rope:
         """Returns the RoPE with no other divisors than those for sequences of at most `max_len`
         positions: equal ones give equal keys."""
         if self.scaling is None:
             return self
         divisors = self.scaling.divisors(max_len)
-        return replace(self, scaling=replace(self.scaling, short=divisors, long=divisors))
+        scaling = replace(self.scaling, short=divisors, long=divisors)
+        if scaling.kind == "dynamic":
+            scaling = replace(scaling, original_max_len=max(max_len, scaling.original_max_len))
+        return replace(self, scaling=scaling)
 
     def frequencies(self, head_dim: int, max_len: int) -> tuple[np.ndarray, float]:
         """Radians per position, f64 [rotated dimensions / 2], and the factor on cos and sin.
 
-        max_len: most positions of a sequence as served; longrope chooses its divisors by it, once
-        for all sequences, so that the KV of a prompt does not depend on what follows it.
+        max_len: most positions of a sequence as served; longrope chooses its divisors by it, and
+        dynamic scaling its base, once for all sequences, so that the KV of a prompt does not depend
+        on what follows it.
         """
         dims = self.dims(head_dim)
         base = self.theta ** -(np.arange(0, dims, 2, dtype=np.float64) / dims)
@@ -78,6 +90,17 @@ def _linear(
     base: np.ndarray, theta: float, scaling: RopeScaling, max_len: int
 ) -> tuple[np.ndarray, float]:
     return base / scaling.factor, 1.0
+
+
+def _dynamic(
+    base: np.ndarray, theta: float, scaling: RopeScaling, max_len: int
+) -> tuple[np.ndarray, float]:
+    """NTK-aware scaling (bloc97, 2023): a larger base for longer sequences, none for those within
+    the original length."""
+    dims = 2 * len(base)
+    share = max(max_len / scaling.original_max_len, 1.0)
+    growth = scaling.factor * share - (scaling.factor - 1)
+    return base * growth ** (-np.arange(0, dims, 2) / (dims - 2)), 1.0
 
 
 def _llama3(
@@ -153,4 +176,10 @@ def _longrope(
     return base / np.array(scaling.divisors(max_len)), factor
 
 
-SCALINGS = {"linear": _linear, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope}
+SCALINGS = {
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}

@@ -92,6 +92,8 @@ def _read_scaling(kind: str, fields: Fields, max_len: int) -> RopeScaling | None
             raise CheckpointError(f"low_freq_factor: {low} is not below high_freq_factor {high}")
         return RopeScaling(kind, fields.number("factor"), original, low, high)
     original = fields.count("original_max_position_embeddings", max_len)
+    if kind == "dynamic":
+        return RopeScaling(kind, fields.number("factor"), original)
     if kind == "yarn":
         return RopeScaling(
             kind,

@@ -198,8 +198,9 @@ def _pages(config: EngineConfig, plan: StagePlan, blocks: int, room: DeviceRoom)
 def max_length(config: EngineConfig, model: ModelConfig) -> int:
     """Most tokens of a sequence. Errors: ConfigError for more than the model can have."""
     length = config.source.max_model_len
-    if length is not None and length > model.max_len:
-        raise ConfigError("max_model_len", f"{length} is above the model's limit {model.max_len}")
+    limit = max(rope.longest(model.max_len) if rope else model.max_len for rope in model.ropes)
+    if length is not None and length > limit:
+        raise ConfigError("max_model_len", f"{length} is above the model's limit {limit}")
     return length or model.max_len
 
 

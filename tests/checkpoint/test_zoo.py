@@ -285,7 +285,7 @@ def test_families_differ_in_biases_norms_and_windows():
         ({"rope_theta": -1.0}, "rope_theta"),
         ({"num_attention_heads": 3}, "not a multiple of"),
         ({"head_dim": 15}, "is odd"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic' is not one of"),
+        ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, "'ntk' is not one of"),
         ({"rope_scaling": {"type": "linear"}}, "factor: is missing"),
         (
             {

@@ -34,6 +34,16 @@ def rope_frequencies(config: ModelConfig) -> tuple[list[float], float]:
         return plain, 1.0
     if scaling.kind == "linear":
         return [f / scaling.factor for f in plain], 1.0
+    if scaling.kind == "dynamic":
+        length = max(config.max_len, scaling.original_max_len)
+        growth = scaling.factor * length / scaling.original_max_len - (scaling.factor - 1)
+        base = rope.theta * growth ** (dims / (dims - 2))
+        return [base ** (-2 * i / dims) for i in range(dims // 2)], 1.0
+    if scaling.kind == "longrope":
+        beyond = config.max_len > scaling.original_max_len
+        divisors = scaling.long if beyond else scaling.short
+        factor = math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_max_len))
+        return [f / divisor for f, divisor in zip(plain, divisors)], factor
     if scaling.kind == "llama3":
         return [_llama3(f, scaling) for f in plain], 1.0
     return _yarn(plain, rope, dims), _yarn_attention(scaling)
@@ -98,16 +108,19 @@ def norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
 
 
-def forward(config: ModelConfig, tensors: dict[str, np.ndarray], tokens: list[int]) -> np.ndarray:
-    """Logits [T, V] of a whole sequence; `tensors` under their Hugging Face names."""
+def forward(
+    config: ModelConfig, tensors: dict[str, np.ndarray], tokens: list[int], last: int = 0
+) -> np.ndarray:
+    """Logits [T, V] of a whole sequence, or of its `last` tokens; `tensors` under their Hugging
+    Face names."""
     name = "model.embed_tokens.weight" if config.tied else "lm_head.weight"
-    return final_states(config, tensors, tokens) @ tensors[name].astype(np.float64).T
+    return final_states(config, tensors, tokens, last) @ tensors[name].astype(np.float64).T
 
 
 def final_states(
-    config: ModelConfig, tensors: dict[str, np.ndarray], tokens: list[int]
+    config: ModelConfig, tensors: dict[str, np.ndarray], tokens: list[int], last: int = 0
 ) -> np.ndarray:
-    """Hidden states [T, D] of a whole sequence after the final norm."""
+    """Hidden states [T, D] of a whole sequence, or of its `last` tokens, after the final norm."""
     w = {name: value.astype(np.float64) for name, value in tensors.items()}
     x = w["model.embed_tokens.weight"][tokens]
     for i in range(config.layers):
@@ -117,7 +130,8 @@ def final_states(
             if name.startswith(f"model.layers.{i}.")
         }
         y = norm(x, layer["input_layernorm.weight"], config.norms.eps)
-        x = x + _attention(config, layer, y, config.window(i))
+        kept = last if last and i == config.layers - 1 else len(x)  # of the last layer all others
+        x = x[-kept:] + _attention(config, layer, y, config.window(i), kept)
         y = norm(x, layer["post_attention_layernorm.weight"], config.norms.eps)
         gate = y @ layer["mlp.gate_proj.weight"].T
         up = y @ layer["mlp.up_proj.weight"].T
@@ -126,8 +140,13 @@ def final_states(
 
 
 def _attention(
-    config: ModelConfig, layer: dict[str, np.ndarray], x: np.ndarray, window: int | None
+    config: ModelConfig,
+    layer: dict[str, np.ndarray],
+    x: np.ndarray,
+    window: int | None,
+    last: int,
 ) -> np.ndarray:
+    """Attention of the `last` tokens to all."""
     T = len(x)
     H = config.head_dim
 
@@ -142,16 +161,16 @@ def _attention(
             else y
         )
 
-    q = rope(project("q"), config)
+    q = rope(project("q"), config)[-last:]
     k = rope(project("k"), config)
     v = project("v")
     k, v = (y.repeat(config.heads // config.kv_heads, 1) for y in (k, v))
     scores = np.einsum("tnh,snh->nts", q, k) / math.sqrt(H)
-    distance = np.arange(T)[:, None] - np.arange(T)
+    distance = np.arange(T - last, T)[:, None] - np.arange(T)
     scores[:, (distance < 0) | (distance >= (window or T))] = -np.inf
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     out = np.einsum("nts,snh->tnh", weights / weights.sum(-1, keepdims=True), v)
-    return out.reshape(T, -1) @ layer["self_attn.o_proj.weight"].T
+    return out.reshape(last, -1) @ layer["self_attn.o_proj.weight"].T
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:

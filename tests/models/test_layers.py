@@ -19,6 +19,10 @@ CONFIGS = {
     "default": BASE,
     "default-theta-1e6": replace(BASE, ropes=(Rope(1e6),), head_dim=128),
     "linear": replace(BASE, ropes=(Rope(1e4, RopeScaling("linear", 4.0)),)),
+    "dynamic": replace(BASE, max_len=8192, ropes=(Rope(1e4, RopeScaling("dynamic", 4.0, 2048)),)),
+    "dynamic-within": replace(
+        BASE, max_len=1024, ropes=(Rope(1e4, RopeScaling("dynamic", 4.0, 2048)),)
+    ),
     "llama3.1": replace(BASE, head_dim=128, ropes=(Rope(5e5, llama3_scaling(8.0)),)),
     "llama3.2": replace(BASE, ropes=(Rope(5e5, llama3_scaling(32.0)),)),
     "yarn": replace(BASE, head_dim=128, ropes=(Rope(1e6, RopeScaling("yarn", 4.0, 32768)),)),
