@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,10 +11,11 @@ from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
 
 from jaxserve.kernels.mosaic.tiles import COMPUTE_DTYPES
 
-# tile of a thread block, and how many of its steps along K are loaded at once
+# tile of a thread block: of these sizes the first that divides a matrix; and how many of its steps
+# along K are loaded at once
 BLOCK_M = 64
-BLOCK_N = 128
-BLOCK_K = 64
+BLOCKS_N = (128, 192, 64)
+BLOCKS_K = (64, 32)
 STEPS = 4
 
 
@@ -22,9 +24,14 @@ def check(x: Any, w: Any) -> None:
     dtype. Errors: NotImplementedError, with the reason."""
     if x.dtype != w.dtype or x.dtype not in COMPUTE_DTYPES:
         raise NotImplementedError(f"products of {x.dtype} and {w.dtype}")
-    for name, size, block in (("inputs", w.shape[1], BLOCK_K), ("outputs", w.shape[2], BLOCK_N)):
-        if size % block:
-            raise NotImplementedError(f"{size} {name}, which are no multiple of {block}")
+    for name, size, blocks in (("inputs", w.shape[1], BLOCKS_K), ("outputs", w.shape[2], BLOCKS_N)):
+        if _block(size, blocks) is None:
+            raise NotImplementedError(f"{size} {name}, which are no multiple of {min(blocks)}")
+
+
+def _block(size: int, blocks: Sequence[int]) -> int | None:
+    """Returns the first of these sizes of a tile that divides a matrix's; None where none does."""
+    return next((block for block in blocks if size % block == 0), None)
 
 
 def grouped(x: jax.Array, w: jax.Array, counts: jax.Array) -> jax.Array:
@@ -35,8 +42,8 @@ def grouped(x: jax.Array, w: jax.Array, counts: jax.Array) -> jax.Array:
         w,
         group_sizes=counts,
         block_m=BLOCK_M,
-        block_n=BLOCK_N,
-        block_k=BLOCK_K,
+        block_n=_block(w.shape[2], BLOCKS_N),
+        block_k=_block(w.shape[1], BLOCKS_K),
         max_concurrent_steps=STEPS,
         grid_block_n=1,
     )

@@ -222,12 +222,17 @@ def test_products_of_groups_lower_to_one_kernel(rows, K, N, E):
 
 
 @needs_compiler
-def test_products_of_groups_compile_without_temporaries():
+@pytest.mark.parametrize(
+    "K, N, E",
+    [
+        pytest.param(2048, 768, 128, id="qwen3-30b-a3b"),
+        pytest.param(2880, 2880, 32, id="gpt-oss-20b"),
+        pytest.param(1440, 2880, 32, id="gpt-oss-20b on two ranks"),
+    ],
+)
+def test_products_of_groups_compile_without_temporaries(K, N, E):
     compiled = cuda.compile(
-        mosaic.grouped,
-        array((64, 2048), "bfloat16"),
-        array((128, 2048, 768), "bfloat16"),
-        array((128,)),
+        mosaic.grouped, array((64, K), "bfloat16"), array((E, K, N), "bfloat16"), array((E,))
     )
     assert len(compiled.kernels) == 1 and compiled.kernels[0].spilled == 0
     assert compiled.temp <= 2**20
@@ -236,8 +241,8 @@ def test_products_of_groups_compile_without_temporaries():
 @pytest.mark.parametrize(
     "x, w, message",
     [
-        ((8, 96), (4, 96, 128), "96 inputs, which are no multiple of 64"),
-        ((8, 64), (4, 64, 96), "96 outputs, which are no multiple of 128"),
+        ((8, 80), (4, 80, 128), "80 inputs, which are no multiple of 32"),
+        ((8, 64), (4, 64, 96), "96 outputs, which are no multiple of 64"),
     ],
 )
 def test_products_of_groups_that_the_kernel_lacks_are_refused_with_the_reason(x, w, message):
