@@ -530,9 +530,9 @@ BLOCK = 64
 @pytest.mark.parametrize(
     "shape, launches",
     [
-        pytest.param(StepShape(decode=RowGroup(16, 1), samples=16), 2, marks=pytest.mark.matrix),
-        pytest.param(StepShape(prefill=RowGroup(1, 2048)), 2, marks=pytest.mark.matrix),
-        (StepShape(decode=RowGroup(16, 1), prefill=RowGroup(4, 512), samples=16), 4),
+        pytest.param(StepShape(decode=RowGroup(16, 1), samples=16), 3, marks=pytest.mark.matrix),
+        pytest.param(StepShape(prefill=RowGroup(1, 2048)), 3, marks=pytest.mark.matrix),
+        (StepShape(decode=RowGroup(16, 1), prefill=RowGroup(4, 512), samples=16), 5),
     ],
     ids=str,
 )
@@ -543,16 +543,16 @@ def test_a_step_of_a_model_runs_on_the_kernels_and_copies_no_pages(shape, launch
     numbers = POOL * LLAMA.kv_heads * 2 * BLOCK * LLAMA.head_dim
     assert compiled.hlo.count('custom_call_target="mosaic_gpu_v2"') == LLAMA.layers * launches
     assert len(compiled.kernels) == launches and compiled.aliased >= 2 * numbers * 2
-    assert compiled.made(numbers) == {"fusion", "scatter"}  # in place, as `aliased` says
+    assert compiled.made(numbers) == {"custom-call"}  # in place, as `aliased` says
     assert compiled.temp < 2 * shape.tokens * LLAMA.d_ff * 2 * 3 + 64 * 2**20
 
 
 @pytest.mark.matrix
 @needs_compiler
-@pytest.mark.parametrize("kv, most", [("bfloat16", 14), ("float8_e4m3fn", 16)])
-def test_a_layer_that_decodes_is_few_launches(kv, most):
-    """One rotates the keys, adds up the product they come from, and writes them; with 8 bits one
-    more finds the scales, and one writes them. Counted as what a second layer adds."""
+@pytest.mark.parametrize("kv", ["bfloat16", "float8_e4m3fn"])
+def test_a_layer_that_decodes_is_few_launches(kv):
+    """Four products, a sum after three of them, two norms, the gate, the write before attention,
+    attention and its merge. Counted as what a second layer adds."""
     one, two = (
         step_of_model(
             dataclasses.replace(LLAMA, layers=layers),
@@ -561,7 +561,7 @@ def test_a_layer_that_decodes_is_few_launches(kv, most):
         )
         for layers in (1, 2)
     )
-    assert two.launches - one.launches <= most
+    assert two.launches - one.launches <= 13
 
 
 @pytest.mark.matrix
@@ -581,7 +581,7 @@ def test_a_plain_start_of_llama_3_8b_on_an_h200_runs_on_the_kernels_with_room_fo
     numbers = plan.pages * model.kv_heads * 2 * plan.block_size * model.head_dim
     for shape in (plan.shapes[0], plan.shapes[-1]):
         compiled = step_of_model(two.model, shape, pool=two)
-        launches = 2 * (bool(shape.decode.rows) + bool(shape.prefill.rows))
+        launches = 1 + 2 * (bool(shape.decode.rows) + bool(shape.prefill.rows))
         assert compiled.hlo.count('custom_call_target="mosaic_gpu_v2"') == 2 * launches
         assert compiled.aliased >= 2 * numbers * 2
         assert compiled.temp <= estimated.work + estimated.tables + RESERVED_GIB * 2**30
@@ -632,7 +632,7 @@ def model_step(
 ) -> tuple[Any, ...]:
     stage, _ = stage_modules(model, range(model.layers), 1)
     sizes = (pool.pages, pool.block_size)
-    with as_on_a_gpu(mosaic.attend):
+    with as_on_a_gpu(mosaic.attend, write_qkv=mosaic.write_qkv):
         return LayersProgram(Weights.of(stage), model, shape, True, jnp.bfloat16, *sizes).run(
             values, pages, *rest
         )
