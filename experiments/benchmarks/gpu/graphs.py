@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from experiments.benchmarks.gpu.replica import Replica, Size, pace
 from experiments.benchmarks.gpu.steps import K, named
-from experiments.benchmarks.gpu.timing import in_turns, spread
+from experiments.benchmarks.gpu.timing import Launches, in_turns, spread
 from experiments.benchmarks.gpu.worker import Case, Row, Run
 from experiments.benchmarks.gpu_programs import Step
 from jaxserve.engine import stage_programs
@@ -40,31 +40,37 @@ MOVE = "arrays move"
 
 def graphs(run: Run) -> Iterator[Case]:
     replica = Replica(run, SHORT)
-    steps = [Step(1, K), Step(64, K)]
+    steps: tuple[Step, ...] = (Step(1, K), Step(64, K))
     if run.rehearse:
-        steps = [Step(1, 32)]
+        steps = (Step(1, 32),)
     yield "build", replica.built
     yield "compile", functools.partial(_compiled, replica, steps)
     for step in steps:
-        yield named(step), functools.partial(_measured, replica, step)
+        yield named(step), functools.partial(_measured, replica, step, steps)
+
+
+def _compiled(replica: Replica, steps: tuple[Step, ...]) -> Row:
+    began = time.perf_counter()
+    kinds = _programs(replica, steps)
+    return {
+        "s": time.perf_counter() - began,
+        **{f"programs, {kind}": programs.compiles for kind, programs in kinds.items()},
+    }
 
 
 @functools.cache
-def _without_graphs(replica: Replica) -> StagePrograms:
-    """The replica's programs again, of which no graphs are made: what `_compiled` compiles."""
+def _programs(replica: Replica, steps: tuple[Step, ...]) -> dict[str, StagePrograms]:
+    """Compiles the programs of these steps, the replica's own and, over the same weights and pages,
+    such that nothing is in graphs."""
     stages = replica.stages
-    return StagePrograms(replica.plan, stages.stages, stages.head)
-
-
-def _compiled(replica: Replica, steps: list[Step]) -> list[Row]:
-    nothing = {GRAPH_OPTION: ""}  # is in graphs
+    without = StagePrograms(replica.plan, stages.stages, stages.head)
     with (
-        mock.patch.object(replica.stages, "programs", _without_graphs(replica)),
-        mock.patch.object(stage_programs, "graph_options", lambda: nothing),
+        mock.patch.object(stages, "programs", without),
+        mock.patch.object(stage_programs, "graph_options", lambda: {GRAPH_OPTION: ""}),
     ):
-        without = replica.compiled(steps)
-    rows = {"graphs": replica.compiled(steps), "no graphs": without}
-    return [{"case": f"compile, {kind}", **row} for kind, row in rows.items()]
+        replica.compiled(steps)
+    replica.compiled(steps)
+    return {"graphs": stages.programs, "no graphs": without}
 
 
 class Loop:
@@ -146,16 +152,18 @@ def _host_times(issue: Callable[[], jax.Array]) -> dict[str, float]:
     return spread(times)
 
 
-def _measured(replica: Replica, step: Step) -> list[Row]:
-    stages = replica.stages
-    graphs = stages.programs
+def _measured(replica: Replica, step: Step, steps: tuple[Step, ...]) -> list[Row]:
+    """A step in every way. steps: all that programs are compiled for."""
     arrays = replica.arrays(step)
+    kinds = _programs(replica, steps)
     issues: dict[str, Callable[[], jax.Array]] = {}
-    for kind, programs in (("graphs", graphs), ("no graphs", _without_graphs(replica))):
+    for kind, programs in kinds.items():
         for name, places in ((STAY, 1), (MOVE, PLACES)):
             issues[f"{kind}, {name}"] = Loop(replica, arrays, programs, places)
         issues[f"{kind}, as served"] = _served(replica, step, programs)
-    launches = {name: functools.partial(_run, issue) for name, issue in issues.items()}
+    launches: dict[str, Launches] = {
+        name: functools.partial(_run, issue) for name, issue in issues.items()
+    }
     try:
         for launch in launches.values():
             launch(1)
@@ -165,7 +173,7 @@ def _measured(replica: Replica, step: Step) -> list[Row]:
             raise RuntimeError("; ".join(f"{name}: {why}" for name, why in faults.items()))
         host = {name: _host_times(issues[name]) for name in timed}
     finally:
-        stages.programs = graphs
+        replica.stages.programs = kinds["graphs"]
     rows = []
     for name, one in timed.items():
         stay = host[f"{name.partition(',')[0]}, {STAY}"]["median"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterator
@@ -21,12 +22,13 @@ from jaxserve.sharding.mesh import TP
 
 def ranks(run: Run) -> Iterator[Case]:
     """Steps on as many ranks as there are GPUs and the model's heads divide into."""
-    model = MODELS[Replica(run, Size(16 * K, 2 * K, 64)).model]
+    size = Size(16 * K, 2 * K, 64)
+    model = MODELS[Replica(run, size).model]
     count = math.gcd(2 ** int(math.log2(jax.device_count())), model.kv_heads)
     if count == 1:
         yield "ranks", lambda: {"status": "absent", "why": f"{jax.device_count()} device"}
         return
-    replica = Replica(run, Size(16 * K, 2 * K, 64, tp=count))
+    replica = Replica(run, dataclasses.replace(size, tp=count))
     steps = [Step(1, K), Step(64, K), chunk(2 * K, 0)]
     tokens = (64, 2 * K)
     if run.rehearse:

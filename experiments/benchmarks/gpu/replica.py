@@ -226,7 +226,7 @@ class Replica:
         """Compiles what these steps need, several programs at a time."""
         began = time.perf_counter()
         programs = self.stages.programs
-        wanted = {}
+        wanted: dict[str, Any] = {}
         for step in steps:
             if step.keys > self.tokens:
                 continue

@@ -47,8 +47,8 @@ ROUNDS = 5
 # of the memory of a GPU, or of the host, for vLLM
 SHARE = 0.9
 REHEARSED_SHARE = 0.2
-# sequences, tokens of a prompt, and tokens -> seconds until all have ended; of a seed
-Seconds = Callable[[int, int, int, int], float]
+# sequences, tokens of each prompt and of each answer, seed of the prompts -> seconds until all end
+Seconds = Callable[..., float]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Load:
 
     def times(self, seconds: Seconds, run: Run) -> list[float]:
         """Takes the seconds of a prefill, or of a decode step, in several rounds after one that
-        does not count. Stops early, but not before a round, where time runs out."""
+        does not count. Where time runs out it stops after a round."""
         once = functools.partial(self._once, seconds)
         seeds = itertools.count(run.seed)
         once(next(seeds))
@@ -78,11 +78,11 @@ class Load:
 
     def _once(self, seconds: Seconds, seed: int) -> float:
         if not self.steps:
-            return seconds(1, self.context, 1, seed)
-        # of one seed: the prompts are computed once, and found afterwards
-        seed = self.context
-        first = seconds(self.sequences, self.context, 1, seed)
-        return (seconds(self.sequences, self.context, 1 + self.steps, seed) - first) / self.steps
+            return seconds(1, self.context, 1, seed=seed)
+        # always the same prompts: they are computed once, and found afterwards
+        of = functools.partial(seconds, self.sequences, self.context, seed=0)
+        first = of(1)
+        return (of(1 + self.steps) - first) / self.steps
 
 
 def loads(run: Run) -> list[Load]:

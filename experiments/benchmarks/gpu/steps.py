@@ -19,6 +19,7 @@ from experiments.benchmarks.gpu.replica import Replica, Size, pace
 from experiments.benchmarks.gpu.timing import faster, in_turns
 from experiments.benchmarks.gpu.worker import Case, Row, Run
 from experiments.benchmarks.gpu_programs import Step
+from jaxserve.kernels.kv_pages import KVPages
 from jaxserve.lab.cli.bench.host_time import Crowd, host_time
 
 K = 2**10
@@ -26,10 +27,13 @@ M = 2**20
 WHOLE = Size(136 * K, 8 * K, 64)
 EIGHT = Size(M + 8 * K, 2 * K, 64, 32, "fp8")
 SLICE = Size(10 * M + 8 * K, 2 * K, 2, 32, layers=2)
-DECODES = ((1, K), (1, 32 * K), (1, 128 * K), (8, 8 * K), (8, 32 * K), (64, K), (64, 4 * K))
+Pairs = tuple[tuple[int, int], ...]
+# sequences, and tokens of each
+DECODES: Pairs = ((1, K), (1, 32 * K), (1, 128 * K), (8, 8 * K), (8, 32 * K), (64, K), (64, 4 * K))
+SAMPLED: Pairs = ((1, K), (64, K))
 VARIANTS = {"drawn": "sampled", "guided": "guided"}
-CHUNKS = ((512, 128 * K), (2 * K, 128 * K))  # tokens, and those before them
-PROMPTS = ((8 * K, 512), (8 * K, 2 * K), (8 * K, 8 * K), (32 * K, 2 * K), (32 * K, 8 * K))
+CHUNKS: Pairs = ((512, 128 * K), (2 * K, 128 * K))  # tokens, and those before them
+PROMPTS: Pairs = ((8 * K, 512), (8 * K, 2 * K), (8 * K, 8 * K), (32 * K, 2 * K), (32 * K, 8 * K))
 
 
 def named(step: Step) -> str:
@@ -53,19 +57,20 @@ def prompt(length: int, each: int) -> list[Step]:
 
 def engine(run: Run) -> Iterator[Case]:
     replica = Replica(run, WHOLE)
-    decodes, chunks, prompts = DECODES, CHUNKS, PROMPTS
+    decodes = DECODES
+    sampled = SAMPLED
+    chunks = CHUNKS
+    prompts = PROMPTS
     if run.rehearse:
-        decodes, chunks, prompts = ((1, 32), (4, 32), (4, 300)), ((16, 300),), ((64, 16), (64, 64))
-    batches = {batch: Step(batch, context) for batch, context in reversed(decodes)}
+        decodes = ((1, 32), (4, 32), (4, 300))
+        sampled = ((4, 32),)
+        chunks = ((16, 300),)
+        prompts = ((64, 16), (64, 64))
     greedy = [Step(*decode) for decode in decodes]
-    unlike = [
-        dataclasses.replace(step, variant=variant)
-        for step in (batches[min(batches)], batches[max(batches)])
-        for variant in VARIANTS
-    ]
+    unlike = [Step(*decode, variant=variant) for decode in sampled for variant in VARIANTS]
     deep = [chunk(*each) for each in chunks]
     whole = {f"prefill {kilo(length)} by {each}": prompt(length, each) for length, each in prompts}
-    ends = [step for steps in whole.values() for step in steps[-1:]]
+    ends = [steps[-1] for steps in whole.values()]
     yield "build", replica.built
     yield "compile", functools.partial(replica.compiled, [*greedy, *unlike, *deep, *ends])
     for step in [*greedy, *deep]:
@@ -79,7 +84,11 @@ def engine(run: Run) -> Iterator[Case]:
 
 
 def measured(replica: Replica, *steps: Step) -> Row:
-    """Steps in a row, beside their ideal."""
+    """Steps in a row, beside their ideal; a row that says so where KV of one does not fit."""
+    keys = max(step.keys for step in steps)
+    if keys > replica.tokens:
+        why = f"KV of {keys:,} tokens; pages hold {replica.tokens:,}"
+        return {"status": "left out", "why": why}
     timed = replica.timed(*steps)
     tokens = sum(step.tokens for step in steps)
     return {
@@ -117,7 +126,9 @@ def _memory_of_steps(replica: Replica) -> list[Row]:
     assert head is not None
     size = lambda arrays: sum(array.nbytes for array in jax.tree.leaves(arrays))
     pool = size(stage.caches)
-    one = stage.caches[0].kv
+    pages = stage.caches[0]
+    assert isinstance(pages, KVPages)
+    one = pages.kv
     shapes = tuple(f"bf16[{','.join(map(str, extent))}]" for extent in (one.shape, one.shape[1:]))
     rows = [
         analysed(name, program, pool, shapes)
@@ -163,18 +174,19 @@ def engine_10m(run: Run) -> Iterator[Case]:
 
 
 def long(replica: Replica, contexts: tuple[int, ...], batches: tuple[int, ...]) -> Iterator[Case]:
-    """Decodes and chunks after these contexts, or after what pages hold if that is less; of batches
-    those whose KV fits."""
-    news = (32, 512, 2 * K)
+    """Decodes and chunks after these contexts, or after what pages hold if that is less."""
+    news: tuple[int, ...] = (32, 512, 2 * K)
     unit = K
     if replica.run.rehearse:
-        contexts, news, unit = (300, M), (16, 64), 16
+        contexts = (300, M)
+        news = (16, 64)
+        unit = 16
     most = (min(replica.size.longest, replica.tokens) - news[-1]) // unit * unit
     ends = {min(context, most): context for context in contexts}
     steps = []
     for end in ends:
         steps += [chunk(new, end) for new in news]
-        steps += [Step(batch, end) for batch in batches if batch * end <= replica.tokens]
+        steps += [Step(batch, end) for batch in batches]
     yield "build", functools.partial(_built, replica, ends)
     yield "compile", functools.partial(replica.compiled, steps)
     for step in steps:
