@@ -25,13 +25,13 @@ def check(x: Any, w: Any) -> None:
     if x.dtype != w.dtype or x.dtype not in COMPUTE_DTYPES:
         raise NotImplementedError(f"products of {x.dtype} and {w.dtype}")
     for name, size, blocks in (("inputs", w.shape[1], BLOCKS_K), ("outputs", w.shape[2], BLOCKS_N)):
-        if _block(size, blocks) is None:
+        if not _block(size, blocks):
             raise NotImplementedError(f"{size} {name}, which are no multiple of {min(blocks)}")
 
 
-def _block(size: int, blocks: Sequence[int]) -> int | None:
-    """Returns the first of these sizes of a tile that divides a matrix's; None where none does."""
-    return next((block for block in blocks if size % block == 0), None)
+def _block(size: int, blocks: Sequence[int]) -> int:
+    """Returns the first of these sizes of a tile that divides a matrix's; 0 where none does."""
+    return next((block for block in blocks if size % block == 0), 0)
 
 
 def grouped(x: jax.Array, w: jax.Array, counts: jax.Array) -> jax.Array:
