@@ -338,6 +338,7 @@ def _tokenizer(patient: Patient) -> Check:
 
 
 def _memory(patient: Patient) -> Iterator[Check]:
+    from jaxserve.cache.page_needs import PageNeeds
     from jaxserve.engine.memory import sizes
 
     assert patient.engine is not None
@@ -358,7 +359,8 @@ def _memory(patient: Patient) -> Iterator[Check]:
         f"{forecast.memory(needed)}",
         NO_ROOM,
     )
-    tokens = plan.pages * plan.block_size * mesh.kvp
+    needs = PageNeeds(plan.block_size, plan.windows)
+    tokens = needs.longest(mesh.kvp * (plan.pages - len(plan.windows)))
     yield Check.of(
         "capacity",
         checks.state_of(tokens, patient.max_len, 0),
