@@ -2,9 +2,10 @@
 whose arrays are not where they were in the one before.
 
 The same decode step runs with all arrays in their places, with arrays that are elsewhere in each
-step, and as it is served, with graphs and without. Weights and pages always stay; temporary arrays
-are where XLA puts them, which cannot be seen. The time until the device is done hides what the
-host does meanwhile; the time in which steps are issued does not.
+step, and as it is served, with graphs and without. Weights and pages always stay; results are where
+the allocator puts them, and `places` counts the places of all arrays in eight steps: 1 if they do
+stay. Temporary arrays cannot be seen. The time until the device is done hides what the host does
+meanwhile; the time in which steps are issued does not.
 """
 
 from __future__ import annotations
