@@ -19,7 +19,7 @@ from jaxserve.kernels.mosaic.keys import Keys
 from jaxserve.kernels.mosaic.loader import SharedBuffers, dequantize_tiles, load_tiles
 from jaxserve.kernels.mosaic.ring_send import send_pages
 from jaxserve.kernels.mosaic.tiles import ROWS
-from jaxserve.kernels.mosaic.work_split import UNMASKED, TileSlice, WorkRange, WorkSplit
+from jaxserve.kernels.work_split import UNMASKED, TileSlice, WorkRange, WorkSplit
 
 LOG2E = math.log2(math.e)
 
@@ -56,7 +56,7 @@ def attention(
     blocks = config.tiles.blocks
     split = WorkSplit(tiles_g, blocks_g, total_g)
     buffers = SharedBuffers(**shared)
-    work = WorkRange(config, split, jnp.minimum(block, blocks - 1))
+    work = WorkRange(split, jnp.minimum(block, blocks - 1))
     attends = block < blocks
 
     @pl.when(attends & (wg < computing))
@@ -67,7 +67,7 @@ def attention(
         def query_tile(index: Any, _: Any) -> tuple:
             part = work.tile(index)
             keys = Keys(config, table_g, split, part.place)
-            row, row0, head = work.where(part, wg)
+            row, row0, head = config.place(split, part, wg)
             by_head = (row, head, pl.ds(row0, config.stored_rows))
             rows = (config.rows_at(row, row0, head), by_head)
             q = buffers.q.at[wg, pl.ds(0, config.stored_rows)]

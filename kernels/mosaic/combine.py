@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jaxserve.kernels.merge import LOWEST
 from jaxserve.kernels.mosaic.config import ACC_LAYOUT, ROW_LAYOUT, KernelConfig
 from jaxserve.kernels.mosaic.tiles import swizzle_columns
-from jaxserve.kernels.mosaic.work_split import WorkRange, WorkSplit
+from jaxserve.kernels.work_split import WorkRange, WorkSplit
 
 
 def combine(
@@ -40,7 +40,7 @@ def combine(
     group = lax.axis_index("column")
     width = swizzle_columns(partial_g.shape[4])
     columns = pl.ds(group * width, width)
-    work = WorkRange(config, split, lax.axis_index("block"))
+    work = WorkRange(split, lax.axis_index("block"))
 
     @pl.when(work.query_tiles > 0)
     def last_query_tile() -> None:
@@ -72,7 +72,7 @@ def combine(
                 work.block + 1, last + 1, merge, (acc, top, jnp.exp(score - top))
             )
             safe = jnp.where(total > 0, total, 1.0)
-            row, row0, head = work.where(part, wg)
+            row, row0, head = config.place(split, part, wg)
             acc = acc * lax.broadcast_in_dim(1.0 / safe, acc.shape, [0])
             config.store(acc, out_g.at[(*config.rows_at(row, row0, head), columns)], out)
 

@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxserve.kernels.mosaic.tiles import ROWS, Packing, Tiles
+from jaxserve.kernels.work_split import ROW_TILE, TileSlice, WorkShape, WorkSplit
 
 # register layouts of [rows, columns] and of [rows]
 ACC_LAYOUT = plgpu.Layout.WGMMA
@@ -45,14 +46,19 @@ class KernelConfig:
     inner: float = 0
 
     @property
-    def copies_per_tile(self) -> int:
-        """Copies that load a key tile: one per page, or one from a larger page."""
-        return max(1, self.tiles.keys // self.page_size)
-
-    @property
-    def tiles_per_page(self) -> int:
-        """Key tiles in a page; 1 where a key tile is a page or several."""
-        return max(1, self.page_size // self.tiles.keys)
+    def work(self) -> WorkShape:
+        """Sizes that the work is split by."""
+        packing = self.packing
+        return WorkShape(
+            self.rows,
+            self.tiles_per_row,
+            self.tile_rows,
+            packing.heads // packing.side,
+            self.tiles.keys,
+            self.page_size,
+            self.window,
+            self.tiles.blocks,
+        )
 
     @property
     def tile_rows(self) -> int:
@@ -63,6 +69,14 @@ class KernelConfig:
     def tiles_per_row(self) -> int:
         """Query tiles that cover the M packed rows of one of the R rows of queries."""
         return max(1, self.packing.rows // self.tile_rows)
+
+    def place(self, split: WorkSplit, part: TileSlice, wg: Any) -> tuple[Any, Any, Any]:
+        """Finds the rows of queries of warpgroup `wg` in a query tile: row of R, first of the M
+        packed rows, and head."""
+        side = self.packing.side
+        row_tile = split.tiles[part.place, ROW_TILE]
+        row0 = lax.rem(row_tile, self.tiles_per_row) * self.tile_rows + lax.div(wg, side) * ROWS
+        return lax.div(row_tile, self.tiles_per_row), row0, part.heads * side + lax.rem(wg, side)
 
     @property
     def partial_tile(self) -> bool:

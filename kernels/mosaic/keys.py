@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxserve.kernels.mosaic.config import KernelConfig
-from jaxserve.kernels.mosaic.work_split import (
+from jaxserve.kernels.work_split import (
     ENTRIES,
     FIRST_KEY_TILE,
     FIRST_POSITION,
@@ -41,11 +41,11 @@ class Keys:
         token of that page that it reads."""
         tile = self.first + tile
         config = self.config
-        if config.tiles_per_page > 1:
-            return lax.div(tile, config.tiles_per_page), lax.rem(
-                tile, config.tiles_per_page
+        if config.work.tiles_per_page > 1:
+            return lax.div(tile, config.work.tiles_per_page), lax.rem(
+                tile, config.work.tiles_per_page
             ) * config.tiles.keys
-        return tile * config.copies_per_tile + copy, 0
+        return tile * config.work.copies_per_tile + copy, 0
 
     def lookup(self, which: int, entry: Any) -> Any:
         """Page (0) or block (1) of a page-table entry; indices past the table give the last one."""
@@ -55,7 +55,8 @@ class Keys:
         """Pages that the copies of a key tile read, clipped to 0..count - 1: invalid entries give
         some page too."""
         found = [
-            self.lookup(0, self.entry(tile, copy)[0]) for copy in range(self.config.copies_per_tile)
+            self.lookup(0, self.entry(tile, copy)[0])
+            for copy in range(self.config.work.copies_per_tile)
         ]
         return tuple(jnp.clip(page, 0, count - 1) for page in found)
 
@@ -63,7 +64,7 @@ class Keys:
         """Per copy of a key tile: the position that column 0 of the tile would have if the tile
         were all of that copy; NEVER for invalid entries."""
         out = []
-        for copy in range(self.config.copies_per_tile):
+        for copy in range(self.config.work.copies_per_tile):
             entry, inside = self.entry(tile, copy)
             size = self.config.page_size
             origin = self.lookup(1, entry) * size + inside - copy * size

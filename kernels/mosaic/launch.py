@@ -27,7 +27,7 @@ from jaxserve.kernels.mosaic.tiles import (
     swizzle_columns,
     to_rows,
 )
-from jaxserve.kernels.mosaic.work_split import WorkSplit, split_work
+from jaxserve.kernels.work_split import WorkSplit, split_work
 
 
 def attend(
@@ -126,7 +126,7 @@ def _attend(
             to_rows(before[0].astype(jnp.float32), packing),
             to_rows(before[1][..., None], packing, -jnp.inf)[..., 0].transpose(0, 2, 1),
         )
-    split = split_work(pos, table, slot, entries, config)
+    split = split_work(pos, table, slot, entries, config.work)
     out_dtype = dtype if staged else jnp.float32
     out, lse, received = _launch(
         q_rows, pos, pages, table, split, packed_before, config, out_dtype, interpret
@@ -196,7 +196,7 @@ def _launch(
     stages = tiles.stages
     pools = tuple(jax.tree.leaves(pages))
     columns = swizzle_columns(H)
-    copies = config.copies_per_tile
+    copies = config.work.copies_per_tile
     ready = plgpu.Barrier(num_barriers=stages, num_arrivals=1 if tiles.narrow else copies)
     consumed = plgpu.Barrier(num_barriers=stages, num_arrivals=wgs)
     shared = dict(

@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxserve.kernels.mosaic.config import FP8_LAYOUT, FP8_ROW_LAYOUT, KernelConfig
 from jaxserve.kernels.mosaic.keys import Keys
 from jaxserve.kernels.mosaic.tiles import ROWS
-from jaxserve.kernels.mosaic.work_split import WorkRange, WorkSplit
+from jaxserve.kernels.work_split import WorkRange, WorkSplit
 
 
 class SharedBuffers(NamedTuple):
@@ -96,10 +96,10 @@ def load_tiles(
                 for copy, id in enumerate(ids):
                     for pool, target in zip(pools, targets):
                         source = pool.at[id, head, which]
-                        if config.tiles_per_page > 1:
+                        if config.work.tiles_per_page > 1:
                             source = source.at[pl.ds(inside, tiles.keys)]
                         buffer = target.at[stage]
-                        if config.copies_per_tile > 1:
+                        if config.work.copies_per_tile > 1:
                             buffer = target.at[stage, pl.ds(copy * size, size)]
                         plgpu.copy_gmem_to_smem(source, buffer, ready.at[stage])
             return next_ids

@@ -24,7 +24,7 @@ from jaxserve.kernels import mosaic
 from jaxserve.kernels.mosaic import Tiles
 from jaxserve.kernels.mosaic.config import KernelConfig
 from jaxserve.kernels.mosaic.tiles import pack, to_rows
-from jaxserve.kernels.mosaic.work_split import WorkSplit, split_work
+from jaxserve.kernels.work_split import WorkSplit, split_work
 
 SMALL = Tiles(keys=64, warpgroups=1, stages=2, blocks=3)
 TWO = dataclasses.replace(SMALL, warpgroups=2)
@@ -176,7 +176,9 @@ def split_of(case: Case, tiles: Tiles) -> WorkSplit:
     config = KernelConfig(1.0, None, packing, tiles, R, case.pages.shape[3], True)
     whole = packing._replace(rows=config.tiles_per_row * config.tile_rows)
     pos = to_rows(jnp.asarray(case.q_pos)[..., None, None, None], whole, -1, G)[..., 0, 0]
-    return jax.tree.map(np.asarray, split_work(pos, case.table, case.slot, case.entries, config))
+    return jax.tree.map(
+        np.asarray, split_work(pos, case.table, case.slot, case.entries, config.work)
+    )
 
 
 @pytest.mark.parametrize(

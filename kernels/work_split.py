@@ -5,14 +5,13 @@ Units of work are key tiles, numbered through all query tiles; each block takes 
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxserve.kernels.mosaic.config import KernelConfig
-from jaxserve.kernels.mosaic.tiles import ROWS
 from jaxserve.kernels.table import entries_below
 
 # Columns of WorkSplit.tiles: row of the page table, first key tile, number of key tiles, page-table
@@ -31,10 +30,37 @@ from jaxserve.kernels.table import entries_below
 ) = range(9)
 
 
+@dataclasses.dataclass(frozen=True)
+class WorkShape:
+    """Sizes that work is split by. rows: R. row_tiles: query tiles that cover the packed rows of
+    one of the R. tile_rows: packed rows of a query tile. heads: numbers of query tiles of one row
+    tile. keys: of a key tile. page_size: C. window: sliding window in tokens. blocks: thread blocks
+    that share the work."""
+
+    rows: int
+    row_tiles: int
+    tile_rows: int
+    heads: int
+    keys: int
+    page_size: int
+    window: int | None
+    blocks: int
+
+    @property
+    def copies_per_tile(self) -> int:
+        """Pages of a key tile; 1 where a page has several tiles."""
+        return max(1, self.keys // self.page_size)
+
+    @property
+    def tiles_per_page(self) -> int:
+        """Key tiles in a page; 1 where a key tile is a page or several."""
+        return max(1, self.page_size // self.keys)
+
+
 class WorkSplit(NamedTuple):
     """Arrays that the kernels read to find their work. A *row tile* is a query tile within one kv
-    head (or `side` heads). Those of padding alone are no work, and nothing is written for them; the
-    others are counted for the first head, then for the next.
+    head, or within several. Those of padding alone are no work, and nothing is written for them;
+    the others are counted for the first head, then for the next.
 
     tiles: [n, 9] int32 by row tile, with the columns above, padding last. blocks: [blocks, 4]
     int32: first unit, unit after the last, first query tile, number of query tiles. total: [2]
@@ -47,26 +73,25 @@ class WorkSplit(NamedTuple):
 
 
 def split_work(
-    pos: jax.Array, table: jax.Array, slot: jax.Array, entries: jax.Array, config: KernelConfig
+    pos: jax.Array, table: jax.Array, slot: jax.Array, entries: jax.Array, shape: WorkShape
 ) -> WorkSplit:
     """Splits attention of packed rows at positions pos [R, M] (-1: padding); table, slot and
     entries are those of `reference.attend`."""
-    size = config.page_size
-    window = config.window
-    packing = config.packing
-    blocks = config.tiles.blocks
-    pos = pos.reshape(config.rows, config.tiles_per_row, config.tile_rows)
+    size = shape.page_size
+    window = shape.window
+    blocks = shape.blocks
+    pos = pos.reshape(shape.rows, shape.row_tiles, shape.tile_rows)
     last = pos.max(2)
     first = jnp.where(pos < 0, jnp.iinfo(jnp.int32).max, pos).min(2)
     # page-table entries that any row of a tile sees
     seen = jnp.where(last < 0, 0, jnp.minimum(entries[:, None], last // size + 1))
-    end = -(-seen // config.copies_per_tile) * config.tiles_per_page
+    end = -(-seen // shape.copies_per_tile) * shape.tiles_per_page
     begin = jnp.zeros_like(end)
     unmasked = jnp.zeros_like(end)
 
     def key_tiles_before(pos: jax.Array) -> jax.Array:
         below = entries_below(table[1], slot, seen, jnp.maximum(pos, 0) // size)
-        return below // config.copies_per_tile * config.tiles_per_page
+        return below // shape.copies_per_tile * shape.tiles_per_page
 
     if window is None:
         unmasked = key_tiles_before(jnp.minimum(first, last) + 1)
@@ -85,7 +110,7 @@ def split_work(
     tiles = jnp.concatenate([tiles, offset[:, None]], 1).astype(jnp.int32)
     count = (last >= 0).sum(dtype=jnp.int32)
     total = jnp.maximum(number.sum(dtype=jnp.int32), 1)
-    units = jnp.where(count > 0, total * (packing.heads // packing.side), 0)
+    units = jnp.where(count > 0, total * shape.heads, 0)
     share = -(-units // blocks)
     low = jnp.minimum(jnp.arange(blocks, dtype=jnp.int32) * share, units)
     high = jnp.minimum(low + share, units)
@@ -104,7 +129,7 @@ def split_work(
 class TileSlice(NamedTuple):
     """The part of a query tile that a block computes.
 
-    place: in `WorkSplit.tiles`. heads: which kv head (or `side` heads). offset: its first unit.
+    place: in `WorkSplit.tiles`. heads: which kv head (or several heads). offset: its first unit.
     key_tiles: all its key tiles, of which the block has those from `begin` to before `end`.
     """
 
@@ -120,8 +145,7 @@ class WorkRange:
     """The units that thread block `block` computes: `low` to before `high`, in `query_tiles` query
     tiles."""
 
-    def __init__(self, config: KernelConfig, split: WorkSplit, block: Any):
-        self.config = config
+    def __init__(self, split: WorkSplit, block: Any):
         self.split = split
         self.block = block
         self.low, self.high, self.first, self.query_tiles = (
@@ -144,12 +168,3 @@ class WorkRange:
             jnp.maximum(self.low - offset, 0),
             jnp.minimum(self.high - offset, key_tiles),
         )
-
-    def where(self, part: TileSlice, wg: Any) -> tuple[Any, Any, Any]:
-        """Finds the rows of queries of warpgroup `wg`: row of R, first of the M packed rows, and
-        head."""
-        tiles = self.config.tiles_per_row
-        side = self.config.packing.side
-        row_tile = self.split.tiles[part.place, ROW_TILE]
-        row0 = lax.rem(row_tile, tiles) * self.config.tile_rows + lax.div(wg, side) * ROWS
-        return lax.div(row_tile, tiles), row0, part.heads * side + lax.rem(wg, side)
