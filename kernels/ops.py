@@ -25,6 +25,7 @@ from jaxserve.kernels.quantised import Quantised
 
 log = logging.getLogger(__name__)
 HOPPER = "9.0"  # compute capability of H100, H200 and GH200
+AMPERE = 8  # major number of the first compute capability that the Triton kernels compile for
 MOSAIC_JAX = (0, 11, 2)  # first version of jax with what the Mosaic GPU kernels use
 
 
@@ -88,6 +89,7 @@ def unsupported(
     where they can, the fastest first. Those that are left out can have any."""
     return {
         "mosaic": _mosaic_unsupported("check", kv, value_dim),
+        "triton": _triton_unsupported(kv, value_dim),
         "cpu": cpu_attention.unsupported(q, kv, value_dim),
     }
 
@@ -256,6 +258,42 @@ def _mosaic_unsupported(check: str, *arguments: jax.ShapeDtypeStruct | int | Non
     return None
 
 
+def triton_unavailable() -> str | None:
+    """Returns why the Triton kernels cannot run in this process; None if they can."""
+    major, _, minor = getattr(jax.devices()[0], "compute_capability", "").partition(".")
+    is_nvidia = jax.default_backend() in ("gpu", "cuda") and (major + minor).isdecimal()
+    if not is_nvidia or int(major) < AMPERE:
+        return "it needs an NVIDIA GPU of Ampere or later"
+    try:
+        from jaxserve.kernels import triton  # noqa: F401
+    except ImportError as error:
+        return f"jax {jax.__version__} has no compiler for Triton: {error}"
+    return None
+
+
+def _triton_unsupported(kv: jax.ShapeDtypeStruct, value_dim: int | None) -> str | None:
+    """Returns why the Triton kernels cannot be used; None if they can."""
+    if reason := triton_unavailable():
+        return reason
+    from jaxserve.kernels import triton
+
+    try:
+        triton.check(kv, value_dim)
+    except NotImplementedError as error:
+        return str(error)
+    return None
+
+
+def _triton(
+    q: jax.Array, q_pos: jax.Array, pages: KVPages, *arguments: jax.Array, **options: Any
+) -> tuple[jax.Array, jax.Array]:
+    from jaxserve.kernels import triton  # later versions of jax may have no compiler for it
+
+    device = jax.devices()[0]
+    tiles = triton.tiles_for(device.compute_capability, device.core_count, q.shape, pages.kv.dtype)
+    return triton.attend(q, q_pos, pages, *arguments, tiles=tiles, **options)
+
+
 def _mosaic(
     q: jax.Array, q_pos: jax.Array, pages: KVPages, *arguments: jax.Array, **options: Any
 ) -> tuple[jax.Array, jax.Array]:
@@ -299,6 +337,7 @@ ATTEND: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {
     "reference": _with_merge_and_cast(reference.attend),
     "xla": _with_merge_and_cast(xla.attend),
     "cpu": _cpu,
+    "triton": _triton,
     "mosaic": _mosaic,
 }
 GROUPED: dict[str, Callable[[jax.Array, jax.Array, jax.Array], jax.Array]] = {

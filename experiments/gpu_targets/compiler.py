@@ -89,8 +89,10 @@ def run(
 def topology(target: Target, hosts: int, devices: int, memory: int | None = None) -> list[Any]:
     """Describes absent GPUs: a number of `devices` on each host. memory: bytes of each, if not the
     target's own. Only in a process of `run`."""
+    # jax 0.11.2 knows the compute capability of an L40 that is not there, not that of an L40S
+    text = target.text(memory).replace('"NVIDIA L40S"', '"NVIDIA L40"')
     described = topologies.get_topology_desc(
-        target.name, "cuda", topology=f"1x{hosts}x{devices}", target_config=target.text(memory)
+        target.name, "cuda", topology=f"1x{hosts}x{devices}", target_config=text
     )
     return list(described.devices)
 

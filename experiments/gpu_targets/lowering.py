@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from experiments.gpu_targets.sheets import Target
 from jaxserve.engine import stages as stages_module
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.stages import Stages
@@ -62,6 +63,26 @@ def as_on_hopper(plan: StagePlan) -> contextlib.AbstractContextManager[None]:
             return plain(qkv, pages, *places)
 
     return as_on_a_gpu(mosaic.attend, mosaic.grouped, write_qkv)
+
+
+def as_on(gpu: Target, plan: StagePlan) -> contextlib.AbstractContextManager[None]:
+    """Has programs use the kernels that this GPU would choose for the pages of the plan."""
+    if gpu.is_hopper:
+        return as_on_hopper(plan)
+    pool = plan.pool().kv
+    try:
+        from jaxserve.kernels import triton
+
+        triton.check(jax.ShapeDtypeStruct(pool.shape[1:], pool.dtype))
+    except (ImportError, NotImplementedError):
+        return as_on_a_gpu()
+
+    def attend(q: jax.Array, q_pos: jax.Array, pages: KVPages, *rest: Any, **options: Any) -> Any:
+        cores = int(gpu.number("core_count"))
+        tiles = triton.tiles_for(gpu.capability, cores, q.shape, pages.kv.dtype)
+        return triton.attend(q, q_pos, pages, *rest, tiles=tiles, **options)
+
+    return as_on_a_gpu(attend)
 
 
 def abstract_stages(plan: StagePlan, devices: Sequence[Any], hosts: int) -> Stages:

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from experiments.gpu_targets import compiler
-from experiments.gpu_targets.lowering import abstract_stages, as_on_a_gpu, as_on_hopper
+from experiments.gpu_targets.lowering import abstract_stages, as_on
 from experiments.gpu_targets.sheets import TARGETS, Target
 from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.engine.memory import DeviceRoom, sizes
@@ -146,8 +146,7 @@ def child(job: str) -> None:
     values = json.loads(job)
     replica = Replica(**values["replica"])
     plan = replica.plan()
-    kernels = as_on_hopper(plan) if replica.gpu.is_hopper else as_on_a_gpu()
-    with kernels:
+    with as_on(replica.gpu, plan):
         for name in values["names"]:
             kind, what, number = name.split(" ")
             depth, held = (1, plan.model.layers) if kind == "head" else (int(number), int(number))

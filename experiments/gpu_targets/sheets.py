@@ -6,6 +6,8 @@ import dataclasses
 import re
 from pathlib import Path
 
+from jaxserve.kernels.ops import HOPPER
+
 FOLDER = Path(__file__).parent
 
 
@@ -46,9 +48,16 @@ class Target(Rates):
         return found[1]
 
     @property
+    def capability(self) -> str:
+        """Its compute capability, such as "8.0"."""
+        found = re.search(r"cuda_compute_capability { major: (\d+) minor: (\d+)", self.text())
+        assert found is not None, self.name
+        return ".".join(found.groups())
+
+    @property
     def is_hopper(self) -> bool:
         """True if it runs the kernels for Hopper."""
-        return "major: 9 minor: 0" in self.text()
+        return self.capability == HOPPER
 
 
 TARGETS = {

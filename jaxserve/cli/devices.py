@@ -23,7 +23,8 @@ class Devices:
     """kind: as JAX names it. memory: bytes that JAX may take on each, None where it does not say,
     as for CPUs. lacks: why the kernels for such devices (CPUs, Hopper GPUs) cannot run, None where
     they can. instruction_set: of the kernels for CPUs. driver, runtime: of GPUs, as their makers
-    number them, where they can be found."""
+    number them, where they can be found. lacks_triton: why the kernels for NVIDIA GPUs since Ampere
+    cannot run, None where they can."""
 
     platform: str
     kind: str
@@ -33,6 +34,7 @@ class Devices:
     instruction_set: str | None = None
     driver: str | None = None
     runtime: str | None = None
+    lacks_triton: str | None = None
 
 
 class NoDevices(Exception):
@@ -76,7 +78,7 @@ def main(count: int, share: float) -> None:
 
     from jaxserve.engine.memory import claim
     from jaxserve.kernels.cpu import library
-    from jaxserve.kernels.ops import hopper_unsupported
+    from jaxserve.kernels.ops import hopper_unsupported, triton_unavailable
     from jaxserve.sharding.mesh import ensure_devices
 
     claim(share, count)
@@ -98,6 +100,7 @@ def main(count: int, share: float) -> None:
                     library.instruction_set(),
                     driver_version(),
                     None if on_cpu else devices[0].client.platform_version,
+                    triton_unavailable(),
                 )
             )
         )

@@ -47,6 +47,7 @@ CPU = Devices("cpu", "cpu", 12, None, None, library.instruction_set())
 H200 = Devices("gpu", "NVIDIA H200", 1, 100 * 2**30, None)
 OLD_DRIVER = dataclasses.replace(H200, driver="535.183.01", runtime="CUDA 12.2")
 A100 = dataclasses.replace(H200, kind="NVIDIA A100", lacks="it needs a Hopper GPU")
+T4 = dataclasses.replace(A100, kind="Tesla T4", lacks_triton="it needs an NVIDIA GPU of Ampere")
 
 
 @pytest.fixture(autouse=True)
@@ -199,13 +200,14 @@ def test_the_real_model_is_well(capsys, seen, smollm2_gguf, monkeypatch):
         ([], H200, "kernels", "ok", "Hopper"),
         ([], H200, "CUDA graphs", "ok", "driver unknown"),
         ([], OLD_DRIVER, "CUDA graphs", "warning", "driver 535.183.01, runtime CUDA 12.2"),
-        ([], A100, "kernels", "warning", "four times the bytes"),
+        ([], A100, "kernels", "ok", "compiled by Triton"),
+        ([], T4, "kernels", "warning", "four times the bytes"),
         (
             [],
             dataclasses.replace(H200, lacks="it needs jax 0.11.2, and this is 0.10.2"),
             "kernels",
             "warning",
-            "it needs jax 0.11.2",
+            "not those for Hopper: it needs jax 0.11.2",
         ),
         ([], CPU, "kernels", "ok", "compiled for CPUs"),
         (

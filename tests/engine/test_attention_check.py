@@ -102,6 +102,8 @@ def test_processes_that_must_run_the_same_program_do_not_replace_it(monkeypatch)
 def test_a_kernel_asked_for_by_name_is_refused_where_it_is_wrong_or_cannot_be(monkeypatch):
     with pytest.raises(ConfigError, match="mosaic is not possible here: it needs a Hopper GPU"):
         checked(plan(attention="mosaic"), fails_over=True)
+    with pytest.raises(ConfigError, match="triton is not possible here: it needs an NVIDIA GPU"):
+        checked(plan(attention="triton"), fails_over=True)
     monkeypatch.setitem(ops.ATTEND, "xla", wrong(ops.ATTEND["xla"], FAULTS["off by a tenth"]))
     with pytest.raises(ConfigError, match="xla is wrong on this device"):
         checked(plan(attention="xla"), fails_over=True)

@@ -240,25 +240,22 @@ LIMITS = {
 }
 
 
+def counts(row):
+    """What limits are of."""
+    pieces = row.pieces
+    return row.launches, pieces.graphs, pieces.loops, pieces.alone, row.seconds / row.ideal
+
+
 @pytest.mark.matrix
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(compiler.lacking() is not None, reason=str(compiler.lacking()))
 def test_steps_on_an_h100_stay_within_their_limits():
-    found = {
-        row.step: (
-            row.launches,
-            row.pieces.graphs,
-            row.pieces.loops,
-            row.pieces.alone,
-            row.seconds / row.ideal,
-        )
-        for row in gpu_programs.rows_of("h100", "qwen3-8b")
-    }
+    found = {row.step: counts(row) for row in gpu_programs.rows_of("h100", "qwen3-8b")}
     assert found.keys() == LIMITS.keys()
     over = {
-        step: (counts, LIMITS[step])
-        for step, counts in found.items()
-        if any(count > most for count, most in zip(counts, LIMITS[step]))
+        step: (ours, LIMITS[step])
+        for step, ours in found.items()
+        if any(count > most for count, most in zip(ours, LIMITS[step]))
     }
     assert not over
 
@@ -271,3 +268,22 @@ def test_steps_on_two_ranks_are_a_graph_for_each_program():
     names = ["decode 64 x 1K", "decode 64 x 1K, sampled", "decode 8 x 128K"]
     found = {row.step: row.pieces for row in gpu_programs.rows_of("h100", "qwen3-8b", 2, names)}
     assert found == dict.fromkeys(names, Pieces(graphs=2))
+
+
+# The same of other GPUs.
+OTHER_LIMITS = {
+    ("a100", "decode 64 x 1K"): (640, 2, 0, 0, 1.28),
+    ("a100", "8 decodes + 2048"): (765, 2, 0, 0, 1.60),
+    ("l40s", "decode 64 x 1K"): (640, 2, 0, 0, 1.17),
+    ("b200", "decode 64 x 1K"): (610, 2, 0, 0, 1.60),
+}
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(compiler.lacking() is not None, reason=str(compiler.lacking()))
+@pytest.mark.parametrize("target, step", OTHER_LIMITS)
+def test_steps_on_other_gpus_stay_within_their_limits(target, step):
+    (row,) = gpu_programs.rows_of(target, "qwen3-8b", names=[step])
+    found = counts(row)
+    assert not any(count > most for count, most in zip(found, OTHER_LIMITS[target, step])), found

@@ -1,10 +1,12 @@
-"""Compiles for an NVIDIA H200 without one: `lower` needs jax alone, `compile` goes on to machine
-code with the compiler that `python -m experiments.gpu_targets.compiler` fetches."""
+"""Compiles for an NVIDIA H200, or another GPU, without one: `lower` needs jax alone, `compile` goes
+on to machine code with the compiler that `python -m experiments.gpu_targets.compiler` fetches."""
 
 from __future__ import annotations
 
+import os
 import pickle
 import re
+import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +21,6 @@ from experiments.gpu_targets.compiler import CompilerError, run, topology
 from experiments.gpu_targets.sheets import TARGETS
 from jaxserve.sharding.mesh import KVP, TP
 
-TARGET = TARGETS["h200"]
 COMPILE_SECONDS = 300
 # HLO that moves no data
 BOOKKEEPING = {"parameter", "bitcast", "tuple", "get-tuple-element", "while", "conditional", "call"}
@@ -27,7 +28,7 @@ BOOKKEEPING = {"parameter", "bitcast", "tuple", "get-tuple-element", "while", "c
 
 @dataclass(frozen=True)
 class Kernel:
-    """Registers per thread of a Mosaic kernel, and bytes of spill stores and loads in its code, as
+    """Registers per thread of a Pallas kernel, and bytes of spill stores and loads in its code, as
     the assembler reports them."""
 
     registers: int
@@ -82,14 +83,15 @@ def compile(
     donate: Sequence[int] = (),
     mesh: tuple[int, int] = (1, 1),
     options: dict[str, Any] | None = None,
+    target: str = "h200",
 ) -> Compiled:
     """`f`, which pickles, inside shard_map on a mesh of lanes and ranks, for arguments of
-    jax.ShapeDtypeStruct as each device sees them; options: of the compiler. Errors:
-    CompilerError."""
+    jax.ShapeDtypeStruct as each device sees them; options: of the compiler. target: a name in
+    `TARGETS`. Errors: CompilerError."""
     with tempfile.TemporaryDirectory() as work:
         job = Path(work, "job")
         result = Path(work, "result")
-        job.write_bytes(pickle.dumps((f, arguments, tuple(donate), mesh, options)))
+        job.write_bytes(pickle.dumps((f, arguments, tuple(donate), mesh, options, target)))
         ended = run(
             "tests.kernels.cuda:child",
             str(job),
@@ -112,9 +114,9 @@ def compile(
 
 def child(job: str, result: str) -> None:
     """Compiles what `compile` left in the file `job`."""
-    f, arguments, donate, shape, options = pickle.loads(Path(job).read_bytes())
+    f, arguments, donate, shape, options, target = pickle.loads(Path(job).read_bytes())
     mesh = Mesh(
-        np.array(topology(TARGET, 1, shape[0] * shape[1])).reshape(shape),
+        np.array(topology(TARGETS[target], 1, shape[0] * shape[1])).reshape(shape),
         (KVP, TP),
         axis_types=(AxisType.Auto, AxisType.Auto),
     )
@@ -127,8 +129,22 @@ def child(job: str, result: str) -> None:
     lowered = (
         jax.jit(local, donate_argnums=donate).trace(*placed).lower(lowering_platforms=("cuda",))
     )
-    compiled = lowered.compile(compiler_options=options)
+    with tempfile.TemporaryDirectory() as work:
+        dump = {"xla_dump_to": work, "xla_dump_emitter_re": "ptx"}
+        compiled = lowered.compile(compiler_options=dump | (options or {}))
+        _report_triton(Path(work))
     memory = compiled.memory_analysis()
     Path(result).write_bytes(
         pickle.dumps((memory.temp_size_in_bytes, memory.alias_size_in_bytes, compiled.as_text()))
     )
+
+
+def _report_triton(folder: Path) -> None:
+    """Has the assembler report the resources of Triton kernels, as it does of Mosaic's. folder: of
+    the assembly that XLA wrote; Mosaic's is not there."""
+    for file in sorted(folder.glob("*.ptx")):
+        text = file.read_text()
+        if re.search(r"\.entry (attention|combine)\(", text):
+            (architecture,) = re.findall(r"^\.target (\w+)", text, re.M)
+            command = ["ptxas", "-v", f"-arch={architecture}", str(file), "-o", os.devnull]
+            subprocess.run(command, check=True)

@@ -209,15 +209,20 @@ def _kernels(devices: Devices) -> Check:
     lacks = devices.lacks
     if lacks is None:
         return Check("kernels", OK, "those for Hopper")
-    advice = "long contexts and batches want a Hopper GPU"
-    if "jax" in lacks:
-        advice = f"{_CUDA_JAX}, in an environment of Python 3.12 or later"
+    newer = "jax" in lacks  # it is a Hopper GPU
+    advice = f"{_CUDA_JAX}, in an environment of Python 3.12 or later"
+    if devices.lacks_triton is None:
+        found = "those compiled by Triton, for any NVIDIA GPU since Ampere"
+        if newer:
+            return Check("kernels", WARNING, f"{found}, not those for Hopper: {lacks}", advice)
+        return Check("kernels", OK, found)
     return Check(
         "kernels",
         WARNING,
-        f"not those for Hopper: {lacks}. XLA's form of attention moves about four times the bytes "
-        "of KV, over as many tokens in all rows as in the longest",
-        advice,
+        f"neither those for Hopper: {lacks}, nor those compiled by Triton: {devices.lacks_triton}. "
+        "XLA's form of attention moves about four times the bytes of KV, over as many tokens in "
+        "all rows as in the longest",
+        advice if newer else "long contexts and batches want an NVIDIA GPU of Ampere or later",
     )
 
 

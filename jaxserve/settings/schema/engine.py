@@ -52,11 +52,11 @@ class EngineConfig(Settings):
     )
     attention: str = option(
         "auto",
-        "kernels of attention over pages: those for Hopper GPUs (mosaic) or CPUs (cpu), XLA's form "
-        "of any device (xla), or one that is slow and plain (reference); auto: the fastest that "
-        "supports the shapes, which GPUs compute a few tokens with at the start, and replace if "
-        "these are not those of the reference",
-        choices=("auto", "mosaic", "cpu", "xla", "reference"),
+        "kernels of attention over pages: those for Hopper GPUs (mosaic), NVIDIA GPUs since Ampere "
+        "(triton) or CPUs (cpu), XLA's form of any device (xla), or one that is slow and plain "
+        "(reference); auto: the fastest that supports the shapes, which GPUs compute a few tokens "
+        "with at the start, and replace if these are not those of the reference",
+        choices=("auto", "mosaic", "triton", "cpu", "xla", "reference"),
     )
     hang_timeout: float = option(
         60.0,
