@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
-from jaxserve.checkpoint.model import ModelConfig
+from jaxserve.checkpoint.model import ModelConfig, split
 
 Windows = tuple[int, ...]  # of the groups behind the first, whose layers see all tokens
 ONE_GROUP: Windows = ()
@@ -54,10 +54,11 @@ def page_places(model: ModelConfig, windows: Windows, layers: range) -> dict[int
     return found
 
 
-def pool_count(model: ModelConfig, windows: Windows, layers: range) -> int:
-    """Counts the pools of pages of these layers."""
-    places = page_places(model, windows, layers).values()
-    return max((place.pool + 1 for place in places), default=0)
+def pool_count(model: ModelConfig, windows: Windows, layers: range, parts: int = 1) -> int:
+    """Counts the pools of pages of these layers. parts: in which they run (`layer_groups`), each
+    with pools of its own."""
+    places = [page_places(model, windows, part).values() for part in split(layers, parts)]
+    return sum(max((place.pool + 1 for place in part), default=0) for part in places)
 
 
 def window_blocks(window: int, size: int) -> int:

@@ -152,7 +152,7 @@ def sizes(plan: StagePlan) -> Sizes:
     ]
     return Sizes(
         max(weights),
-        max(pool_count(plan.model, plan.windows, part) for part in stages)
+        max(pool_count(plan.model, plan.windows, part, plan.layer_groups) for part in stages)
         * _pool_bytes(plan.pool(), plan),
         _tables(plan),
         _work(plan),

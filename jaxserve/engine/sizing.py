@@ -177,7 +177,7 @@ def _pages(config: EngineConfig, plan: StagePlan, blocks: int, room: DeviceRoom)
     given = config.cache.kv_memory_gib
     total = kv_bytes(plan, given, config.cache.gpu_memory_utilization, room)
     stages = layers_of(model, plan.mesh.spp)
-    pools = [pool_count(model, plan.windows, stage) for stage in stages]
+    pools = [pool_count(model, plan.windows, stage, plan.layer_groups) for stage in stages]
     pages = min(
         (total - state_bytes(plan, stage)) // (page * max(count, 1))
         for stage, count in zip(stages, pools)

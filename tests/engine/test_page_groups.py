@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import random
 
+import jax
 import numpy as np
 import pytest
 
 from jaxserve.checkpoint.page_groups import ONE_GROUP
+from jaxserve.engine.memory import sizes
 from tests.engine.harness import Runner, assert_empty, engine, fresh
 from tests.models.test_families import write_model
 
@@ -105,3 +107,19 @@ def test_a_sequence_holds_what_its_windows_see(tmp_path):
         assert held <= groups * ((WINDOW - 1) // BLOCK + 2 + chunk)
         most = max(most, blocks)
     assert most == -(-149 // BLOCK) or most == 150 // BLOCK + 1
+
+
+@pytest.mark.parametrize("mesh, parts", [("", 1), ("", 3), ("spp=2", 2)])
+def test_pools_take_the_memory_that_was_counted(mesh, parts, tmp_path):
+    """Also of layers in several groups, each of which has pools of its own."""
+    real = tiny(tmp_path, "gemma3", mesh, pages=40, layer_groups=parts)
+    plan = real.worker.plan
+    stages = real.worker.stages.stages
+    assert plan.windows and len(stages) == plan.mesh.spp * parts
+    held = [
+        sum(
+            array.nbytes for array in jax.tree.leaves([part.caches for part in stages[at:][:parts]])
+        )
+        for at in range(0, len(stages), parts)
+    ]
+    assert sizes(plan).kv == max(held)

@@ -201,7 +201,7 @@ class System:
         rank = self.shape.share(self.mesh.tp)
         stages = layers_of(self.shape, self.mesh.spp)
         states = slots * max(map(rank.state_bytes, stages))
-        pools = max(pool_count(self.shape, windows, stage) for stage in stages)
+        pools = max(pool_count(self.shape, windows, stage, self.layer_groups) for stage in stages)
         return max(0, int((free - states) / (pools * self.heads.kv_bytes)))
 
     def tiers(self, cache: CacheConfig) -> VirtualTiers | None:
