@@ -64,23 +64,21 @@ class SeenPages:
     def shortened(self, match: PrefixMatch, hashes: BlockHashes) -> PrefixMatch:
         """Returns as much of a match as ends where each group sees published blocks alone."""
         blocks = len(match.pages)
-        while blocks:
-            hole = self._hole(match.pages[:blocks], hashes)
-            if hole is None:
+        pages = match.pages.tolist()
+        # by group: the blocks from here on are published, of those before number `blocks`
+        since = [blocks] * len(self._reach)
+        while True:
+            before = blocks
+            for place, reach in enumerate(self._reach):
+                block = min(since[place], blocks)
+                while block > max(0, blocks - reach):
+                    block -= 1
+                    if self._page(hashes[block], place + 1, pages[block]) is None:
+                        blocks = block
+                since[place] = block
+            if blocks == before:
                 break
-            blocks = hole
-        return match if blocks == len(match.pages) else PrefixMatch(*(x[:blocks] for x in match))
-
-    def _hole(self, pages: np.ndarray, hashes: BlockHashes) -> int | None:
-        """Returns the last block that a group should see behind these pages and that has none on
-        the lane of its first page; None without one."""
-        holes = [
-            block
-            for group, first in enumerate(self._firsts(len(pages)), 1)
-            for block in range(len(pages) - 1, first - 1, -1)
-            if self._page(hashes[block], group, pages[block]) is None
-        ]
-        return max(holes, default=None)
+        return match if blocks == len(pages) else PrefixMatch(*(x[:blocks] for x in match))
 
     def of(self, pages: np.ndarray, hashes: BlockHashes | None) -> list[np.ndarray]:
         """Returns for each group the pages of the blocks that it sees behind these matched `pages`
@@ -108,6 +106,8 @@ class SeenPages:
 
     def _page(self, key: bytes, group: int, beside: int) -> int | None:
         """Returns the group's page of a block, on the lane of the page `beside`."""
+        copies = self._pages.with_key.get(group_key(key, group))
+        if copies is None:
+            return None
         lane = beside // self._pages.per_lane
-        copies = self._pages.with_key.get(group_key(key, group), ())
         return next((page for page in copies if page // self._pages.per_lane == lane), None)

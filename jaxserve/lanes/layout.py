@@ -85,7 +85,9 @@ class SequenceLayout:
         """Returns the pages of all groups, block by block."""
         if not self.further:
             return self.pages
-        return [page for block in range(len(self.pages)) for page in self._of_block(block)]
+        first = min(self.first_seen)
+        seen = range(first, len(self.pages))
+        return self.pages[:first] + [page for block in seen for page in self._of_block(block)]
 
     def _of_block(self, block: int) -> Iterator[int]:
         yield self.pages[block]

@@ -1,0 +1,83 @@
+"""Pages of layers with sliding windows in the cache: found, leased and retracted with their
+blocks."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+
+from jaxserve.cache import CacheManager, LaneRules
+from jaxserve.cache.hashes import BlockHashes, group_key, is_block
+from jaxserve.settings.schema import CacheConfig
+
+BLOCK = 4
+WINDOWS = (9, 21)  # of which a token sees two and five blocks before its own
+REACH = (2, 5)
+
+
+def manager(pages: int, lanes: int = 1) -> CacheManager:
+    rules = LaneRules(ascending=True, windows=WINDOWS)
+    return CacheManager(CacheConfig(block_size=BLOCK, pages=pages), lanes, 2, rules=rules)
+
+
+def hashes_of(cache: CacheManager, seed: int, blocks: int) -> BlockHashes:
+    tokens = np.random.default_rng(seed).integers(0, 1000, (blocks + 1) * BLOCK, np.int32)
+    return cache.block_hashes("", lambda first, last: tokens[first:last])
+
+
+def compute(cache: CacheManager, hashes: BlockHashes, blocks: int, slot: int = 0) -> None:
+    """Has a slot compute a prompt, block by block."""
+    first = len(cache.layouts[slot].pages)
+    for block in range(first, blocks):
+        cache.pass_windows(slot, block * BLOCK)
+        cache.extend(slot, 1)
+        cache.publish(slot, block, block + 1, hashes)
+
+
+def hold(cache: CacheManager, hashes: BlockHashes, blocks: int) -> None:
+    """Caches a prompt, as of a request that has ended."""
+    cache.admit(0, cache.match(hashes, 0).pages, 0)
+    compute(cache, hashes, blocks)
+    cache.release(0)
+
+
+def lose(cache: CacheManager, keys: list[bytes]) -> None:
+    cache.pages.retract([page for key in keys for page in cache.pages.with_key.get(key, ())])
+
+
+def test_a_match_is_the_longest_behind_which_no_group_lacks_a_page():
+    rng = random.Random(0)
+    cache = manager(200)
+    for seed in range(40):
+        hashes = hashes_of(cache, seed, 30)
+        hold(cache, hashes, 30)
+        lost = {(rng.randrange(30), rng.choice((1, 2))) for _ in range(rng.randrange(8))}
+        lose(cache, [group_key(hashes[block], group) for block, group in lost])
+        longest = max(
+            end
+            for end in range(31)
+            if not any(end - REACH[group - 1] <= block < end for block, group in lost)
+        )
+        assert len(cache.match(hashes, 30).pages) == longest
+        cache.flush()
+
+
+def test_a_prompt_without_pages_of_windows_is_looked_up_in_one_pass():
+    """As where these were evicted: at 128K tokens it took seconds, in every step."""
+    blocks = 500
+    cache = manager(4 * blocks)
+    hashes = hashes_of(cache, 0, blocks)
+    hold(cache, hashes, blocks)
+    lose(cache, [key for key in cache.pages.with_key if not is_block(key)])
+
+    class Counted(dict):
+        count = 0
+
+        def get(self, *arguments):
+            self.count += 1
+            return super().get(*arguments)
+
+    cache.pages.with_key = counted = Counted(cache.pages.with_key)
+    assert not len(cache.match(hashes, blocks).pages)
+    assert counted.count <= 2 * blocks
