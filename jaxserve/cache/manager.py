@@ -213,7 +213,10 @@ class CacheManager:
 
     def retract(self, slot: int) -> None:
         """Takes the keys from the slot's blocks: what its pages hold is damaged."""
-        self.published.retract(self.layouts[slot].held())
+        layout = self.layouts[slot]
+        # windows have passed some of them
+        behind = self.published.seen.beside(layout.pages)
+        self.published.retract([*layout.held(), *behind])
 
     def flush(self) -> int:
         """Forgets the blocks that no slot holds, promised and leased ones too; returns how many

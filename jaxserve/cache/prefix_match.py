@@ -92,6 +92,16 @@ class SeenPages:
             for group, first in enumerate(self._firsts(len(pages)), 1)
         ]
 
+    def beside(self, pages: Sequence[int]) -> list[int]:
+        """Returns the pages that the groups have of the blocks published on these pages."""
+        keys = [key for key in map(self._pages.key_of.get, pages) if key is not None]
+        return [
+            page
+            for group in range(1, len(self._reach) + 1)
+            for key in keys
+            for page in self._pages.with_key.get(group_key(key, group), ())
+        ]
+
     def keys(self, blocks: int, hashes: BlockHashes) -> list[bytes]:
         """Returns the keys of the pages through which groups see behind the first `blocks`."""
         return [

@@ -81,3 +81,14 @@ def test_a_prompt_without_pages_of_windows_is_looked_up_in_one_pass():
     cache.pages.with_key = counted = Counted(cache.pages.with_key)
     assert not len(cache.match(hashes, blocks).pages)
     assert counted.count <= 2 * blocks
+
+
+def test_damaged_blocks_are_found_in_no_group_once_they_are_retracted():
+    cache = manager(200)
+    hashes = hashes_of(cache, 0, 30)
+    cache.admit(0, cache.match(hashes, 0).pages, 0)
+    compute(cache, hashes, 30)  # windows have passed most of it, and its pages are cached
+    cache.retract(0)
+    assert not cache.pages.with_key
+    cache.release(0)
+    cache.check()
