@@ -16,7 +16,8 @@ import numpy as np
 
 from jaxserve.api.errors import RequestError
 from jaxserve.cache import CacheManager
-from jaxserve.cache.hashes import BlockHashes
+from jaxserve.cache.hashes import BlockHashes, is_block
+from jaxserve.cache.locks import Lock
 from jaxserve.store.kv_file import KvFile
 
 MAX_LEASE_SECONDS = 86400.0
@@ -137,6 +138,13 @@ class LocalKvPool:
         first = len(cache.match(hashes, blocks).pages)
         return list(hashes.keys(0, first)), cache.below.fetchable(hashes, first, blocks)
 
+    def _seen(self, hashes: BlockHashes, blocks: int) -> list[bytes]:
+        """Returns the keys of the pages through which windows see behind these blocks; also behind
+        one less, for a request of the same prompt computes its last token."""
+        keys = self._cache.published.seen.keys
+        both = [key for end in (blocks, blocks - 1) for key in keys(end, hashes)]
+        return [key for key in dict.fromkeys(both) if key in self._cache.pages.with_key]
+
     def lease(self, prompt: np.ndarray, salt: str, seconds: float, replica: str) -> KvLease:
         check_lease_seconds(seconds)
         _check_only(replica)
@@ -149,16 +157,17 @@ class LocalKvPool:
         on_pages, below = self._look(hashes, tokens)
         if not on_pages and not below:
             raise RequestError("prompt", "has no block here", "NOT_FOUND")
+        on_pages += self._seen(hashes, len(on_pages))
         if not leases.has_room(on_pages, below):
             raise RequestError(
                 "prompt",
-                f"has {len(on_pages)} blocks on pages and {len(below)} below; leases may take "
+                f"has blocks on {len(on_pages)} pages and {len(below)} below; leases may take "
                 f"{leases.most_pages} and {leases.most_below}, and {len(leases)} are leased",
                 "RESOURCE_EXHAUSTED",
             )
         id = secrets.token_hex(8)
         made = leases.lock(id, self._now() + seconds, on_pages, below)
-        return KvLease(id, "", len(made.on_pages), len(made.below), seconds)
+        return self._view(made, seconds)
 
     def release(self, lease: str) -> bool:
         return self._run(lambda: self._release(lease))
@@ -177,10 +186,12 @@ class LocalKvPool:
         leases = self._cache.leases
         now = self._now()
         leases.release_due(now)
-        return [
-            KvLease(str(one.holder), "", len(one.on_pages), len(one.below), one.due - now)
-            for one in leases.all()
-        ]
+        return [self._view(one, one.due - now) for one in leases.all()]
+
+    @staticmethod
+    def _view(lock: Lock, seconds: float) -> KvLease:
+        blocks = sum(map(is_block, lock.on_pages))
+        return KvLease(str(lock.holder), "", blocks, len(lock.below), seconds)
 
     def replicate(self, prompt: np.ndarray, salt: str, target: str, source: str) -> KvHolding:
         raise RequestError("replica", "is the only one here: a conductor copies between replicas")

@@ -6,9 +6,11 @@ from __future__ import annotations
 import random
 
 import numpy as np
+import pytest
 
 from jaxserve.cache import CacheManager, LaneRules
 from jaxserve.cache.hashes import BlockHashes, group_key, is_block
+from jaxserve.replica.kv_pool import LocalKvPool
 from jaxserve.settings.schema import CacheConfig
 
 BLOCK = 4
@@ -92,3 +94,21 @@ def test_damaged_blocks_are_found_in_no_group_once_they_are_retracted():
     assert not cache.pages.with_key
     cache.release(0)
     cache.check()
+
+
+@pytest.mark.parametrize("asked", [40, 43])
+def test_a_leased_prompt_is_found_whole_by_every_group(asked):
+    """Also by a request of the same prompt, of which the last token is always computed."""
+    cache = manager(100)
+    prompt = np.arange(asked, dtype=np.int32)
+    hashes = cache.block_hashes("", lambda first, last: np.arange(first, last, dtype=np.int32))
+    hold(cache, hashes, 10)
+    pool = LocalKvPool(cache, lambda work: work(), lambda: 0.0)
+    lease = pool.lease(prompt, "", 10.0, "")
+    assert lease.on_devices == pool.leases()[0].on_devices == 10
+    for seed in range(10):
+        hold(cache, hashes_of(cache, seed, 20), 20)
+        cache.check()
+    assert len(cache.match(hashes, 10).pages) == 10
+    assert len(cache.match(hashes, (asked - 1) // BLOCK).pages) == (asked - 1) // BLOCK
+    assert pool.release(lease.id) and not cache.pages.locks
