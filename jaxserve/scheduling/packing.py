@@ -32,7 +32,7 @@ from jaxserve.scheduling.budget import StepBudget
 from jaxserve.scheduling.prefill_packing import PrefillPacker
 from jaxserve.scheduling.prefill_step import PrefillChunk
 from jaxserve.scheduling.sequence import Sequence
-from jaxserve.scheduling.slots import DECODE, LEAVING, SlotTable
+from jaxserve.scheduling.slots import DECODE, LEAVING, PREFILL, SlotTable
 from jaxserve.settings.schema import SchedulerConfig
 
 NOTHING = np.empty(0, np.int32)
@@ -179,6 +179,8 @@ class BatchPacker:
         if not short.size:
             return ready
         self._pass_windows(short)
+        if short.size > cache.available_blocks:  # chunks left pages that are not seen any more
+            self._pass_windows(np.flatnonzero((slots.phase == DECODE) | (slots.phase == PREFILL)))
         if short.size <= cache.available_blocks:
             for slot in short.tolist():
                 cache.extend(slot, 1)

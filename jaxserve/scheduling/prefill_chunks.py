@@ -181,7 +181,7 @@ class PrefillChunks:
         self.admit(step, candidate)
         if candidate.first is not None and self.cache.windows:
             # admission counts what windows see, of all of the prompt, and not a chunk's own blocks
-            length = self.length_with_pages(sequence, length, 0)
+            length = self.length_with_pages(sequence, length, step.reserve)
             if not length:
                 return False
         place = candidate.place

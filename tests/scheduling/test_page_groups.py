@@ -1,0 +1,25 @@
+"""Layers with sliding windows: how their pages come and go beside those of other sequences."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxserve.settings.schema import CacheConfig, SchedulerConfig
+from tests.scheduling.fakes import Replica
+
+
+@pytest.mark.parametrize("length", [100, 200])
+@pytest.mark.parametrize("chunking", ["static", "adaptive"])
+def test_chunks_leave_decodes_the_pages_that_they_were_promised(chunking, length):
+    """A chunk has pages in all groups for all of its blocks, most of which no later token sees."""
+    replica = Replica(
+        SchedulerConfig(max_seqs=4, decode_reserve=1.0, chunk_tokens=100, chunking=chunking),
+        CacheConfig(block_size=4, pages=100),
+        windows=(8, 8, 8),
+    )
+    replica.add([1, 2, 3], max_tokens=60, ignore_eos=True)
+    replica.step()
+    replica.add([number % 12 for number in range(length)], max_tokens=40, ignore_eos=True)
+    replica.drain()
+    replica.check_answers()
+    assert not replica.scheduler.slots.preemptions
