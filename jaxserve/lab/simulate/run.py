@@ -232,13 +232,15 @@ class System:
         scheduler: SchedulerConfig,
         cache: CacheConfig,
         lookahead: int = 1,
+        role: str = "mixed",
     ) -> VirtualReplica:
-        """A virtual replica of this system; without `cache.pages`, as many as fit in memory.
-        Errors: ConfigError where the model cannot run on the mesh, or the settings cannot be."""
+        """A virtual replica of this system; without `cache.pages`, as many as fit in memory. role:
+        in a cluster. Errors: ConfigError where the model cannot run on the mesh, or the settings
+        cannot be."""
         system = self.with_cache(cache)
         system.check()
         check_lanes(self.mesh, cache, scheduler)
-        windows = served_windows(self.shape, cache, scheduler, "mixed", self.mesh.kvp)
+        windows = served_windows(self.shape, cache, scheduler, role, self.mesh.kvp)
         pages = cache.pages or system.kv_tokens(scheduler.max_seqs, windows) // cache.block_size
         cache = dataclasses.replace(cache, pages=pages)
         return VirtualReplica(

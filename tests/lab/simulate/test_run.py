@@ -43,6 +43,16 @@ def record(
 # --- memory
 
 
+def test_replicas_that_get_kv_from_others_keep_it_of_all_layers():
+    """As live ones: a prompt that comes computed has pages for all of its blocks."""
+    system = System(MODELS["gpt-oss-120b"], "h100", MeshConfig(tp=4))
+    windows = {
+        role: system.replica(SchedulerConfig(), CacheConfig(), role=role).scheduler.cache.windows
+        for role in ("mixed", "prefill", "decode")
+    }
+    assert windows == {"mixed": (128,), "prefill": (), "decode": ()}
+
+
 def test_weights_of_a_shape_by_hand():
     layer = 2 * 576 + 2 * 4 * 8
     assert SHAPE.weight_bytes() == 16 * layer + 2 * 2 * 8 * 112 + 4 * 8 == 23_072
