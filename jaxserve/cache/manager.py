@@ -98,8 +98,7 @@ class CacheManager:
         self.lower = lower
         self.windows = rules.windows
         self.needs = PageNeeds(self.block_size, self.windows)
-        # the pages of a block, in all page groups, are on one lane
-        self.usable = lanes * (config.pages - len(self.windows))
+        self.usable = self.needs.usable(config.pages, lanes)
         self.published = PublishedBlocks(
             lanes,
             config.pages,

@@ -48,6 +48,11 @@ class PageNeeds:
             passed += layout.pass_before(group, min(first, len(layout.pages)))
         return passed
 
+    def usable(self, pages: int, lanes: int) -> int:
+        """Returns the pages that one sequence can have of `lanes` lanes with `pages` each: those of
+        a block, in all page groups, are on one lane."""
+        return lanes * (pages - len(self.windows))
+
     def longest(self, pages: int) -> int:
         """Returns the tokens of the longest sequence that takes no more than these pages."""
         blocks = pages - sum(self.seen)

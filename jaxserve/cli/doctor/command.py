@@ -365,7 +365,7 @@ def _memory(patient: Patient) -> Iterator[Check]:
         NO_ROOM,
     )
     needs = PageNeeds(plan.block_size, plan.windows)
-    tokens = needs.longest(mesh.kvp * (plan.pages - len(plan.windows)))
+    tokens = needs.longest(needs.usable(plan.pages, mesh.kvp))
     yield Check.of(
         "capacity",
         checks.state_of(tokens, patient.max_len, 0),
