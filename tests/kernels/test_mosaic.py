@@ -162,8 +162,9 @@ def test_rows_of_padding_are_no_work_wherever_they_are(real, blocks):
         slot=np.delete(case.slot, padding),
         entries=np.delete(case.entries, padding),
     )
-    assert split.total[1] == len(list(real))
-    if len(only.slot):
+    work = int((case.q_pos >= 0).any(1).sum())  # the case has a row of padding of its own
+    assert split.total[1] == work <= len(list(real))
+    if work:
         np.testing.assert_array_equal(split.blocks, split_of(only, tiles).blocks)
     else:
         assert not split.blocks[:, 3].any()
