@@ -199,10 +199,13 @@ def make(shape: Shape, rng: np.random.Generator) -> cases.Case:
 
 def implementations(rehearse: bool) -> dict[str, Callable]:
     """All implementations of `ops`, and the Hopper kernel in two hops of a ring, each over half of
-    the keys."""
-    from jaxserve.kernels import ops
+    the keys. rehearse: kernels for GPUs in their interpreters."""
+    from jaxserve.kernels import ops, triton
 
     found = {name: functools.partial(ops.attend, implementation=name) for name in ops.ATTEND}
+    if rehearse:
+        small = triton.Tiles(rows=16, keys=64, warps=4, stages=2, blocks=3)
+        found["triton"] = functools.partial(triton.attend, tiles=small, interpret=True)
     return {
         "mosaic": hopper(rehearse),
         "two hops": functools.partial(_hops, hopper(rehearse, whole=True)),
