@@ -68,10 +68,15 @@ class PublishedBlocks:
             self._tell(new, hashes)
 
     def publish_further(self, layout: SequenceLayout, blocks: range, hashes: BlockHashes) -> None:
-        """Publishes the pages of blocks in the groups behind the first, where they have some."""
+        """Publishes the pages of blocks in the groups behind the first, where they have some, and
+        the page that was published for the first group is on their lane."""
+        with_key = self.pages.with_key
+        per_lane = self.pages.per_lane
         for group, (pages, first) in enumerate(zip(layout.further, layout.first_seen), 1):
             for block in range(max(first, blocks.start), blocks.stop):
-                self.pages.publish(pages[block], group_key(hashes[block], group))
+                key = hashes[block]
+                if with_key[key][0] // per_lane == pages[block] // per_lane:
+                    self.pages.publish(pages[block], group_key(key, group))
 
     def _retain(
         self,

@@ -96,6 +96,20 @@ def test_damaged_blocks_are_found_in_no_group_once_they_are_retracted():
     cache.check()
 
 
+def test_pages_of_windows_are_found_once_they_are_on_the_lane_of_their_blocks():
+    """Those that a sequence on another lane computes are not in their way."""
+    cache = manager(200, lanes=2)
+    hashes = hashes_of(cache, 0, 30)
+    hold(cache, hashes, 30)
+    lose(cache, [key for key in cache.pages.with_key if not is_block(key)])
+    for home in (1, 0):
+        cache.admit(0, cache.match(hashes, 0).pages, home)
+        compute(cache, hashes, 30)
+        cache.release(0)
+        cache.check()
+    assert len(cache.match(hashes, 30).pages) == 30
+
+
 @pytest.mark.parametrize("asked", [40, 43])
 def test_a_leased_prompt_is_found_whole_by_every_group(asked):
     """Also by a request of the same prompt, of which the last token is always computed."""
