@@ -31,7 +31,7 @@ from jaxserve.weights.quantise import METHODS
 from jaxserve.weights.store import OrbaxFolder
 
 log = logging.getLogger(__name__)
-LEAST_PAGES = 2
+LEAST_BLOCKS = 2
 DTYPES = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),
@@ -133,7 +133,7 @@ def make_plan(
         config.mesh,
         dtype,
         FP8 if config.cache.kv_cache_dtype == "fp8" else dtype,
-        config.cache.pages or LEAST_PAGES,
+        config.cache.pages or LEAST_BLOCKS,
         size,
         config.scheduler.max_seqs,
         blocks,
@@ -153,6 +153,13 @@ def make_plan(
     )
     if config.cache.pages is None:
         plan = dataclasses.replace(plan, pages=_pages(config, plan, blocks, room))
+    least = LEAST_BLOCKS * plan.page_groups
+    if plan.pages < least:
+        raise ConfigError(
+            "pages",
+            f"{plan.pages} on a lane are too few: a block takes {plan.page_groups}, one of each "
+            f"group of layers, and at least {least} are needed",
+        )
     return dataclasses.replace(plan, width=min(blocks, plan.pages))
 
 
@@ -184,12 +191,13 @@ def _pages(config: EngineConfig, plan: StagePlan, blocks: int, room: DeviceRoom)
     )
     if room.bytes is None or given is not None:  # more than all sequences can fill is for prefixes
         pages = min(pages, blocks * plan.slots * plan.page_groups)
-    if pages < LEAST_PAGES:
+    least = LEAST_BLOCKS * plan.page_groups
+    if pages < least:
         states = max(state_bytes(plan, stage) for stage in stages)
         beside = f" beside {states} bytes of states of {plan.slots} sequences" if states else ""
         fault = (
             f"{total / 2**30:g} GiB hold {max(pages, 0)} pages of {max(pools) * page} bytes"
-            f"{beside}; at least {LEAST_PAGES} are needed"
+            f"{beside}; at least {least} are needed"
         )
         raise ConfigError("kv_memory_gib", fault)
     return pages

@@ -9,10 +9,14 @@ import jax
 import numpy as np
 import pytest
 
+from jaxserve.checkpoint.model_config import from_hf
 from jaxserve.checkpoint.page_groups import ONE_GROUP
 from jaxserve.engine.memory import sizes
+from jaxserve.engine.sizing import make_plan
+from jaxserve.settings.options import make
+from jaxserve.settings.schema import ConfigError, EngineConfig
 from tests.engine.harness import Runner, assert_empty, engine, fresh
-from tests.models.test_families import write_model
+from tests.models.test_families import CASES, write_model
 
 BLOCK = 4
 WINDOW = 20
@@ -123,3 +127,11 @@ def test_pools_take_the_memory_that_was_counted(mesh, parts, tmp_path):
         for at in range(0, len(stages), parts)
     ]
     assert sizes(plan).kv == max(held)
+
+
+@pytest.mark.parametrize("name, given", [("pages", 7), ("kv_memory_gib", 0.001)])
+def test_room_for_less_than_two_blocks_is_refused_at_the_start(name, given):
+    """A block takes a page in each of the four groups."""
+    config = make(EngineConfig, {"block_size": 1024, "dtype": "float32", name: given})
+    with pytest.raises(ConfigError, match=rf"{name}: .*at least 8 are needed"):
+        make_plan(config, from_hf(CASES["gemma3"].config).with_tp(1))
