@@ -122,7 +122,8 @@ class PageAdmission:
         self._reserve = reserve
         growth = self.decode_reserve.by_slot()
         kept = self.decode_reserve.bounded(int(growth.sum()))
-        self._spare = cache.available_unlocked - max(reserve, kept) - promised
+        apart = cache.total - cache.usable  # on lanes with too few for a block of all page groups
+        self._spare = cache.available_unlocked - apart - max(reserve, kept) - promised
         # pages held, promised or expected
         self._of_small = self._held_by_small.count + promised_to_small
         self._of_small += int(growth[self._held_by_small.is_small].sum())
