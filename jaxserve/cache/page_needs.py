@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,7 +56,5 @@ class PageNeeds:
 
     def longest(self, pages: int) -> int:
         """Returns the tokens of the longest sequence that takes no more than these pages."""
-        blocks = pages - sum(self.seen)
-        if blocks < max(self.seen, default=0):
-            blocks = pages // self.per_block
-        return blocks * self.block_size
+        taken = lambda blocks: self.of(blocks * self.block_size)
+        return (bisect.bisect(range(pages + 1), pages, key=taken) - 1) * self.block_size

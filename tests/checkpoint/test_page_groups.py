@@ -8,6 +8,7 @@ import math
 import pytest
 
 from jaxserve.cache import CacheManager, LaneRules
+from jaxserve.cache.page_needs import PageNeeds
 from jaxserve.checkpoint.model import layers_of
 from jaxserve.checkpoint.page_groups import (
     ONE_GROUP,
@@ -98,6 +99,14 @@ def fitting(model, windows, memory: int) -> int:
         cache.pass_windows(slot, TOKENS)
         cache.check()
     return 20
+
+
+@pytest.mark.parametrize("windows", [(), (33,), (129, 1025), (33,) * 6])
+@pytest.mark.parametrize("pages", [3, 50, 100, 1000])
+def test_no_longer_sequence_takes_as_few_pages_as_the_longest(windows, pages):
+    needs = PageNeeds(BLOCK, windows)
+    longest = needs.longest(pages)
+    assert needs.of(longest) <= pages < needs.of(longest + 1)
 
 
 def rules(windows) -> LaneRules:
