@@ -40,7 +40,7 @@ def replica_info(
         kv_dtype=str(np.dtype(plan.kv_dtype)),
         platform=worker.platform,
         block_size=plan.block_size,
-        pages_per_lane=plan.pages,
+        pages_per_lane=plan.pages // plan.page_groups,
         max_seqs=plan.slots,
         max_queue=config.scheduler.max_queue,
         chunk_tokens=config.scheduler.chunk_tokens,

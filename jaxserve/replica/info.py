@@ -21,10 +21,11 @@ class ReplicaInfo:
     served_name: by which requests name the model; other_names: these too. model: the architecture's
     own name. d_model: size of hidden states, and so of embeddings. kv_bytes_per_token: bytes of KV
     that a token has on pages, over all layers that keep some. eos_ids: ids that end a completion.
-    max_model_len: most tokens of a sequence, its output included.
-    pages_per_lane: pages of KV cache on each lane, of `block_size` tokens. max_seqs: sequences that
-    run at once; max_queue: requests that may wait. class_names: of request classes, see
-    `SchedulerConfig.classes`. settings: all that was configured, group by group, without secrets.
+    max_model_len: most tokens of a sequence, its output included. pages_per_lane: pages of KV cache
+    on each lane, of `block_size` tokens, that each page group can have where all have as many.
+    max_seqs: sequences that run at once; max_queue: requests that may wait. class_names: of request
+    classes, see `SchedulerConfig.classes`. settings: all that was configured, group by group,
+    without secrets.
     role: prefill, decode or mixed: what a conductor has it do.
     sampling_defaults: sampling parameters, by name, of requests that do not state them.
     cache_fingerprint, cache_dtype: what the keys of its blocks of KV cover besides tokens and salt,

@@ -356,7 +356,7 @@ def _info(
         kv_dtype="float8_e4m3fn" if fp8 else "bfloat16",
         platform=platform,
         block_size=scheduler.cache.block_size,
-        pages_per_lane=scheduler.cache.total // mesh.kvp,
+        pages_per_lane=scheduler.cache.total // (mesh.kvp * scheduler.cache.needs.per_block),
         max_seqs=config.max_seqs,
         max_queue=config.max_queue,
         chunk_tokens=config.chunk_tokens,
