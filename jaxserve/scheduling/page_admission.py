@@ -280,7 +280,7 @@ class PageAdmission:
     def _reserve_for_small(self, large: Sequence | None) -> int:
         """Pages that small prompts may hold while this large one waits: all without one, and fewer
         than SMALL_PROMPT_RESERVE if it could not run beside them."""
-        total = self.cache.total
+        total = self.cache.usable
         if large is None:
             return total
         beside = total - self.cache.needs.of(large.prefill_len) - self._reserve

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxserve.cache.page_needs import PageNeeds
 from jaxserve.checkpoint.model_config import from_hf
 from jaxserve.checkpoint.page_groups import ONE_GROUP
 from jaxserve.engine.memory import sizes
@@ -60,10 +61,11 @@ def test_tokens_are_those_of_one_table_for_all_layers(name, mesh, tmp_path):
     groups = tiny(tmp_path / "groups", name, mesh, pages=400)
     assert groups.worker.plan.windows
     lanes = groups.worker.plan.mesh.kvp
-    blocks = 160 // BLOCK
+    windows = groups.worker.plan.windows
+    longest = int(PageNeeds(BLOCK, windows).of(160))
     for seed, placement in enumerate(("grow", "random") if lanes > 1 else ("grow",)):
-        # about as many pages as two of the four sequences have: others are preempted and evicted
-        pages = 2 * (blocks + len(groups.worker.plan.windows) * (WINDOW // BLOCK + 7)) // lanes
+        # little more than the longest sequence takes: others are preempted and evicted
+        pages = int(1.2 * longest) // lanes + len(windows)
         tight = fresh(groups, placement, pages=pages, decode_reserve=0.0)
         found = Runner(tight)
         for chunks in ((1, 2, 3), (5, 24)):
