@@ -53,8 +53,10 @@ Seconds = Callable[..., float]
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """A measured load: `steps` decode steps of `sequences` with `context` tokens each, or, if 0,
-    one prompt of so many."""
+    """A measured load: `steps` decode steps of `sequences` with `context` tokens each.
+
+    Without steps it is one prompt of `context` tokens.
+    """
 
     sequences: int
     context: int
