@@ -11,6 +11,7 @@ import jax.numpy as jnp
 FP8 = jnp.dtype(jnp.float8_e4m3fn)
 FP8_MAX = 448.0
 SCALE_DTYPE = jnp.dtype(jnp.bfloat16)
+COMPUTE_DTYPES = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)  # of tensor cores' operands
 
 
 class KVPages(NamedTuple):
@@ -34,6 +35,27 @@ class KVPages(NamedTuple):
         if self.scales is None:
             return self.kv
         return self.kv.astype(dtype) * self.scales.astype(dtype)[..., None]
+
+
+def check_pages(
+    kv: jax.Array | jax.ShapeDtypeStruct, value_dim: int | None, head_dims: tuple[int, ...]
+) -> None:
+    """Checks that tensor cores can attend over pages of this dtype and shape [..., K, 2, C, H] and
+    to values of this dim (None: H). head_dims: those that a kernel supports. Errors:
+    NotImplementedError, with the reason."""
+    H = kv.shape[4]
+    if kv.shape[2] != 2:
+        raise NotImplementedError("pages have one vector per token")
+    if value_dim not in (None, H):
+        raise NotImplementedError(f"a value dim of {value_dim} beside a head dim of {H}")
+    if kv.dtype not in (*COMPUTE_DTYPES, FP8):
+        raise NotImplementedError(
+            f"pages of {kv.dtype}; supported are {', '.join(map(str, (*COMPUTE_DTYPES, FP8)))}"
+        )
+    if H not in head_dims:
+        raise NotImplementedError(
+            f"a head dim of {H}; supported are {', '.join(map(str, head_dims))}"
+        )
 
 
 def pool_shapes(shape: tuple[int, ...], dtype: Any) -> KVPages:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
 
-from jaxserve.kernels.mosaic.tiles import COMPUTE_DTYPES
+from jaxserve.kernels.kv_pages import COMPUTE_DTYPES
 
 # tile of a thread block: of these sizes the first that divides a matrix; and how many of its steps
 # along K are loaded at once

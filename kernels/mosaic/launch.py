@@ -11,13 +11,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxserve.kernels.kv_pages import FP8, SCALE_DTYPE, KVPages
+from jaxserve.kernels.kv_pages import COMPUTE_DTYPES, FP8, SCALE_DTYPE, KVPages, check_pages
 from jaxserve.kernels.mosaic import ring_send
 from jaxserve.kernels.mosaic.attention import LOG2E, attention
 from jaxserve.kernels.mosaic.combine import combine
 from jaxserve.kernels.mosaic.config import KernelConfig, kernel
 from jaxserve.kernels.mosaic.tiles import (
-    COMPUTE_DTYPES,
     HEAD_DIMS,
     ROWS,
     Tiles,
@@ -140,17 +139,10 @@ def check(
 ) -> None:
     """Checks that the kernel supports pages of this dtype and shape [..., C, H] and values of this
     dim, with these tiles or the default ones. Errors: NotImplementedError, with the reason."""
+    check_pages(kv, value_dim, HEAD_DIMS)
     H = kv.shape[4]
     size = kv.shape[3]
-    if kv.shape[2] != 2:
-        raise NotImplementedError("pages have one vector per token")
-    if value_dim not in (None, H):
-        raise NotImplementedError(f"a value dim of {value_dim} beside a head dim of {H}")
     tiles = default_tiles(ROWS, H, kv.dtype) if tiles is None else tiles
-    if kv.dtype not in (*COMPUTE_DTYPES, FP8):
-        raise NotImplementedError(
-            f"pages of {kv.dtype}; supported are {', '.join(map(str, (*COMPUTE_DTYPES, FP8)))}"
-        )
     if bool(tiles.narrow) != (kv.dtype == FP8):
         raise NotImplementedError(
             f"tiles with narrow={tiles.narrow} for pages of {kv.dtype}; "
@@ -160,10 +152,6 @@ def check(
         raise NotImplementedError(
             f"pages of {kv.dtype} with a head dim of {H} and two computing warpgroups, "
             "which lack registers"
-        )
-    if H not in HEAD_DIMS:
-        raise NotImplementedError(
-            f"a head dim of {H}; supported are {', '.join(map(str, HEAD_DIMS))}"
         )
     if size % 8 or (tiles.keys % size and size % tiles.keys):
         raise NotImplementedError(

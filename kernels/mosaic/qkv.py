@@ -12,9 +12,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxserve.kernels.kv_pages import FP8, FP8_MAX, KVPages
+from jaxserve.kernels.kv_pages import COMPUTE_DTYPES, FP8, FP8_MAX, KVPages
 from jaxserve.kernels.mosaic.config import ACC_LAYOUT, kernel
-from jaxserve.kernels.mosaic.tiles import COMPUTE_DTYPES, ROWS, swizzle_columns
+from jaxserve.kernels.mosaic.tiles import ROWS, swizzle_columns
 from jaxserve.kernels.qkv import Projected
 
 COLUMN_LAYOUT = plgpu.Layout.WGMMA.reduce(0)  # of numbers that all rows share

@@ -18,7 +18,6 @@ from jaxserve.kernels.kv_pages import FP8, SCALE_DTYPE
 ROWS = 64  # rows of queries of a warpgroup: M of the wgmma instruction
 SHARED_BYTES = 220 * 1024  # shared memory for tiles: a block has 227 KiB, and barriers need some
 HEAD_DIMS = (64, 96, 128, 256)  # supported
-COMPUTE_DTYPES = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)  # of the tensor cores' operands
 
 
 def swizzle_columns(width: int, itemsize: int = 2) -> int:

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jaxserve.kernels.kv_pages import FP8, KVPages
+from jaxserve.kernels.kv_pages import COMPUTE_DTYPES, FP8, KVPages, check_pages
 from jaxserve.kernels.merge import merge
 from jaxserve.kernels.triton.attention import LOG2E, attention
 from jaxserve.kernels.triton.combine import ROWS, combine
 from jaxserve.kernels.triton.config import KernelConfig
-from jaxserve.kernels.triton.tiles import COMPUTE_DTYPES, HEAD_DIMS, Tiles, tiles_for
+from jaxserve.kernels.triton.tiles import HEAD_DIMS, Tiles, tiles_for
 from jaxserve.kernels.work_split import split_work
 
 
@@ -96,21 +96,9 @@ def check(
 ) -> None:
     """Checks that the kernels support pages of this dtype and shape [..., C, H] and values of this
     dim, with these tiles or the default ones. Errors: NotImplementedError, with the reason."""
-    H = kv.shape[4]
+    check_pages(kv, value_dim, HEAD_DIMS)
     size = kv.shape[3]
-    tiles = tiles or tiles_for(shape=(1, 1, 1, 1, H), dtype=kv.dtype)
-    if kv.shape[2] != 2:
-        raise NotImplementedError("pages have one vector per token")
-    if value_dim not in (None, H):
-        raise NotImplementedError(f"a value dim of {value_dim} beside a head dim of {H}")
-    if kv.dtype not in (*COMPUTE_DTYPES, FP8):
-        raise NotImplementedError(
-            f"pages of {kv.dtype}; supported are {', '.join(map(str, (*COMPUTE_DTYPES, FP8)))}"
-        )
-    if H not in HEAD_DIMS:
-        raise NotImplementedError(
-            f"a head dim of {H}; supported are {', '.join(map(str, HEAD_DIMS))}"
-        )
+    tiles = tiles or tiles_for(shape=(1, 1, 1, 1, kv.shape[4]), dtype=kv.dtype)
     if tiles.keys % size and size % tiles.keys:
         raise NotImplementedError(
             f"pages of {size} tokens; the size must divide key tiles of {tiles.keys} keys or be a "

@@ -12,7 +12,6 @@ from jaxserve.kernels.kv_pages import FP8
 LEAST_ROWS = 16  # of a product on tensor cores
 MOST_ROWS = 128
 HEAD_DIMS = (64, 128, 256)  # supported
-COMPUTE_DTYPES = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)  # of the tensor cores' operands
 MOST_WARPS = 12  # of a multiprocessor: with up to 168 registers a thread
 # bytes of shared memory of a multiprocessor by compute capability, less what each block needs
 # beside its tiles; those that are not named here have the least

@@ -140,6 +140,28 @@ def assert_means_truth(
     np.testing.assert_allclose(out, right_out, **TOLERANCE)
 
 
+def assert_same(
+    case: Case, out: np.ndarray, lse: np.ndarray, window: int | None = None, softcap: float = 0
+) -> None:
+    """Compares out and lse of a kernel that rounds weights to the type of pages with attention in
+    f64."""
+    right_out, right_lse = truth(case, 0.3, window, softcap)
+    real = case.q_pos >= 0  # what padding gets means nothing
+    out, lse, right_out, right_lse = (x[real] for x in (out, lse, right_out, right_lse))
+    np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(right_lse))
+    np.testing.assert_allclose(lse, right_lse, rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(out.astype(np.float32), right_out, atol=0.02)
+
+
+def few(cases, numbers):
+    """The cases as parameters: those with these numbers run by default, the rest with `-m matrix`,
+    for the interpreter takes seconds for each."""
+    return [
+        pytest.param(*case, marks=[] if number in numbers else pytest.mark.matrix)
+        for number, case in enumerate(cases)
+    ]
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", PORTABLE)
 def test_attention_over_pages_is_dense_attention(name, shape):

@@ -13,7 +13,14 @@ import numpy as np
 import pytest
 
 from experiments.benchmarks.gpu.cases import Case, truth
-from tests.kernels.test_attend import Shape, make_case, with_moved_history, with_passed_pages
+from tests.kernels.test_attend import (
+    Shape,
+    assert_same,
+    few,
+    make_case,
+    with_moved_history,
+    with_passed_pages,
+)
 
 if jax.__version_info__ < (0, 11, 2):
     pytest.skip("Mosaic GPU kernels need jax 0.11.2", allow_module_level=True)
@@ -28,15 +35,6 @@ from jaxserve.kernels.work_split import WorkSplit, split_work
 
 SMALL = Tiles(keys=64, warpgroups=1, stages=2, blocks=3)
 TWO = dataclasses.replace(SMALL, warpgroups=2)
-
-
-def few(cases, numbers):
-    """The cases as parameters: those with these numbers run by default, the rest with `-m matrix`,
-    for the interpreter takes seconds for each."""
-    return [
-        pytest.param(*case, marks=[] if number in numbers else pytest.mark.matrix)
-        for number, case in enumerate(cases)
-    ]
 
 
 @functools.cache
@@ -72,14 +70,8 @@ def assert_means_dense(
             *(held or case).arguments(dtype, quantized)
         ),
     )
-    right_out, right_lse = truth(case.rounded(dtype, quantized), 0.3, window, softcap)
     assert out.dtype == out_dtype and lse.dtype == np.float32
-    real = case.q_pos >= 0  # what padding gets means nothing
-    out, lse, right_out, right_lse = (x[real] for x in (out, lse, right_out, right_lse))
-    np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(right_lse))
-    np.testing.assert_allclose(lse, right_lse, rtol=2e-5, atol=2e-5)
-    # weights are rounded to the pages' type
-    np.testing.assert_allclose(out.astype(np.float32), right_out, atol=0.02)
+    assert_same(case.rounded(dtype, quantized), out, lse, window, softcap)
 
 
 SHAPES = [

@@ -12,24 +12,22 @@ import pytest
 
 pytest.importorskip("jax.experimental.pallas.triton", reason="jax has no compiler for Triton")
 
-from experiments.benchmarks.gpu.cases import Case, truth
+from experiments.benchmarks.gpu.cases import Case
 from jaxserve.kernels import ops, triton
 from jaxserve.kernels.kv_pages import pool_shapes
 from jaxserve.kernels.triton import Tiles, tiles_for
 from tests.kernels import cuda
-from tests.kernels.test_attend import Shape, make_case, with_moved_history, with_passed_pages
+from tests.kernels.test_attend import (
+    Shape,
+    assert_same,
+    few,
+    make_case,
+    with_moved_history,
+    with_passed_pages,
+)
 
 SMALL = Tiles(rows=16, keys=64, warps=4, stages=2, blocks=3)
 LARGE = dataclasses.replace(SMALL, rows=64)
-
-
-def few(cases, numbers):
-    """The cases as parameters: those with these numbers run by default, the rest with `-m matrix`,
-    for the interpreter takes seconds for each."""
-    return [
-        pytest.param(*case, marks=[] if number in numbers else pytest.mark.matrix)
-        for number, case in enumerate(cases)
-    ]
 
 
 @functools.cache
@@ -64,18 +62,6 @@ def assert_means_dense(
     )
     assert out.dtype == out_dtype and lse.dtype == np.float32
     assert_same(case.rounded(dtype, quantized), out, lse, window, softcap)
-
-
-def assert_same(
-    case: Case, out: np.ndarray, lse: np.ndarray, window: int | None = None, softcap: float = 0
-) -> None:
-    right_out, right_lse = truth(case, 0.3, window, softcap)
-    real = case.q_pos >= 0  # what padding gets means nothing
-    out, lse, right_out, right_lse = (x[real] for x in (out, lse, right_out, right_lse))
-    np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(right_lse))
-    np.testing.assert_allclose(lse, right_lse, rtol=2e-5, atol=2e-5)
-    # weights are rounded to the pages' type
-    np.testing.assert_allclose(out.astype(np.float32), right_out, atol=0.02)
 
 
 SHAPES = [
