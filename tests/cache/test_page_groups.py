@@ -97,7 +97,7 @@ def test_damaged_blocks_are_found_in_no_group_once_they_are_retracted():
 
 
 def test_pages_of_windows_are_found_once_they_are_on_the_lane_of_their_blocks():
-    """Those that a sequence on another lane computes are not in their way."""
+    """A sequence that computes the same blocks on another lane does not hide them."""
     cache = manager(200, lanes=2)
     hashes = hashes_of(cache, 0, 30)
     hold(cache, hashes, 30)

@@ -62,8 +62,8 @@ def test_every_layer_has_a_pool_that_no_other_of_its_group_has(model, stages):
 
 @pytest.mark.parametrize("model, gain", [(GEMMA, 5.5), (GPT_OSS, 1.9)], ids=["gemma", "gpt-oss"])
 def test_kv_of_a_long_sequence_has_the_bytes_of_the_formula(model, gain):
-    """Of full layers all tokens, of others those that their window sees, and no more than a block
-    of each group beyond them."""
+    """Full layers keep all tokens, others what their window sees, and each group of layers at most
+    a block more."""
     windows = page_windows(model)
     pools = pool_count(model, windows, range(model.layers))
     cache = CacheManager(CacheConfig(block_size=BLOCK, pages=20_000), 1, 1, rules=rules(windows))
@@ -76,7 +76,8 @@ def test_kv_of_a_long_sequence_has_the_bytes_of_the_formula(model, gain):
 
 
 def test_five_times_as_many_sequences_of_128k_tokens_fit():
-    """Of Gemma 3's shape, in the memory in which one table for all layers has two."""
+    """With the shape of Gemma 3, memory that holds two sequences in one table holds ten in page
+    groups."""
     memory = 2 * TOKENS * GEMMA.kv_bytes_per_token()
     assert fitting(GEMMA, ONE_GROUP, memory) == 2
     assert fitting(GEMMA, page_windows(GEMMA), memory) >= 2 * 5

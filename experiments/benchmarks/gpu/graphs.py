@@ -1,5 +1,5 @@
-"""What CUDA graphs cost where buffers move: XLA records the commands of a graph again in a step
-whose arrays are not where they were in the one before.
+"""Measures what CUDA graphs cost where buffers move: XLA records the commands of a graph again in a
+step whose arrays are not where they were in the step before.
 
 The same decode step runs with all arrays in their places, with arrays that are elsewhere in each
 step, and as it is served, with graphs and without. Weights and pages always stay; results are where

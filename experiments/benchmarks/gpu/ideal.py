@@ -1,5 +1,5 @@
-"""What was measured beside the ideal: the time that a step would take if it read its weights and KV
-once and did nothing but its products, at the rates of the device."""
+"""Compares measured seconds with the ideal: those of a step that reads its weights and KV once and
+does nothing but its products, at the rates of the device."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from experiments.gpu_targets.sheets import TARGETS, Rates
 
 
 def rates(run: Run) -> dict[str, Rates]:
-    """Returns the rates of this device: of its data sheet, where there is one, and the ceilings
-    that were measured here, where they were."""
+    """Returns the rates of this device by their source: its data sheet, if it is known, and the
+    ceilings, if they were measured before."""
     found: dict[str, Rates] = {}
     kind = jax.devices()[0].device_kind
     if sheet := next((target for target in TARGETS.values() if target.kind == kind), None):

@@ -93,7 +93,7 @@ class Run:
         return max((row[column] for row in rows if column in row), default=None)
 
     def row(self, section: str, case: str) -> Row:
-        """A row of a section before this one; {} where there is none."""
+        """Returns a row of an earlier section; {} where there is none."""
         return next((row for row in self.found.get(section, ()) if row["case"] == case), {})
 
 
