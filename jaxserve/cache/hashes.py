@@ -13,7 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-KEY_BYTES = 16
+HASH_BYTES = 16
+PART_BYTES = 2  # before the hash: which part of what a block's tokens leave behind the key is of
+KEY_BYTES = PART_BYTES + HASH_BYTES
+FIRST_PART = bytes(PART_BYTES)  # pages of the first page group
 
 
 class CacheIdentity(NamedTuple):
@@ -26,28 +29,27 @@ class CacheIdentity(NamedTuple):
 
 def root_key(fingerprint: str, dtype: str, block_size: int, salt: str) -> bytes:
     """The key before a sequence's first block."""
-    return blake2b(
-        repr((fingerprint, dtype, block_size, salt)).encode("utf-8", "surrogatepass"),
-        digest_size=KEY_BYTES,
-    ).digest()
+    return _key(repr((fingerprint, dtype, block_size, salt)).encode("utf-8", "surrogatepass"))
 
 
 def block_key(parent: bytes, tokens: np.ndarray) -> bytes:
     """The key of the block with these tokens [block_size] after the block with key `parent`."""
-    return blake2b(
-        parent + tokens.astype("<i4", copy=False).tobytes(), digest_size=KEY_BYTES
-    ).digest()
+    return _key(parent + tokens.astype("<i4", copy=False).tobytes())
+
+
+def _key(data: bytes) -> bytes:
+    return FIRST_PART + blake2b(data, digest_size=HASH_BYTES).digest()
 
 
 def group_key(key: bytes, group: int) -> bytes:
     """Returns the key of a block's page in a page group behind the first, whose keys are the
     blocks' own."""
-    return key + group.to_bytes(1, "little")
+    return group.to_bytes(PART_BYTES, "big") + key[PART_BYTES:]
 
 
 def is_block(key: bytes) -> bool:
     """Returns True for the key of a block, False for one of `group_key`."""
-    return len(key) <= KEY_BYTES
+    return key.startswith(FIRST_PART)
 
 
 class BlockHashes:

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from jaxserve.api.request import EPHEMERAL
 from jaxserve.cache import CacheManager, LaneRules
 from jaxserve.cache.block_events import BlockEvents, Medium, StoredBlocks
+from jaxserve.cache.hashes import block_key
 from jaxserve.cache.pages import PageAllocator
 from jaxserve.settings.schema import CacheConfig
 from tests.cache.test_hashes import chain
@@ -56,6 +57,7 @@ def two_copies() -> tuple[PageAllocator, int, int]:
 
 
 def test_the_key_stays_until_its_last_page_goes():
+    key = block_key(b"root", np.arange(4))
     events = BlockEvents()
     mirror = Mirror()
     events.subscribe(mirror)
@@ -63,15 +65,15 @@ def test_the_key_stays_until_its_last_page_goes():
     left: list[tuple[int, bytes]] = []
     pages.on_evict = lambda page, key: left.append((page, key))
     one = pages.allocate(0)
-    pages.publish(one, b"a")
-    mirror.keys.add(b"a")
+    pages.publish(one, key)
+    mirror.keys.add(key)
     two = pages.allocate(1)
-    pages.add_copy(two, b"a")
+    pages.add_copy(two, key)
     assert pages.copies(one) == pages.copies(two) == (one, two)
     pages.unref([one, two])
-    assert pages.allocate(0) == one and mirror.keys == {b"a"} and pages.with_key == {b"a": (two,)}
+    assert pages.allocate(0) == one and mirror.keys == {key} and pages.with_key == {key: (two,)}
     assert pages.allocate(1) == two and mirror.keys == set() and pages.with_key == {}
-    assert left == [(one, b"a"), (two, b"a")] and pages.generation.tolist() == [1, 1]
+    assert left == [(one, key), (two, key)] and pages.generation.tolist() == [1, 1]
     pages.check([one, two])
 
 

@@ -16,6 +16,7 @@ from jaxserve.api.batch import Batch, PageStores
 from jaxserve.api.request import KvSource, Request
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.cache import CacheManager, LaneRules
+from jaxserve.cache.hashes import KEY_BYTES
 from jaxserve.cache.tiers import Fetch, SourceBlocks
 from jaxserve.engine.command import (
     NO_SAMPLING,
@@ -173,7 +174,7 @@ def test_bytes_give_the_result_back(data):
 
 def fetches(ints, rng) -> list[Fetch]:
     """Fetches from lower tiers, from another replica, and from one with larger blocks."""
-    keys = [rng.bytes(16) for _ in range(3)]
+    keys = [rng.bytes(KEY_BYTES) for _ in range(3)]
     source = KvSource("10.0.0.1:8480", 5, "job-ü", 64)
     return [
         Fetch(0, keys, ints(3, 2)),
@@ -198,7 +199,7 @@ def test_bytes_give_the_command_back(data):
         temperature=0.5, logit_bias={3: 1.5, 9: -2.0}, frequency_penalty=0.25, stop_token_ids=[4]
     )
     launches = admissions(params, 1, 2, np.arange(1500), [5, 5], 7, (1,))
-    stores = lambda n: PageStores(ints(n), ints(n), ints(n), [rng.bytes(16)] * n)
+    stores = lambda n: PageStores(ints(n), ints(n), ints(n), [rng.bytes(KEY_BYTES)] * n)
     command = StepCommand(
         number=data.draw(st.integers(0, 2**31 - 1)),
         shape=index,
