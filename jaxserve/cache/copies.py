@@ -7,6 +7,9 @@ read more than others, to the lane that is read least. Blocks of prompts that ar
 group are copied from lanes that are read more than their share to the least read one of the group,
 the most read blocks first (TokenLake, 4.3). What is read from other lanes in any case is read from
 the less read of two lanes that have it, segment by segment (TokenLake, 4.4).
+
+Where layers have page tables of their own by window, a prefix is copied with those pages through
+which its end is seen; a match reads a copy near its own end only where all that it sees is there.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxserve.cache.hashes import is_block
 from jaxserve.cache.heavy_hitters import enough_for, most_read
 from jaxserve.cache.manager import CacheManager
 from jaxserve.lanes.groups import group_around
@@ -31,7 +35,7 @@ LEVEL_EVERY = 256  # batches
 class _Job(NamedTuple):
     """A prefix on its way to a lane. waits: batches that have copied none of it, one item each."""
 
-    keys: list[bytes]  # of its blocks, in order
+    keys: list[bytes]  # of its blocks, in order, and behind them of the further pages
     waits: list[int]
 
 
@@ -41,6 +45,7 @@ class PrefixCopies:
     def __init__(self, cache: CacheManager):
         self.cache = cache
         self._pages = cache.pages
+        self._seen = cache.published.seen
         self._jobs: dict[int, _Job] = {}  # by the lane to which the prefix is copied
         # slots whose own blocks follow a prefix home, with the blocks of each that could when it
         # was looked at last: those that are full
@@ -64,8 +69,9 @@ class PrefixCopies:
         lane = home
         nearest: list[int] = []
         for block, page in enumerate(pages.tolist()):
-            copies = self._pages.copies(page)
+            copies: Sequence[int] = self._pages.copies(page)
             if len(copies) > 1:
+                copies = self._seen.complete(copies, len(pages) - block)
                 by_lane = {copy // self._pages.per_lane: copy for copy in copies}
                 if home in by_lane:
                     lane = home
@@ -77,9 +83,15 @@ class PrefixCopies:
             nearest.append(page)
         near = np.array(nearest, np.intp)
         far = np.flatnonzero(near // self._pages.per_lane != home)
-        if len(far) and far[0] and far[0] >= len(near) - stripe:
+        if len(far) and far[0] and far[0] >= len(near) - stripe and self._ends(nearest[: far[0]]):
             near = near[: far[0]]
         return near
+
+    def _ends(self, pages: list[int]) -> bool:
+        """Returns whether a match may end behind these pages: each group sees pages of its own."""
+        return all(
+            self._seen.complete([page], len(pages) - block) for block, page in enumerate(pages)
+        )
 
     def _less_read(self, lanes: Sequence[int], reads: list[int]) -> int:
         two = self._random.sample(lanes, min(2, len(lanes)))
@@ -98,7 +110,7 @@ class PrefixCopies:
         lane: int | None = layout.home
         if len(hot) == len(pages) == layout.by_lane[layout.home]:
             lane = self._relief(layout.home, len(hot))
-        if lane is not None and self._has_room(lane, len(hot)):
+        if lane is not None:
             self._begin(hot, lane)
 
     def _relief(self, lane: int, blocks: int) -> int | None:
@@ -116,13 +128,10 @@ class PrefixCopies:
     def _begin(self, hot: np.ndarray, lane: int) -> None:
         keys = [self._pages.key_of.get(page) for page in hot.tolist()]
         known = [key for key in keys if key is not None]
-        if lane not in self._jobs and any(self._on(key, lane) is None for key in known):
+        known += filter(self._pages.with_key.__contains__, self._seen.keys(len(known), known))
+        lacks = any(self._pages.on_lane(key, lane) is None for key in known)
+        if lacks and lane not in self._jobs and self._has_room(lane, len(known)):
             self._jobs[lane] = _Job(known, [])
-
-    def _on(self, key: bytes, lane: int) -> int | None:
-        """Returns the page of a lane that has a block; None where none has."""
-        copies = self._pages.with_key.get(key, ())
-        return next((page for page in copies if page // self._pages.per_lane == lane), None)
 
     # --- with each batch
 
@@ -134,7 +143,7 @@ class PrefixCopies:
         before = issued // self.cache.block_size
         for lane, job in list(self._jobs.items()):
             self._copy(lane, job)
-            if all(self._on(key, lane) is not None for key in job.keys):
+            if all(self._pages.on_lane(key, lane) is not None for key in job.keys):
                 del self._jobs[lane]
                 self._settle(lane, job.keys, before)
             elif len(job.waits) > PATIENCE or not self._pages.with_key.keys() >= set(job.keys):
@@ -147,7 +156,7 @@ class PrefixCopies:
     def _copy(self, lane: int, job: _Job) -> None:
         copied = 0
         for key in job.keys:
-            if self._on(key, lane) is not None:
+            if self._pages.on_lane(key, lane) is not None:
                 continue
             copies = self._pages.with_key.get(key, ())
             if not any(self.cache.copy(page, lane) is not None for page in copies):
@@ -159,7 +168,7 @@ class PrefixCopies:
     def _settle(self, lane: int, keys: list[bytes], before: np.ndarray) -> None:
         """Lets the slots at home on a lane, which are spread for the sake of a prefix alone, read
         it there; their own blocks on other lanes follow."""
-        pages = [self._on(key, lane) for key in keys]
+        pages = [self._pages.on_lane(key, lane) for key in filter(is_block, keys)]
         for slot in np.flatnonzero(
             (self.cache.home == lane) & (self.cache.group_size > 1)
         ).tolist():
@@ -170,7 +179,7 @@ class PrefixCopies:
             for block, page in enumerate(pages[: int(before[slot])]):
                 if page is not None and self._is_copy(layout.pages[block], page):
                     self.cache.repoint(slot, block, page, int(before[slot]))
-            far = len(layout.pages) - layout.by_lane[lane]
+            far = self.cache.needs.per_block * (len(layout.pages) - layout.by_lane[lane])
             if layout.by_lane[lane] > home and self._has_room(lane, far):
                 self.cache.regroup(slot, (lane,))
                 self._settling[slot] = 0
@@ -202,19 +211,35 @@ class PrefixCopies:
             to_lane = min(group, key=reads.__getitem__)
             key = self._pages.key_of.get(page)
             mean = reads[group.start : group.stop].mean()
-            if key is None or reads[lane] <= OVERLOADED * mean or reads[to_lane] >= mean:
+            if key is None or not is_block(key):
                 continue
-            copy = self._on(key, to_lane)
-            if copy is None:
-                copy = self.cache.copy(page, to_lane)
+            if reads[lane] <= OVERLOADED * mean or reads[to_lane] >= mean:
+                continue
+            copy = self._copied(page, key, to_lane)
             if copy is not None:
                 moved = self._share(page, copy, before)
                 reads[lane] -= moved
                 reads[to_lane] += moved
 
+    def _copied(self, page: int, key: bytes, to_lane: int) -> int | None:
+        """Returns the page of a lane with a block, and copies it there where it has none: with the
+        pages beside it, as far as sequences read these."""
+        copy = self._pages.on_lane(key, to_lane)
+        if copy is not None or self.cache.copy(page, to_lane) is None:
+            return copy
+        for each in self._seen.beside([page]):
+            if self._is_read_beside(each, page):
+                self.cache.copy(each, to_lane)
+        return self._pages.on_lane(key, to_lane)  # none where the others took its page
+
+    def _is_read_beside(self, page: int, other: int) -> bool:
+        """Returns whether a page on the lane of another one is held."""
+        per_lane = self._pages.per_lane
+        return page // per_lane == other // per_lane and self._pages.refs[page] > 0
+
     def _share(self, page: int, copy: int, before: np.ndarray) -> int:
-        """Has half of those readers of a page whose prompts are dealt out read the copy; returns
-        how many. A block of a prefix has the same number in all its readers."""
+        """Has half of those readers of a page whose prompts are dealt out read the copy, if they
+        can; returns how many do. A block of a prefix has the same number in all its readers."""
         dealt = [layout for layout in self.cache.layouts if layout.group]
         block = next((each.pages.index(page) for each in dealt if page in each.pages), None)
         if block is None:
@@ -225,6 +250,4 @@ class PrefixCopies:
             if block < before[layout.slot] and layout.pages[block] == page
         ]
         half = readers[: len(readers) // 2]
-        for slot in half:
-            self.cache.repoint(slot, block, copy, int(before[slot]))
-        return len(half)
+        return sum(self.cache.repoint(slot, block, copy, int(before[slot])) for slot in half)

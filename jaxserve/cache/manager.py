@@ -347,11 +347,13 @@ class CacheManager:
         deal_anew(self.layouts[slot], lanes, self.pages)
 
     def rebalance(self, slot: int, before: int) -> int:
-        """Moves blocks of a regrouped slot, of those before number `before`, as many as the next
-        batch has room for; returns how many. No page more or less is available after it."""
+        """Moves blocks of a regrouped slot, of those before number `before`, which are full and
+        part of an issued batch, as many as the next batch has room for; returns how many pages
+        move. None more or less are available after it, but for those that windows have passed."""
         layout = self.layouts[slot]
         if not layout.target:
             return 0
+        self.pass_windows(slot, before * self.block_size)
         moved = Rebalance(layout, before, self.pages, self.moves)
         if moved.sources:
             self.stores.moved(moved.sources, moved.targets)
@@ -377,22 +379,28 @@ class CacheManager:
         self.stores.moved([page], [copy])
         return copy
 
-    def repoint(self, slot: int, block: int, page: int, before: int) -> None:
-        """Has the slot read its `block` on another published page that has it. before: the slot's
-        blocks below this number, of which this is one, are full and part of an issued batch."""
+    def repoint(self, slot: int, block: int, page: int, before: int) -> bool:
+        """Has the slot read its `block` on another published page that has it, and on those beside
+        it in the other page groups that see it; returns whether it does, which it does not where
+        one of these is missing. before: the slot's blocks below this number, of which this is one,
+        are full and part of an issued batch."""
         layout = self.layouts[slot]
-        old = layout.pages[block]
         assert block < before and page in self.pages.key_of, f"block {block} is not on page {page}"
-        if page == old:
-            return
-        self.pages.ref(np.array([page]))
-        for lane, start in layout.repoint(block, page, before).items():
+        self.pass_windows(slot, before * self.block_size)
+        old = layout.of_block(block)
+        further = self.published.seen.of_block(page, layout.groups_of(block))
+        new = [page, *(each for each in further if each is not None)]
+        if page == old[0] or len(new) < len(old):
+            return page == old[0]
+        self.pages.ref(np.array(new))
+        for lane, start in layout.repoint(block, new, before).items():
             self.table_updates.rewrite(lane, slot, start, layout.entries(lane, start))
-        self.pages.unref([old])
+        self.pages.unref(old)
         self.stores.retain_longer([page], self._retention[slot])
         if layout.target:
             self.deal_anew(slot, layout.target)
-        self._changed(layout, [page], [old])
+        self._changed(layout, new, old)
+        return True
 
     def fetch(
         self,

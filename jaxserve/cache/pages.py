@@ -130,6 +130,11 @@ class PageAllocator:
         key = self.key_of.get(page)
         return (page,) if key is None else self.with_key[key]
 
+    def on_lane(self, key: bytes, lane: int) -> int | None:
+        """Returns the page of a lane that has the block with this key; None where none has."""
+        pages = self.with_key.get(key, ())
+        return next((page for page in pages if page // self.per_lane == lane), None)
+
     def allocate(self, lane: int) -> int:
         """Takes a page of `lane`, held once: a free one, else a cached one. Of these first those
         that no prefix reaches, then the least recently used, of the oldest few rather one whose

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -92,6 +92,24 @@ class SeenPages:
             for group, first in enumerate(self._firsts(len(pages)), 1)
         ]
 
+    def complete(self, pages: Sequence[int], before_end: int) -> list[int]:
+        """Returns those of the `pages` of one published block that are next to a page of every
+        group that sees the block from the end of a match, `before_end` blocks behind its begin."""
+        groups = [group for group, reach in enumerate(self._reach, 1) if before_end <= reach]
+        return [page for page in pages if None not in self.of_block(page, groups)]
+
+    def of_block(self, page: int, groups: Iterable[int]) -> list[int | None]:
+        """Returns the pages of these groups beside the published `page` of a block."""
+        key = self._pages.key_of[page]
+        return [self._page(key, group, page) for group in groups]
+
+    def fullest(self, pages: Sequence[int]) -> int:
+        """Chooses of the pages of a block the one that is next to those of most groups, the oldest
+        of these."""
+        groups = range(1, len(self._reach) + 1)
+        lacking = lambda page: self.of_block(page, groups).count(None)
+        return pages[0] if len(pages) == 1 else min(pages, key=lacking)
+
     def beside(self, pages: Sequence[int]) -> list[int]:
         """Returns the pages that the groups have of the blocks published on these pages."""
         keys = [key for key in map(self._pages.key_of.get, pages) if key is not None]
@@ -102,7 +120,7 @@ class SeenPages:
             for page in self._pages.with_key.get(group_key(key, group), ())
         ]
 
-    def keys(self, blocks: int, hashes: BlockHashes) -> list[bytes]:
+    def keys(self, blocks: int, hashes: BlockHashes | Sequence[bytes]) -> list[bytes]:
         """Returns the keys of the pages through which groups see behind the first `blocks`."""
         return [
             group_key(hashes[block], group)
@@ -116,8 +134,4 @@ class SeenPages:
 
     def _page(self, key: bytes, group: int, beside: int) -> int | None:
         """Returns the group's page of a block, on the lane of the page `beside`."""
-        copies = self._pages.with_key.get(group_key(key, group))
-        if copies is None:
-            return None
-        lane = beside // self._pages.per_lane
-        return next((page for page in copies if page // self._pages.per_lane == lane), None)
+        return self._pages.on_lane(group_key(key, group), beside // self._pages.per_lane)

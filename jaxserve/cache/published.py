@@ -33,10 +33,10 @@ class PublishedBlocks:
         reach: Sequence[int] = (),
     ):
         """reach: see `SeenPages`."""
-        self.choose: ChooseCopy = OLDEST
         self.events = BlockEvents(self._present)
         self.pages = PageAllocator(lanes, pages_per_lane, self.events)
         self.seen = SeenPages(self.pages, reach)
+        self.choose: ChooseCopy = self.seen.fullest if reach else OLDEST
         self.stores = PendingStores(self.pages)
         self.below = LowerBlocks(tiers, self.stores, self.events, identity, block_size)
         if tiers is not None:
@@ -68,15 +68,18 @@ class PublishedBlocks:
             self._tell(new, hashes)
 
     def publish_further(self, layout: SequenceLayout, blocks: range, hashes: BlockHashes) -> None:
-        """Publishes the pages of blocks in the groups behind the first, where they have some, and
-        the page that was published for the first group is on their lane."""
-        with_key = self.pages.with_key
-        per_lane = self.pages.per_lane
+        """Publishes the pages of blocks in the groups behind the first, where they have some, on
+        lanes that have a page which was published for the first group, and none for theirs."""
+        allocator = self.pages
         for group, (pages, first) in enumerate(zip(layout.further, layout.first_seen), 1):
             for block in range(max(first, blocks.start), blocks.stop):
-                key = hashes[block]
-                if with_key[key][0] // per_lane == pages[block] // per_lane:
-                    self.pages.publish(pages[block], group_key(key, group))
+                page = pages[block]
+                lane = page // allocator.per_lane
+                key = group_key(hashes[block], group)
+                if allocator.on_lane(hashes[block], lane) is None:
+                    continue
+                if allocator.on_lane(key, lane) is None and not allocator.publish(page, key):
+                    allocator.add_copy(page, key)
 
     def _retain(
         self,

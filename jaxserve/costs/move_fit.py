@@ -62,8 +62,8 @@ def fit_moves(
 
 @dataclass(frozen=True)
 class _MoveStep:
-    """A sample with the seconds per layer of an all-to-all of as many bytes, `sent`, and of linear
-    parts, in each of `layers`."""
+    """A sample with the seconds of an all-to-all of as many bytes, `sent`, and of linear parts, in
+    each of the `layers` before which pages move."""
 
     exchange: str
     group_size: int
@@ -84,7 +84,7 @@ class _MoveStep:
         return cls(
             batch.exchange,
             size,
-            predictor.layers,
+            exchange.pools(predictor.layers),
             exchange.for_groups(size).move_seconds(),
             costs.linear(max(load.decodes + load.tokens for load in loads)),
             sample.unmoved,

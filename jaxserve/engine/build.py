@@ -169,7 +169,6 @@ def make_scheduler(
         model.has_windows,
         plan.model.eos_ids,
         model.has_states,
-        plan.windows,
     )
     sizes = replica_sizes(plan, config.cache, config.scheduler, max_length(config, plan.model))
     return assemble(sizes, profile, known, lower)

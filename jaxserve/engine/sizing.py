@@ -128,6 +128,7 @@ def make_plan(
     size = config.cache.block_size
     lanes = config.mesh.kvp
     blocks = -(-model.max_len // size)
+    windows = served_windows(model, config.cache, config.role)
     plan = StagePlan(
         model,
         config.mesh,
@@ -144,12 +145,13 @@ def make_plan(
             config.cache.pool(lanes),
             config.cache.copies,
             config.timed,
+            1 + len(windows),
         ),
         sample_sizes(config.scheduler),
         _kept_parameters(kept, model, config.mesh),
         config.layer_groups,
         None if config.attention == "auto" else config.attention,
-        served_windows(model, config.cache, config.scheduler, config.role, lanes),
+        windows,
     )
     if config.cache.pages is None:
         plan = dataclasses.replace(plan, pages=_pages(config, plan, blocks, room))

@@ -131,15 +131,17 @@ def shapes(
     pool: int = 1,
     copies: bool = False,
     timed: bool = True,
+    page_groups: int = 1,
 ) -> list[StepShape]:
     """Lists all shapes of an engine with pages of `block` tokens, cheapest first. Every batch that
     the scheduler may start fits the last of them. pool, copies: see `CacheConfig`; timed: see
-    `EngineConfig`."""
+    `EngineConfig`; page_groups: number of them."""
     every = [*_local_shapes(config)]
     if lanes > 1:
         made = _SpreadShapes(config, timed)
         every += made.pooled(pool, lanes) if pool > 1 else made.grouped(lanes)
-        made = _SpreadShapes(config, timed, moves_per_pair(config.chunk_tokens, block, lanes))
+        moves = moves_per_pair(config.chunk_tokens, block, lanes, page_groups)
+        made = _SpreadShapes(config, timed, moves)
         moving: list[StepShape] = []
         if config.planner in PLANNERS:
             every_chunk = made.pooled(pool, lanes) if pool > 1 else made.grouped(lanes)

@@ -112,7 +112,8 @@ class ExchangeChooser(ExchangeTimes):
 
     chooser: a name of `CHOOSERS` or of an exchange, which is then always chosen, or a rule of one's
     own. decode_chooser: the exchange of spread decodes; auto: that of least seconds. block: tokens
-    of a page. moves: pages that a step moves from each lane to each, where it moves some.
+    of a page. moves: pages that a step moves from each lane to each, where it moves some. seen: by
+    page group behind the first, the blocks of a sequence that have a page there, at most.
     corrections: by exchange, where steps were measured; decode_corrections: of spread decodes, with
     what these take besides attention. links: for groups of other sizes; empty: those of `rates`,
     whatever the size. move_times: of pages that change lanes, where steps that move some were
@@ -124,6 +125,7 @@ class ExchangeChooser(ExchangeTimes):
     decode_chooser: str = DEFAULT_EXCHANGE
     block: int = 1
     moves: int = 0
+    seen: tuple[int, ...] = ()
     corrections: Mapping[str, Correction] = dataclasses.field(default_factory=dict)
     decode_corrections: Mapping[str, Correction] = dataclasses.field(default_factory=dict)
     links: GroupLinks = dataclasses.field(default_factory=dict)
@@ -201,7 +203,7 @@ class ExchangeChooser(ExchangeTimes):
         return Decision(min(names, key=seconds.__getitem__), seconds)
 
     def move_seconds(self) -> float:
-        """Seconds per layer of the all-to-all in which a step moves pages between lanes, however
+        """Seconds of the all-to-all in which a step moves pages of a pool between lanes, however
         few they are; without a correction."""
         size = (self.lanes - 1) * self.moves * self.block * self.heads.kv_bytes
         return self.rates.all_to_all(size)
@@ -210,7 +212,16 @@ class ExchangeChooser(ExchangeTimes):
         """Seconds of a step's `layers` layers in which pages change lanes and nothing else runs.
         linear: seconds of a layer's linear parts."""
         times = self.move_times or MoveTimes(hidden=self.rates.hidden)
-        return times.exposed(self.move_seconds(), linear, layers)
+        return times.exposed(self.move_seconds(), linear, self.pools(layers))
+
+    def pools(self, layers: int) -> int:
+        """Counts the pools of these layers, each of which is that of a layer in every page
+        group."""
+        return -(-layers // (1 + len(self.seen)))
+
+    def pages_of(self, blocks: int) -> int:
+        """Returns the pages that the first `blocks` blocks of a sequence have."""
+        return blocks + sum(min(blocks, seen) for seen in self.seen)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)

@@ -9,7 +9,7 @@ sequences on one lane, and of models with sliding windows, always ascend.
 
 Where layers have page tables of their own by group (`checkpoint.page_groups`), a block has a page
 in each group, all on one lane and at one index of their rows; once a group's window has passed a
-block, its page there goes back, and its entry is not read any more.
+block, its page there goes back, and its entry is not read any more: any page of the lane will do.
 """
 
 from __future__ import annotations
@@ -87,13 +87,22 @@ class SequenceLayout:
             return self.pages
         first = min(self.first_seen)
         seen = range(first, len(self.pages))
-        return self.pages[:first] + [page for block in seen for page in self._of_block(block)]
+        return self.pages[:first] + [page for block in seen for page in self.of_block(block)]
 
-    def _of_block(self, block: int) -> Iterator[int]:
-        yield self.pages[block]
-        for pages, first in zip(self.further, self.first_seen):
-            if block >= first:
-                yield pages[block]
+    def groups_of(self, block: int) -> list[int]:
+        """Returns the numbers of the further groups that see a block, from 1 on."""
+        return [group for group, first in enumerate(self.first_seen, 1) if block >= first]
+
+    def of_block(self, block: int) -> list[int]:
+        """Returns the pages of a block in all groups that see it."""
+        further = [self.further[group - 1][block] for group in self.groups_of(block)]
+        return [self.pages[block], *further]
+
+    @property
+    def page_count(self) -> int:
+        """Pages of all groups."""
+        blocks = len(self.pages)
+        return blocks + sum(blocks - first for first in self.first_seen)
 
     def key(self, block: int) -> bytes | None:
         """Returns the key of a block of the prompt, whether it has a page yet or not. None for the
@@ -117,7 +126,7 @@ class SequenceLayout:
         self.pages = pages.tolist()
         for group, seen in enumerate(further):
             self.first_seen[group] = len(pages) - len(seen)
-            self.further[group] = [0] * self.first_seen[group] + seen.tolist()
+            self.further[group] = self.pages[: self.first_seen[group]] + seen.tolist()
         self.by_lane = [len(row) for row in blocks]
         if self.rows:
             self.rows = [row.tolist() for row in blocks]
@@ -151,28 +160,35 @@ class SequenceLayout:
         self, blocks: list[int], to_lane: int, targets: list[int], before: int
     ) -> dict[int, int]:
         """Moves blocks of one lane's row, in the order that they have there, to pages of another
-        lane: in front of its blocks from number `before` on. Returns by lane the index from which
-        its row differs."""
+        lane: in front of its blocks from number `before` on. targets: in place of those of
+        `of_block`, block by block. Returns by lane the index from which its row differs."""
         lane = self.pages[blocks[0]] // self.per_lane
         row = self.rows[lane]
         # from the end, where the blocks that move are
         start = len(row) - 1 - row[::-1].index(blocks[0])
         leaving = set(blocks)
         row[start:] = [block for block in row[start:] if block not in leaving]
-        for block, target in zip(blocks, targets):
-            self.pages[block] = target
+        left = iter(targets)
+        for block in blocks:
+            self._put(block, left)
         self.by_lane[lane] -= len(blocks)
         self.by_lane[to_lane] += len(blocks)
         return {lane: start, to_lane: self._insert(to_lane, blocks, before)}
 
-    def repoint(self, block: int, page: int, before: int) -> dict[int, int]:
-        """Puts a block on another page that has it, as `move` does; returns the same."""
+    def _put(self, block: int, pages: Iterator[int]) -> None:
+        """Puts a block on the next of these pages, one in each group that sees it."""
+        page = self.pages[block] = next(pages)
+        for others, first in zip(self.further, self.first_seen):
+            others[block] = next(pages) if block >= first else page
+
+    def repoint(self, block: int, pages: list[int], before: int) -> dict[int, int]:
+        """Puts a block on other pages that have it, as `move` does; returns the same."""
         lane = self.pages[block] // self.per_lane
-        to_lane = page // self.per_lane
+        to_lane = pages[0] // self.per_lane
         if lane == to_lane:
-            self.pages[block] = page
+            self._put(block, iter(pages))
             return {lane: self.rows[lane].index(block)}
-        return self.local_row(self.move([block], to_lane, [page], before))
+        return self.local_row(self.move([block], to_lane, pages, before))
 
     def local_row(self, starts: dict[int, int]) -> dict[int, int]:
         """Sorts the row of a sequence that blocks have come to, and that lies on its home lane
@@ -180,7 +196,7 @@ class SequenceLayout:
         if self.group_size > 1:
             return starts
         self.rows[self.home].sort()
-        return {self.home: 0}
+        return dict.fromkeys((self.home, *starts), 0)
 
     def _insert(self, lane: int, blocks: list[int], before: int) -> int:
         """Puts blocks into a lane's row, in front of those from number `before` on; returns where
@@ -214,8 +230,7 @@ class SequenceLayout:
         entries[:, BLOCK] = blocks
         for group, others in enumerate(self.further):
             seen = np.array([others[block] for block in blocks], np.intp)
-            # of blocks that have no page there, any will do: they are not read
-            entries[:, FURTHER + group] = np.maximum(seen - lane * self.per_lane, 0)
+            entries[:, FURTHER + group] = seen - lane * self.per_lane
         return entries
 
     def check(self) -> None:
@@ -226,9 +241,9 @@ class SequenceLayout:
             f"slot {self.slot}: lanes have {counted} blocks, not {self.by_lane}"
         )
         sorts = not self._ascending and self.group_size > 1
-        for pages, first in zip(self.further, self.first_seen):
+        for pages in self.further:
             assert len(pages) == len(self.pages), f"slot {self.slot}: a group lacks blocks"
-            assert (np.array(pages[first:], np.int32) // self.per_lane == lanes[first:]).all(), (
+            assert (np.array(pages, np.int32) // self.per_lane == lanes).all(), (
                 f"slot {self.slot}: pages of one block are on several lanes"
             )
         for lane, row in enumerate(self.rows):

@@ -76,8 +76,10 @@ class MovablePages(Protocol):
 def deal_anew(layout: SequenceLayout, lanes: tuple[int, ...], pages: MovablePages) -> None:
     """Has the blocks so far, and those that come meanwhile, dealt out over `lanes` by `Rebalance`,
     bit by bit: as few move as it takes until the lanes have equally many, but for one (Tetris,
-    section 4.1). Blocks that other sequences hold too stay where they are."""
+    section 4.1). Blocks that other sequences hold too, in any page group, stay where they are."""
     shared = pages.refs[np.asarray(layout.pages, np.intp)] > 1
+    for further, first in zip(layout.further, layout.first_seen):
+        shared[first:] |= pages.refs[np.asarray(further[first:], np.intp)] > 1
     on = layout.lanes_of(0, len(layout.pages))[shared]
     layout.fixed = np.bincount(on, minlength=len(layout.by_lane)).tolist()
     layout.target = lanes
@@ -105,7 +107,7 @@ def batches_to_deal(surplus: Sequence[int], limit: int) -> int:
 
 class Rebalance:
     """Moves blocks of a regrouped sequence, of those before number `before`, as many as `moves` has
-    room for, to pages in place of their own.
+    room for, to pages in place of their own, in all page groups that see them.
 
     `sources`, `targets`: the pages. `starts`: by lane the index from which its row differs.
     """
@@ -130,34 +132,38 @@ class Rebalance:
                 room = min(self._moves.room(lane, to_lane), self._pages.available()[to_lane])
                 count = min(surplus[lane], -surplus[to_lane], room)
                 if count > 0:
-                    blocks = self._movable(lane, count)
-                    surplus[lane] -= count
+                    blocks, stay = self._movable(lane, count, room)
+                    surplus[lane] -= len(blocks) + stay
                     surplus[to_lane] += len(blocks)
-                    # where fewer can move, the others stay
-                    layout.fixed[lane] += count - len(blocks)
+                    layout.fixed[lane] += stay
                     self._move(blocks, lane, to_lane)
         if max(surplus) <= 0 or min(surplus) >= 0:
             layout.target = ()
         if self.sources:
             self.starts = layout.local_row(self.starts)
 
-    def _movable(self, lane: int, count: int) -> list[int]:
+    def _movable(self, lane: int, count: int, room: int) -> tuple[list[int], int]:
         """Returns the last `count` blocks of a lane's row, in its order, of those that the sequence
-        alone holds and that are on their pages already."""
+        alone holds and that are on their pages already, or fewer that have `room` pages; and how
+        many others have to stay, as there are not `count`."""
         blocks: list[int] = []
         for block in reversed(self._layout.rows[lane]):
-            page = self._layout.pages[block]
-            movable = block < self._before and self._pages.refs[page] == 1
-            if movable and not self._moves.writes(page):
-                blocks.append(block)
-                if len(blocks) == count:
-                    break
-        return blocks[::-1]
+            pages = self._layout.of_block(block)
+            movable = block < self._before and (self._pages.refs[pages] == 1).all()
+            if not movable or any(map(self._moves.writes, pages)):
+                continue
+            room -= len(pages)
+            if room < 0:
+                return blocks[::-1], 0
+            blocks.append(block)
+            if len(blocks) == count:
+                break
+        return blocks[::-1], count - len(blocks)
 
     def _move(self, blocks: list[int], lane: int, to_lane: int) -> None:
         if not blocks:
             return
-        sources = [self._layout.pages[block] for block in blocks]
+        sources = [page for block in blocks for page in self._layout.of_block(block)]
         targets = self._pages.move(sources, to_lane)
         self._moves.add(lane, to_lane, sources, targets)
         self.sources += sources

@@ -175,10 +175,9 @@ def run_layers(
 
     groups: the rows by page group. caches: pools of KV pages, and states. places: of each layer the
     page group and the number of its cache. moves [2, size, m]: pages to move between lanes before
-    attention, as in `move_pages`, where each layer has a cache of its own. Those of a layer are
-    issued beside the layer before it, on which they do not depend: in the order in which layers
-    need them, and no earlier, so that only one layer's are under way (Tetris, section 4.1). Returns
-    x and the caches.
+    attention, as in `move_pages`. Those of a cache are issued beside the layer before the first
+    that has it, on which they do not depend: in the order in which layers need them, and no
+    earlier, so that only one cache's are under way (Tetris, section 4.1). Returns x and the caches.
     """
     clipped = jnp.maximum(positions, 0)
     cos_sin: dict[Rope | None, tuple[jax.Array, jax.Array]] = {
@@ -187,13 +186,14 @@ def run_layers(
         if rope is not None
     }
     caches = list(caches)
+    numbers = [place.pool for place in places]
     if moves is not None:
-        assert len(groups) == 1, "moves between lanes are for models with one page group"
-        caches[0] = move_pages(caches[0], moves, groups[0].lanes)
+        caches[numbers[0]] = move_pages(caches[numbers[0]], moves, groups[0].lanes)
     for i, (block, (group, number)) in enumerate(zip(stage.layers, places)):
-        if moves is not None and i + 1 < len(caches):
+        following = numbers[i + 1 : i + 2]
+        if moves is not None and not set(following) <= set(numbers[: i + 1]):
             x, moves = jax.lax.optimization_barrier((x, moves))  # not before x is there
-            caches[i + 1] = move_pages(caches[i + 1], moves, groups[0].lanes)
+            caches[following[0]] = move_pages(caches[following[0]], moves, groups[0].lanes)
         table = cos_sin.get(block.rope)
         x, caches[number] = _run_block(
             *nnx.split(block), x, positions, table, groups[group], caches[number]

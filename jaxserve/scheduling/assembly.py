@@ -11,7 +11,7 @@ from jaxserve.cache.hashes import CacheIdentity
 from jaxserve.cache.manager import ANONYMOUS
 from jaxserve.cache.tiers import LowerTiers
 from jaxserve.checkpoint.model import ModelConfig
-from jaxserve.checkpoint.page_groups import ONE_GROUP, Windows, page_windows
+from jaxserve.checkpoint.page_groups import ONE_GROUP, Windows, page_windows, window_blocks
 from jaxserve.costs.coefficients import NOMINAL, Costs
 from jaxserve.costs.predictor import Predictor
 from jaxserve.lanes.cdsp import PLANNERS, Instances
@@ -53,7 +53,8 @@ class ReplicaProfile:
 class ReplicaSizes:
     """Settings and sizes of a replica. cache: with its pages per lane. heads: of one rank. max_len:
     tokens of a sequence. planned_len: tokens of the longest prompt that plans are fitted to.
-    layer_groups: programs that run one after the other in each step."""
+    layer_groups: programs that run one after the other in each step. windows: of the page groups
+    behind the first."""
 
     mesh: MeshConfig
     cache: CacheConfig
@@ -62,6 +63,7 @@ class ReplicaSizes:
     max_len: int
     planned_len: int
     layer_groups: int = 1
+    windows: Windows = ONE_GROUP
 
     @property
     def planned(self) -> bool:
@@ -73,7 +75,7 @@ class ReplicaSizes:
         """Most pages that a step moves from each lane to each; 0 if none ever moves."""
         chunk, block, lanes = self.scheduler.chunk_tokens, self.cache.block_size, self.mesh.kvp
         moves = self.planned or (lanes > 1 and self.cache.copies)
-        return moves_per_pair(chunk, block, lanes) if moves else 0
+        return moves_per_pair(chunk, block, lanes, 1 + len(self.windows)) if moves else 0
 
     def stripe(self, profile: ReplicaProfile | None) -> int:
         """Returns the consecutive blocks on a lane of a prompt that is dealt out: those of a row of
@@ -108,6 +110,7 @@ class ReplicaSizes:
             decode_chooser=self.scheduler.decode_exchange,
             block=self.cache.block_size,
             moves=self.moves,
+            seen=tuple(window_blocks(window, self.cache.block_size) for window in self.windows),
             corrections=profile.corrections,
             decode_corrections=profile.decode_corrections,
             move_times=profile.move_times,
@@ -147,30 +150,23 @@ class ReplicaSizes:
         return LanePlanner(policy, instances, rates)
 
 
-def served_windows(
-    model: ModelConfig, cache: CacheConfig, scheduler: SchedulerConfig, role: str, lanes: int
-) -> Windows:
+def served_windows(model: ModelConfig, cache: CacheConfig, role: str) -> Windows:
     """Returns the windows of a model's page groups in a replica with these settings: one group
-    where blocks leave their lane, which moves all layers of a block as one."""
-    moves = (
-        cache.host_cache_gib > 0
-        or role != "mixed"
-        or (lanes > 1 and (cache.copies or scheduler.planner != "none"))
-    )
-    return ONE_GROUP if moves else page_windows(model)
+    where blocks leave the devices, which moves all layers of a block as one."""
+    leave = cache.host_cache_gib > 0 or role != "mixed"
+    return ONE_GROUP if leave else page_windows(model)
 
 
 @dataclasses.dataclass(frozen=True)
 class CachedModel:
     """A model as its cache and scheduler know it. ascending: rows of blocks must ascend, as for
-    sliding windows. windows: of the page groups behind the first. states: layers keep states, so
-    that blocks alone do not bring a prefix back, and one lane computes all of a sequence."""
+    sliding windows. states: layers keep states, so that blocks alone do not bring a prefix back,
+    and one lane computes all of a sequence."""
 
     identity: CacheIdentity = ANONYMOUS
     ascending: bool = False
     eos_ids: Iterable[int] = ()
     states: bool = False
-    windows: tuple[int, ...] = ()
 
 
 def assemble(
@@ -193,7 +189,7 @@ def assemble(
         sizes.scheduler.max_seqs,
         model.identity,
         lower,
-        LaneRules(sizes.stripe(profile), sizes.moves, model.ascending, model.states, model.windows),
+        LaneRules(sizes.stripe(profile), sizes.moves, model.ascending, model.states, sizes.windows),
     )
     return Scheduler(
         sizes.scheduler,

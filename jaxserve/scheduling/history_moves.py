@@ -81,7 +81,9 @@ class HistoryMoves:
         for place, lane in enumerate(part.lanes):
             by_lane[lane] += (new + place) // len(part.lanes)
         surplus = surplus_of(by_lane, [0] * len(by_lane), following)
-        return batches <= batches_to_deal(surplus, cache.moves.limit)
+        # windows have passed most blocks, which have few pages
+        limit = -(-cache.moves.limit * len(layout.pages) // max(1, layout.page_count))
+        return batches <= batches_to_deal(surplus, limit)
 
     def worthwhile(
         self, budget: StepBudget, slot: int, place: ChunkPlace, start: int, length: int

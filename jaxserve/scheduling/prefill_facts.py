@@ -67,6 +67,7 @@ def _exchange_facts(chooser: ExchangeChooser) -> dict[str, Any]:
         "decode_chooser": chooser.decode_chooser,
         "block": chooser.block,
         "moves": chooser.moves,
+        "seen": list(chooser.seen),
         "corrections": {
             name: list(dataclasses.astuple(one)) for name, one in chooser.corrections.items()
         },
@@ -108,6 +109,7 @@ def _chooser_of(facts: Mapping[str, Any], lanes: int) -> ExchangeChooser:
         decode_chooser=facts["decode_chooser"],
         block=facts["block"],
         moves=facts["moves"],
+        seen=tuple(facts["seen"]),
         corrections=corrections,
         links=links_from_json(facts["links"], lanes),
     )

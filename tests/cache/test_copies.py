@@ -8,12 +8,18 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
 from jaxserve.api.request import EPHEMERAL
 from jaxserve.cache import CacheManager, LaneRules
 from jaxserve.cache.block_events import BlockEvents, Medium, StoredBlocks
-from jaxserve.cache.hashes import block_key
+from jaxserve.cache.hashes import block_key, group_key, is_block
 from jaxserve.cache.pages import PageAllocator
 from jaxserve.settings.schema import CacheConfig
 from tests.cache.test_hashes import chain
@@ -225,17 +231,21 @@ class Copies(RuleBasedStateMachine):
     and then: every page with a key holds its block once the batch is done, every sequence reads its
     own blocks, each in one row, listeners know exactly the keys that are there."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        config = CacheConfig(block_size=SIZE, pages=6, placement="round_robin")
-        self.cache = CacheManager(config, LANES, SLOTS, rules=ROOM)
+    @initialize(windows=st.sampled_from([(), (6,), (5, 11)]))
+    def build(self, windows: tuple[int, ...]) -> None:
+        groups = 1 + len(windows)
+        config = CacheConfig(block_size=SIZE, pages=6 * groups, placement="round_robin")
+        rules = LaneRules(most_moves=6 * groups, ascending=bool(windows), windows=windows)
+        self.cache = CacheManager(config, LANES, SLOTS, rules=rules)
+        self.windows = windows
         self.cache.published.choose = self.choose
         self.turn = 0
         self.mirror = Mirror()
         self.cache.events.subscribe(self.mirror)
         self.watcher = Watcher(self.cache, SLOTS)
         self.content: dict[int, bytes] = {}  # by page
-        self.rows: dict[tuple[int, int, int], tuple[int, int]] = {}  # page tables of the device
+        # page tables of the device: page, block, pages of further groups
+        self.rows: dict[tuple[int, int, int], tuple[int, int, list[int]]] = {}
         self.blocks: dict[int, list[bytes]] = {}  # by slot in use
 
     def choose(self, copies: Sequence[int]) -> int:
@@ -251,23 +261,27 @@ class Copies(RuleBasedStateMachine):
     )
     def run(self, slot: int, document: int, blocks: int, fetched: bool) -> None:
         cache = self.cache
-        if slot in self.blocks or cache.available < blocks:
+        if slot in self.blocks or cache.available_blocks < blocks:
             return
         hashes = chain(range(document * 1000, document * 1000 + blocks * SIZE))
         match = cache.match(hashes, blocks)
         new = range(len(match.pages), blocks)
-        if len(new) + cache.pages.evictable(match.pages) > cache.available:
+        taken = np.concatenate([match.pages, *cache.published.seen.of(match.pages, hashes)])
+        lost = cache.pages.evictable(taken) + len(cache.windows) * LANES  # apart on lanes
+        if len(new) * cache.needs.per_block + lost > cache.available:
             return
-        cache.admit(slot, match.pages, document, blocks)
+        cache.admit(slot, match.pages, document, blocks, hashes=hashes)
         comes = False
-        if fetched and new:
+        if fetched and new and not self.windows:
             comes = cache.fetch(slot, [hashes[block] for block in new]) is not None
         else:
             cache.extend(slot, len(new))
         if not comes:  # computed by the batch: after its moves
             self.step()
+        layout = cache.layouts[slot]
         for block in new:
-            self.content[cache.layouts[slot].pages[block]] = hashes[block]
+            for group, page in zip((0, *layout.groups_of(block)), layout.of_block(block)):
+                self.content[page] = group_key(hashes[block], group)
         cache.publish(slot, 0, blocks, hashes)
         self.blocks[slot] = [hashes[block] for block in range(blocks)]
 
@@ -299,7 +313,7 @@ class Copies(RuleBasedStateMachine):
         """Retracts one time in two, so that blocks live long enough to be copied."""
         if number:
             pages = self.cache.pages
-            keys = {pages.key_of.get(page) for page in self.cache.layouts[slot].pages}
+            keys = {pages.key_of.get(page) for page in self.cache.layouts[slot].held()}
             self.cache.retract(slot)
             assert not keys & set(pages.with_key)
 
@@ -324,23 +338,31 @@ class Copies(RuleBasedStateMachine):
         assert len(set(targets)) == len(targets), "a page is written twice"
         self.content |= dict(zip(targets, [self.content[page] for page in sources]))
         cache.stores.take()
-        for lane, slot, index, page, block in cache.table_updates.take().tolist():
-            self.rows[slot, lane, index] = page, block
+        for lane, slot, index, page, block, *further in cache.table_updates.take().tolist():
+            self.rows[slot, lane, index] = page, block, further
         for slot, keys in self.blocks.items():
             read: dict[int, bytes] = {}
             for lane, count in enumerate(cache.blocks_per_lane[slot].tolist()):
                 for index in range(count):
-                    page, block = self.rows[slot, lane, index]
+                    page, block, further = self.rows[slot, lane, index]
                     assert block not in read, "a block is read twice"
                     read[block] = self.content[page + lane * per_lane]
+                    for group in cache.layouts[slot].groups_of(block):
+                        other = self.content[further[group - 1] + lane * per_lane]
+                        assert other == group_key(keys[block], group)
             assert [read[block] for block in sorted(read)] == keys
         for key, copies in cache.pages.with_key.items():
             assert {self.content[page] for page in copies} == {key}
 
+    @rule(number=st.integers(0, 99), tokens=st.integers(0, 24))
+    def pass_windows(self, number: int, tokens: int) -> None:
+        for slot in sorted(self.blocks)[number % SLOTS :][:1]:
+            self.cache.pass_windows(slot, min(tokens, len(self.blocks[slot]) * SIZE))
+
     @invariant()
     def all_counts_agree(self) -> None:
         self.cache.check()
-        assert self.mirror.keys == set(self.cache.pages.with_key)
+        assert self.mirror.keys == set(filter(is_block, self.cache.pages.with_key))
         assert self.watcher.agrees(self.cache)
 
 

@@ -19,8 +19,8 @@ REACH = (2, 5)
 
 
 def manager(pages: int, lanes: int = 1) -> CacheManager:
-    rules = LaneRules(ascending=True, windows=WINDOWS)
-    return CacheManager(CacheConfig(block_size=BLOCK, pages=pages), lanes, 2, rules=rules)
+    rules = LaneRules(most_moves=pages, ascending=True, windows=WINDOWS)
+    return CacheManager(CacheConfig(block_size=BLOCK, pages=pages), lanes, 3, rules=rules)
 
 
 def hashes_of(cache: CacheManager, seed: int, blocks: int) -> BlockHashes:
@@ -108,6 +108,35 @@ def test_pages_of_windows_are_found_once_they_are_on_the_lane_of_their_blocks():
         cache.release(0)
         cache.check()
     assert len(cache.match(hashes, 30).pages) == 30
+
+
+def test_a_slot_reads_a_copy_only_where_all_groups_that_see_its_block_have_one():
+    cache = manager(200, lanes=2)
+    hashes = hashes_of(cache, 0, 6)
+    compute(cache, hashes, 6)
+    pages = cache.layouts[0].of_block(5)
+    copy = cache.copy(pages[0], 1)
+    assert not cache.repoint(0, 5, copy, 6) and cache.layouts[0].of_block(5) == pages
+    further = [cache.copy(page, 1) for page in pages[1:]]
+    assert cache.repoint(0, 5, copy, 6) and cache.layouts[0].of_block(5) == [copy, *further]
+    cache.check()
+
+
+def test_a_block_stays_while_others_hold_one_of_its_pages():
+    """They may share a page of one group alone: it was published when the others had been."""
+    cache = manager(200, lanes=2)
+    hashes = hashes_of(cache, 0, 6)
+    compute(cache, hashes, 6)
+    lose(cache, [group_key(hashes[5], 1)])
+    compute(cache, hashes, 6, slot=1)
+    cache.admit(2, cache.match(hashes, 6).pages, 0, hashes=hashes)
+    mine, other = cache.layouts[1].of_block(5), cache.layouts[2].of_block(5)
+    assert mine[0] != other[0] and mine[1] == other[1]
+    cache.regroup(1, (1,))
+    assert cache.rebalance(1, 6)
+    cache.check()
+    assert cache.layouts[1].of_block(5) == mine
+    assert cache.blocks_per_lane[1].tolist() == [1, 5]
 
 
 @pytest.mark.parametrize("asked", [40, 43])

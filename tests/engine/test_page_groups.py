@@ -16,7 +16,8 @@ from jaxserve.engine.memory import sizes
 from jaxserve.engine.sizing import make_plan
 from jaxserve.settings.options import make
 from jaxserve.settings.schema import ConfigError, EngineConfig
-from tests.engine.harness import Runner, assert_empty, engine, fresh
+from tests.engine.harness import Runner, assert_empty, engine, fresh, watch_batches
+from tests.lanes.plans import Plans
 from tests.models.test_families import CASES, write_model
 
 BLOCK = 4
@@ -75,6 +76,65 @@ def test_tokens_are_those_of_one_table_for_all_layers(name, mesh, tmp_path):
                 assert found.ids(id) == runner.ids(one)
         assert tight.scheduler.slots.preemptions or lanes > 1, "pages were not short"
         assert_empty(tight)
+
+
+@pytest.mark.parametrize(
+    "name, mesh, exchange",
+    [
+        ("gemma3", "kvp=2", "gather"),
+        *(
+            pytest.param(*case, marks=pytest.mark.matrix)
+            for case in (
+                ("gpt_oss", "kvp=2", "gather"),
+                ("gemma3", "kvp=2", "pass_kv"),
+                ("gpt_oss", "kvp=4", "pass_q"),
+                ("gemma3", "kvp=4", "visit"),
+                ("gemma3", "kvp=8", "pass_kv"),
+                ("gpt_oss", "kvp=2,tp=2", "gather"),
+                ("gemma3", "kvp=4,spp=2", "pass_kv"),
+            )
+        ),
+    ],
+)
+def test_tokens_stay_while_blocks_move_and_are_copied(name, mesh, exchange, tmp_path):
+    """By random plans, while pages are short, and to where several read a prefix."""
+    crowd = [[*range(48), number, 7, 7] for number in range(8)]
+    some = prompts(5) + crowd
+    quiet = Runner(tiny(tmp_path / "quiet", name, pages=800))
+    right = []
+    for prompt in some:
+        right.append(quiet.submit(prompt, **ASKED))
+        quiet.run()
+    real = tiny(
+        tmp_path / "lanes",
+        name,
+        mesh,
+        pages=400,
+        planned=True,
+        exchange=exchange,
+        prefix_copies=True,
+    )
+    plan = real.worker.plan
+    lanes = plan.mesh.kvp
+    assert plan.windows and plan.moves
+    short = int(1.5 * PageNeeds(BLOCK, plan.windows).of(160)) // lanes + 2 * plan.page_groups
+    moved = []
+    for placement, planner, pages in (
+        ("striped", Plans(1, lanes, longest=40), short),
+        ("zigzag", Plans(2, lanes, longest=40), short),
+        ("grow", None, 400),
+    ):
+        tight = fresh(real, placement, pages, planner, decode_reserve=0.0)
+        moved.append(0)
+        watch_batches(tight, lambda batch: moved.append(moved.pop() + len(batch.moves)))
+        runner = Runner(tight)
+        for chunks in ((), (5, 24)):
+            ids = [runner.submit(prompt, **ASKED) for prompt in some]
+            runner.run(chunks=chunks, seed=lanes)
+            for id, one in zip(ids, right):
+                assert runner.ids(id) == quiet.ids(one)
+        assert_empty(tight)
+    assert all(moved), f"{moved} pages moved by each plan, and were copied"
 
 
 def test_a_prefix_is_found_where_windows_see_published_pages_alone(tmp_path):

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.cache import CacheManager, LaneRules
+from jaxserve.lanes.layout import SequenceLayout
 from jaxserve.settings.schema import CacheConfig
 from tests.examples import examples
 
@@ -32,7 +33,7 @@ class Watcher:
         self.held[slot].subtract(pages)
 
     def agrees(self, cache: CacheManager) -> bool:
-        return [+held for held in self.held] == [Counter(layout.pages) for layout in cache.layouts]
+        return [+held for held in self.held] == [Counter(layout.held()) for layout in cache.layouts]
 
 
 def fewest(held: list[int], group: tuple[int, ...]) -> int:
@@ -49,7 +50,9 @@ class DeviceTable:
     def __init__(self, cache: CacheManager):
         self.cache = cache
         self.rows: dict[tuple[int, int, int], tuple[int, int]] = {}
-        self.content: dict[int, tuple[int, int]] = {}  # by page: slot and block that it is of
+        self.further: dict[tuple[int, int, int], list[int]] = {}  # pages of further groups
+        # by page: slot, block and page group that it is of
+        self.content: dict[int, tuple[int, int, int]] = {}
 
     def step(self) -> np.ndarray:
         """Takes what the next batch would take, and compares each slot's rows with the host's;
@@ -58,9 +61,11 @@ class DeviceTable:
         self.move(moves)
         updates = self.cache.table_updates.take().tolist()
         assert len({tuple(entry[:3]) for entry in updates}) == len(updates), "an entry twice"
-        for lane, slot, index, page, block in updates:
+        for lane, slot, index, page, block, *further in updates:
             self.rows[slot, lane, index] = page, block
+            self.further[slot, lane, index] = further
         self.cache.check()
+        self.compare_further()
         for slot, table in enumerate(layout.pages for layout in self.cache.layouts):
             for lane in range(self.cache.pages.lanes):
                 right = [
@@ -76,6 +81,17 @@ class DeviceTable:
                 assert len(set(blocks)) == len(blocks)
         return moves
 
+    def compare_further(self) -> None:
+        """Compares the pages of further groups that see a block."""
+        for (slot, lane, index), pages in self.further.items():
+            layout = self.cache.layouts[slot]
+            if index >= layout.by_lane[lane]:
+                continue
+            block = layout.rows[lane][index]
+            mine = [pages[group - 1] for group in layout.groups_of(block)]
+            assert [lane * layout.per_lane + page for page in mine] == layout.of_block(block)[1:]
+            assert all(0 <= page < layout.per_lane for page in pages), "beyond the pool"
+
     def move(self, moves: np.ndarray) -> None:
         """Moves pages as the device does: all are read before any is written."""
         per_lane = self.cache.pages.per_lane
@@ -90,12 +106,14 @@ class DeviceTable:
 @given(st.integers(0, 2**32 - 1))
 def test_blocks_go_where_they_belong_and_pages_keep_what_they_held(seed):
     rng = np.random.default_rng(seed)
-    most = int(rng.integers(1, 4))
+    windows = ((), (9, 30))[rng.integers(2)]
+    groups = 1 + len(windows)
+    most = int(rng.integers(1, 4)) * groups
     cache = CacheManager(
-        CacheConfig(block_size=4, pages=int(rng.integers(8, 25)), placement="random"),
+        CacheConfig(block_size=4, pages=int(rng.integers(8, 25)) * groups, placement="random"),
         LANES,
         4,
-        rules=LaneRules(most_moves=most),
+        rules=LaneRules(most_moves=most, ascending=bool(windows), windows=windows),
     )
     watcher = Watcher(cache, 4)
     chain = cache.block_hashes("", lambda a, b: np.arange(a, b, dtype=np.int32))
@@ -104,20 +122,22 @@ def test_blocks_go_where_they_belong_and_pages_keep_what_they_held(seed):
     for slot in range(3):
         # the second shares blocks with the first
         pages = cache.match(chain, 6).pages if slot == 1 else NOTHING
-        cache.admit(slot, pages, int(rng.integers(LANES)))
+        cache.admit(slot, pages, int(rng.integers(LANES)), hashes=chain)
         count = int(rng.integers(1, 14))
-        if count > cache.available - 4:
+        if count > cache.available_blocks - 4:
             cache.release(slot)
             continue
         cache.extend(slot, count)
-        for block, page in enumerate(cache.layouts[slot].pages):
-            content.setdefault(page, (slot, block))
+        for (block, group), page in pages_of(cache.layouts[slot]).items():
+            content.setdefault(page, (slot, block, group))
         if slot == 0:
             cache.publish(0, 0, min(6, len(cache.layouts[0].pages)), chain)
     device.step()
     for _ in range(4):
         slot = int(rng.integers(3))
-        before = [content[page] for page in cache.layouts[slot].pages]
+        layout = cache.layouts[slot]
+        before = {at: content[page] for at, page in pages_of(layout).items()}
+        blocks = len(layout.pages)
         group = tuple(rng.permutation(LANES)[: rng.integers(1, LANES + 1)].tolist())
         held = cache.blocks_per_lane[slot].tolist()
         refs = cache.pages.refs
@@ -128,15 +148,17 @@ def test_blocks_go_where_they_belong_and_pages_keep_what_they_held(seed):
         room = cache.pages.available()
         cache.regroup(slot, group)
         total = 0
-        while count := cache.rebalance(slot, len(before)):
+        while count := cache.rebalance(slot, blocks):
             total += count
             moves = device.step()
             pairs = Counter(map(tuple, moves[:, [0, 2]].tolist()))
             assert len(moves) == count and max(pairs.values()) <= most
-        assert watcher.agrees(cache) and cache.available == available
-        assert [content[page] for page in cache.layouts[slot].pages] == before
+        assert watcher.agrees(cache)
+        assert cache.available == available if not windows else cache.available >= available
+        after = {at: content[page] for at, page in pages_of(layout).items()}
+        assert after.items() <= before.items() and sum(at[1] == 0 for at in after) == blocks
         assert all(cache.layouts[slot].pages[block] == page for block, page in shared.items())
-        if min(room) < len(before):
+        if min(room) < blocks * groups:
             continue  # it may have stopped where a lane was full
         counts = cache.blocks_per_lane[slot]
         own = counts.copy()
@@ -146,7 +168,7 @@ def test_blocks_go_where_they_belong_and_pages_keep_what_they_held(seed):
         assert all(
             counts[full] - counts[other] <= 1 for full in group for other in group if own[full]
         )
-        if not shared:
+        if not shared and not windows:
             assert total == fewest(held, group)
     for slot in range(3):
         cache.release(slot)
@@ -154,6 +176,15 @@ def test_blocks_go_where_they_belong_and_pages_keep_what_they_held(seed):
     assert watcher.agrees(cache)
     free, cached, used = cache.counts()
     assert used == 0 and free + cached == cache.total
+
+
+def pages_of(layout: SequenceLayout) -> dict[tuple[int, int], int]:
+    """The pages of a sequence by block and page group."""
+    return {
+        (block, group): page
+        for block in range(len(layout.pages))
+        for group, page in zip((0, *layout.groups_of(block)), layout.of_block(block))
+    }
 
 
 def test_a_block_that_only_one_sequence_holds_takes_its_key_along():
@@ -185,16 +216,20 @@ def test_a_device_that_gets_the_updates_has_the_hosts_tables(seed):
     ascend behind all others."""
     rng = np.random.default_rng(seed)
     slots = 4
-    ascending = bool(rng.integers(2))
+    windows = ((), (6, 6, 20))[rng.integers(2)]
+    groups = 1 + len(windows)
+    ascending = bool(rng.integers(2)) or bool(windows)
     cache = CacheManager(
         CacheConfig(
             block_size=4,
-            pages=int(rng.integers(6, 20)),
+            pages=int(rng.integers(6, 20)) * groups,
             placement=str(rng.choice(["grow", "round_robin", "random"])),
         ),
         LANES,
         slots,
-        rules=LaneRules(most_moves=int(rng.integers(1, 6)), ascending=ascending),
+        rules=LaneRules(
+            most_moves=int(rng.integers(1, 6)) * groups, ascending=ascending, windows=windows
+        ),
     )
     hashes = cache.block_hashes("", lambda a, b: np.arange(a, b, dtype=np.int32))
     device = DeviceTable(cache)
@@ -205,14 +240,14 @@ def test_a_device_that_gets_the_updates_has_the_hosts_tables(seed):
         action = rng.random()
         if not taken[slot]:
             pages = cache.match(hashes, int(rng.integers(8))).pages
-            cache.admit(slot, pages, int(rng.integers(LANES)))
+            cache.admit(slot, pages, int(rng.integers(LANES)), hashes=hashes)
             taken[slot] = True
             newest[slot] = len(pages)
         elif action < 0.4:
             # the chunk before may have ended within its last block
             newest[slot] = max(newest[slot], len(cache.layouts[slot].pages) - int(rng.integers(2)))
             cache.rebalance(slot, newest[slot])
-            cache.extend(slot, int(rng.integers(min(6, cache.available) + 1)))
+            cache.extend(slot, int(rng.integers(min(6, cache.available_blocks) + 1)))
             if rng.random() < 0.5:
                 cache.publish(slot, 0, len(cache.layouts[slot].pages), hashes)
         elif action < 0.6:

@@ -20,6 +20,7 @@ from jaxserve.api.sampling import SamplingParams
 from jaxserve.cache import CacheIdentity, CacheManager, LaneRules
 from jaxserve.costs.coefficients import NOMINAL, Costs
 from jaxserve.lanes.groups import group_around, group_sizes
+from jaxserve.lanes.planner import LanePlanner
 from jaxserve.scheduling import Batch, Scheduler
 from jaxserve.scheduling.batch_reader import StepResults
 from jaxserve.scheduling.pool.interface import PoolScheduler
@@ -137,7 +138,7 @@ class Device:
         for lane, held in enumerate(batch.blocks_per_lane[row].tolist()):
             entries = [self.table[lane, int(batch.slot[row])][index] for index in range(held)]
             numbers = [block for block, _ in entries]
-            ascends = batch.group_size[row] == 1 or not self.moved
+            ascends = batch.group_size[row] == 1 or not self.moved or len(self.windows) > 1
             assert numbers == sorted(set(numbers)) or (
                 not ascends and len(set(numbers)) == len(numbers)
             ), f"row of lane {lane} is not ascending: {numbers}"
@@ -204,7 +205,7 @@ class Replica:
         placement: str = "grow",
         max_len: int = 1000,
         costs: Costs = NOMINAL,
-        planner: PoolScheduler | None = None,
+        planner: PoolScheduler | LanePlanner | None = None,
         windows: tuple[int, ...] = (),
     ):
         self.cache = CacheManager(
@@ -212,7 +213,9 @@ class Replica:
             mesh.kvp,
             config.max_seqs,
             CacheIdentity("model", "float32"),
-            rules=LaneRules(most_moves=2, ascending=bool(windows), windows=windows),
+            rules=LaneRules(
+                most_moves=2 * (1 + len(windows)), ascending=bool(windows), windows=windows
+            ),
         )
         self.scheduler = Scheduler(config, self.cache, mesh, max_len, {EOS}, costs, planner)
         self.device = Device(cache.block_size, self.scheduler.sequences, windows)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from jaxserve.settings.schema import CacheConfig, SchedulerConfig
+from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
+from tests.lanes.plans import Plans
 from tests.scheduling.fakes import Replica
 
 
@@ -23,3 +24,23 @@ def test_chunks_leave_decodes_the_pages_that_they_were_promised(chunking, length
     replica.drain()
     replica.check_answers()
     assert not replica.scheduler.slots.preemptions
+
+
+@pytest.mark.parametrize("lanes", [2, 4, 8])
+@pytest.mark.parametrize("placement", ["striped", "zigzag"])
+def test_prompts_whose_blocks_move_by_plans_find_in_their_pages_what_windows_see(placement, lanes):
+    """While pages are short, so that sequences are preempted and blocks evicted."""
+    replica = Replica(
+        SchedulerConfig(max_seqs=6, chunk_tokens=16, decode_reserve=0.0),
+        CacheConfig(block_size=4, pages=150 // lanes + 4),
+        MeshConfig(kvp=lanes),
+        placement,
+        planner=Plans(lanes, lanes, longest=40),
+        windows=(8, 21),
+    )
+    for number in range(16):
+        tail = [(number * token) % 11 for token in range(70)]
+        replica.add([1, 2, 3] * 7 + tail, max_tokens=120, ignore_eos=True)
+    replica.drain()
+    replica.check_answers()
+    assert replica.device.moved > 10 and replica.scheduler.slots.preemptions

@@ -8,6 +8,7 @@ import pytest
 
 from jaxserve.cache import CacheManager, LaneRules
 from jaxserve.cache.copies import LEVEL_EVERY, PrefixCopies
+from jaxserve.cache.hashes import is_block
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 from tests.cache.test_hashes import chain
 from tests.scheduling.fakes import Replica
@@ -18,11 +19,21 @@ PREFIX = [token % 7 for token in range(60)]
 BLOCKS = len(PREFIX) // SIZE
 
 
-def serving(lanes: int, copies: bool = True, placement: str = "grow", pages: int = 120) -> Replica:
-    """A replica that has computed the prefix once."""
+WINDOWS = (9, 21)  # of page groups; a token sees two and five blocks before its own
+
+
+def serving(
+    lanes: int,
+    copies: bool = True,
+    placement: str = "grow",
+    pages: int = 120,
+    windows: tuple[int, ...] = (),
+) -> Replica:
+    """A replica that has computed the prefix once. pages: of a page group."""
     config = SchedulerConfig(max_seqs=12, chunk_tokens=16)
+    pages *= 1 + len(windows)
     cache = CacheConfig(block_size=SIZE, pages=pages, prefix_copies=copies)
-    replica = Replica(config, cache, MeshConfig(kvp=lanes), placement)
+    replica = Replica(config, cache, MeshConfig(kvp=lanes), placement, windows=windows)
     replica.add([*PREFIX, 9], max_tokens=1)
     replica.drain()
     return replica
@@ -39,18 +50,22 @@ def run(replica: Replica, steps: int) -> None:
         replica.finish()
 
 
+@pytest.mark.parametrize("windows", [(), WINDOWS])
 @pytest.mark.parametrize("copies", [False, True])
-def test_sequences_that_a_lane_cannot_take_become_local_once_their_prefix_is_copied(copies):
-    replica = serving(2, copies)
+def test_sequences_that_a_lane_cannot_take_become_local_once_their_prefix_is_copied(
+    copies, windows
+):
+    """Of page groups with windows, what these see from its end on."""
+    replica = serving(2, copies, windows=windows)
     crowd(replica)
     run(replica, 20)
     cache = replica.cache
     assert set(cache.home.tolist()) == {0, 1}  # a step takes no more new prompts on one lane
     assert (cache.group_size == 1).all() == copies
-    assert (replica.device.moved >= BLOCKS) == copies
+    assert (replica.device.moved >= BLOCKS + 7 * bool(windows)) == copies
     replica.drain()
     replica.check_answers()
-    assert len(cache.pages.copied) == BLOCKS * copies
+    assert sum(map(is_block, cache.pages.copied)) == BLOCKS * copies
     crowd(replica, tokens=8)
     local = []
     while replica.scheduler.load().running or replica.scheduler.load().waiting:
@@ -85,10 +100,11 @@ def test_what_few_read_and_what_has_no_room_is_not_copied():
     assert not tight.device.moved
 
 
+@pytest.mark.parametrize("windows", [(), WINDOWS])
 @pytest.mark.parametrize("placement", ["striped", "hashed", "random"])
-def test_all_placements_serve_with_copies(placement, monkeypatch):
+def test_all_placements_serve_with_copies(placement, windows, monkeypatch):
     monkeypatch.setattr("jaxserve.cache.copies.LEVEL_EVERY", 4)
-    replica = serving(4, placement=placement)
+    replica = serving(4, placement=placement, windows=windows)
     for _ in range(2):
         crowd(replica)
         replica.drain()

@@ -14,6 +14,7 @@ from jaxserve.costs.coefficients import NOMINAL, Costs
 from jaxserve.lanes.placement import PLACEMENTS
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 from tests.examples import examples
+from tests.lanes.plans import Plans
 from tests.scheduling.fakes import VOCAB, Replica
 
 CONFIG = st.builds(
@@ -34,6 +35,7 @@ CACHE = st.builds(
     prefix_caching=st.booleans(),
     prefix_copies=st.booleans(),
 )
+PLANNED = sorted(name for name, placement in PLACEMENTS.items() if placement.planned)
 WINDOWS = st.just([]) | st.lists(st.integers(1, 9), min_size=1, max_size=3)
 MESH = st.builds(MeshConfig, spp=st.integers(1, 3), kvp=st.integers(1, 4))
 TAIL = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6)
@@ -55,15 +57,23 @@ class Traffic(RuleBasedStateMachine):
         mesh=MESH,
         placement=st.sampled_from(sorted(PLACEMENTS)),
         windows=WINDOWS,
+        plans=st.none() | st.integers(0, 99),
     )
-    def build(self, config, cache, mesh, placement, windows):
+    def build(self, config, cache, mesh, placement, windows, plans):
         costs = COSTS if config.admission != "queue" else NOMINAL
-        if windows:  # as `served_windows` says
-            cache = dataclasses.replace(
-                cache, prefix_copies=False, pages=cache.pages * (1 + len(windows))
-            )
+        cache = dataclasses.replace(cache, pages=cache.pages * (1 + len(windows)))
+        planner = None
+        if plans is not None and mesh.kvp > 1:
+            placement = PLANNED[plans % len(PLANNED)]
+            planner = Plans(plans, mesh.kvp, longest=4 * cache.block_size)
         self.replica = Replica(
-            config, cache, mesh, placement, costs=costs, windows=tuple(sorted(windows))
+            config,
+            cache,
+            mesh,
+            placement,
+            costs=costs,
+            planner=planner,
+            windows=tuple(sorted(windows)),
         )
         self.ahead = mesh.spp + 1
 

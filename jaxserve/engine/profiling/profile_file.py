@@ -78,6 +78,7 @@ def replica_sizes(
         max_len,
         min(max_len, plan.width * plan.block_size * plan.mesh.kvp),
         plan.layer_groups,
+        plan.windows,
     )
 
 

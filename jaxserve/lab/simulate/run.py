@@ -147,12 +147,16 @@ class System:
         return ReplicaProfile(self.costs, links)
 
     def sizes(
-        self, scheduler: SchedulerConfig, cache: CacheConfig, longest: int = PLANNED_TOKENS
+        self,
+        scheduler: SchedulerConfig,
+        cache: CacheConfig,
+        longest: int = PLANNED_TOKENS,
+        windows: Windows = ONE_GROUP,
     ) -> ReplicaSizes:
         """Returns the sizes of a replica with these settings. cache: with its pages. longest:
-        tokens of the longest prompt that plans are fitted to."""
+        tokens of the longest prompt that plans are fitted to. windows: of the page groups."""
         return ReplicaSizes(
-            self.mesh, cache, scheduler, self.heads, UNLIMITED, longest, self.layer_groups
+            self.mesh, cache, scheduler, self.heads, UNLIMITED, longest, self.layer_groups, windows
         )
 
     def check(self) -> None:
@@ -240,17 +244,16 @@ class System:
         system = self.with_cache(cache)
         system.check()
         check_lanes(self.mesh, cache, scheduler)
-        windows = served_windows(self.shape, cache, scheduler, role, self.mesh.kvp)
+        windows = served_windows(self.shape, cache, role)
         pages = cache.pages or system.kv_tokens(scheduler.max_seqs, windows) // cache.block_size
         cache = dataclasses.replace(cache, pages=pages)
         return VirtualReplica(
             assemble(
-                system.sizes(scheduler, cache),
+                system.sizes(scheduler, cache, windows=windows),
                 system.profile,
                 CachedModel(
                     ascending=self.shape.has_windows,
                     states=self.shape.has_states,
-                    windows=windows,
                 ),
                 system.tiers(cache),
             ),

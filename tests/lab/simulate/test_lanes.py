@@ -308,6 +308,12 @@ def test_pages_that_change_lanes_take_time():
     exposed = layer - predictor.costs.linear(1)
     assert exposed > 0
     assert costs.exposed_moves(moving, few, 32) == pytest.approx(layer + 31 * exposed)
+    # page groups share pools: 11 of these are sent in place of 32
+    shared = ExchangeCosts(predictor.costs, dataclasses.replace(chooser, moves=256, seen=(4, 9)))
+    assert shared.exposed_moves(moving, few, 32) == pytest.approx(layer + 10 * exposed)
+    once = shared.growth(1, 2, 64 * (2 * 256 - 13), 8192, 32)
+    assert once == pytest.approx(costs.growth(1, 2, 64 * 2 * 256, 8192, 32))
+    assert shared.growth(1, 2, 64 * 2 * 256, 8192, 32) > once
 
 
 class SlowMoves(System):
