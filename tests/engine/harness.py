@@ -100,7 +100,10 @@ def fresh(
     many of the pages, costs of steps and exchanges, and other settings of the scheduler. It
     overwrites those of the old one: use that no more."""
     plan = old.worker.plan
+    states = plan.model.has_states
     cache = dataclasses.replace(old.config.cache, pages=pages or plan.pages, placement=placement)
+    if states:
+        cache = dataclasses.replace(cache, prefix_caching=False)
     config = dataclasses.replace(
         old.config, scheduler=dataclasses.replace(old.config.scheduler, **settings)
     )
@@ -112,7 +115,10 @@ def fresh(
             plan.slots,
             lower=old.worker.lower_tiers,
             rules=LaneRules(
-                most_moves=plan.moves, ascending=plan.model.has_windows, windows=plan.windows
+                most_moves=plan.moves,
+                ascending=plan.model.has_windows,
+                at_home=states,
+                windows=plan.windows,
             ),
         ),
         plan.mesh,
