@@ -324,7 +324,7 @@ def _local(array: jax.Array) -> np.ndarray:
 def _read(pools: list[KVPages], ids: jax.Array, to_all: bool) -> KVPages:
     """Inside shard_map: pages ids [1, n] of every layer, as [1, n, layers, kv heads, ...]. to_all:
     those of all lanes, on each."""
-    read = [read_pages(pages.take(0), ids[0]) for pages in pools]
+    read = [read_pages(pages, ids[0]) for pages in pools]
     blocks = jax.tree.map(lambda *parts: jnp.stack(parts, axis=1)[None], *read)
     if not to_all:
         return blocks
@@ -336,6 +336,5 @@ def _write(pools: list[KVPages], ids: jax.Array, values: KVPages) -> list[KVPage
     layer; those out of range are skipped."""
     out = []
     for layer, pages in enumerate(pools):
-        written = write_pages(pages.take(0), ids[0], values.take((0, slice(None), layer)))
-        out.append(jax.tree.map(lambda pool: pool[None], written))
+        out.append(write_pages(pages, ids[0], values.take((0, slice(None), layer))))
     return out

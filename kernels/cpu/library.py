@@ -20,6 +20,7 @@ TARGETS = (
     "jaxserve_grouped",
     "jaxserve_quantised",
     "jaxserve_write",
+    "jaxserve_write_pages",
 )
 FOLDER = Path(__file__).parent  # of the libraries
 FLOATS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))  # of queries, activations and weights

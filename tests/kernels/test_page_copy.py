@@ -15,7 +15,15 @@ NEWER = jax.__version_info__ >= (0, 11, 2)
 
 
 def implementations():
-    yield pytest.param(page_copy.read_pages, page_copy.write_pages, id="xla")
+    on_lane = lambda pages: jax.tree.map(lambda pool: pool[None], pages)
+
+    def read_on_lane(pages, ids):
+        return page_copy.read_pages(on_lane(pages), ids)
+
+    def write_on_lane(pages, ids, values):
+        return page_copy.write_pages(on_lane(pages), ids, values).take(0)
+
+    yield pytest.param(read_on_lane, write_on_lane, id="xla")
     if NEWER:
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
