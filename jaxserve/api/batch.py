@@ -37,6 +37,7 @@ class PageStores:
 
 
 _NONE = np.zeros(0, np.int32)
+NO_COPIES = np.zeros((0, 2), np.int32)
 # the exchange of steps for which no other was chosen; any step may use it
 DEFAULT_EXCHANGE = "gather"
 NO_STORES = PageStores(_NONE, _NONE, _NONE, [])
@@ -88,6 +89,10 @@ class Batch:
     exchange: str = DEFAULT_EXCHANGE
     decode_exchange: str = DEFAULT_EXCHANGE
     stores: PageStores = NO_STORES  # read before the step
+    # [m, 2 + pages] copies of recurrent states: lane, slot and pages on that lane. The first are
+    # made from pages to slots, before the layers; the others from slots to pages, behind them
+    restores: np.ndarray = field(default_factory=lambda: NO_COPIES)
+    saves: np.ndarray = field(default_factory=lambda: NO_COPIES)
 
     @property
     def spread(self) -> np.ndarray:

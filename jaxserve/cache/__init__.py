@@ -15,6 +15,7 @@ they move: see `jaxserve.lanes`.
     chains         PrefixChains: blocks that no prefix reaches any more
     prefix_match   finds the pages of a sequence's first blocks
     published      PublishedBlocks: what later sequences find, listeners see and lower tiers keep
+    state_checkpoints  StateCheckpoints: states of recurrent layers, kept for later sequences
     lower_blocks   LowerBlocks: between the pages and the tiers below
     table_updates  TableUpdates: page table entries for the device
     block_events   BlockEvents: tells listeners which blocks can be found and which no more

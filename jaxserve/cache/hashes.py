@@ -17,6 +17,7 @@ HASH_BYTES = 16
 PART_BYTES = 2  # before the hash: which part of what a block's tokens leave behind the key is of
 KEY_BYTES = PART_BYTES + HASH_BYTES
 FIRST_PART = bytes(PART_BYTES)  # pages of the first page group
+STATE_PART = 256  # of the first page of a checkpoint of states; lower ones are of page groups
 
 
 class CacheIdentity(NamedTuple):
@@ -47,8 +48,15 @@ def group_key(key: bytes, group: int) -> bytes:
     return group.to_bytes(PART_BYTES, "big") + key[PART_BYTES:]
 
 
+def state_keys(key: bytes, pages: int) -> list[bytes]:
+    """Returns the keys of the pages of a checkpoint: of the states after the block with this
+    key."""
+    parts = range(STATE_PART, STATE_PART + pages)
+    return [part.to_bytes(PART_BYTES, "big") + key[PART_BYTES:] for part in parts]
+
+
 def is_block(key: bytes) -> bool:
-    """Returns True for the key of a block, False for one of `group_key`."""
+    """Returns True for the key of a block, False for one of `group_key` or `state_keys`."""
     return key.startswith(FIRST_PART)
 
 

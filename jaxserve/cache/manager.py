@@ -20,6 +20,7 @@ from jaxserve.cache.page_needs import PageNeeds
 from jaxserve.cache.pages import PageCounts
 from jaxserve.cache.prefix_match import NO_MATCH, PrefixMatch
 from jaxserve.cache.published import PublishedBlocks
+from jaxserve.cache.state_checkpoints import StateCheckpoints
 from jaxserve.cache.table_updates import TableUpdates
 from jaxserve.cache.tiers import LowerTiers, SourceBlocks
 from jaxserve.lanes.dealing import PromptLanes
@@ -47,7 +48,8 @@ class LaneRules(NamedTuple):
     batch moves from a lane to another. ascending: the blocks of every row ascend, as for models
     with sliding windows. windows: of the page groups behind the first, see
     `checkpoint.page_groups`. at_home: all tokens of a sequence are computed by its home lane, which
-    has its state, wherever its blocks are.
+    has its state, wherever its blocks are. state_pages: of a checkpoint of its states; 0 where
+    layers have none.
     """
 
     stripe: int = 1
@@ -55,6 +57,7 @@ class LaneRules(NamedTuple):
     ascending: bool = False
     at_home: bool = False
     windows: tuple[int, ...] = ()
+    state_pages: int = 0
 
 
 # shares of all pages that are locked at most, for prompts that wait and by leases
@@ -76,8 +79,9 @@ class CacheManager:
     `published` has the blocks that can be found, `promises` locks those that waiting prompts found,
     `leases` those that operators asked for; `placement` chooses lanes, `prompt_lanes` says on which
     ones prompts will lie; `copying`: blocks that many read are copied; `at_home`, `windows`: see
-    `LaneRules`; `needs` counts the pages of sequences; `usable`: the most of one. `table_updates`,
-    `moves` and `stores` are taken with each batch. `watchers` see pages come and go.
+    `LaneRules`; `needs` counts the pages of sequences; `usable`: the most of one; `states`: the
+    checkpoints of states, of a model with such layers. `table_updates`, `moves`, `stores` and what
+    `states` copies are taken with each batch. `watchers` see pages come and go.
     """
 
     def __init__(
@@ -92,7 +96,8 @@ class CacheManager:
         if config.pages is None:
             raise ConfigError("pages", "must be known before the cache is made")
         self.block_size = config.block_size
-        self.prefix_caching = config.prefix_caching
+        # without its state a sequence cannot go on from blocks that others computed
+        self.prefix_caching = config.prefix_caching and (not rules.at_home or rules.state_pages > 0)
         self.copying = config.copies and lanes > 1
         self.identity = identity
         self.lower = lower
@@ -111,6 +116,12 @@ class CacheManager:
         self.stores = self.published.stores
         self.events = self.published.events
         self.below = self.published.below
+        self.states: StateCheckpoints | None = None
+        if rules.state_pages and self.prefix_caching:
+            spacing = config.checkpoint_tokens or 2 * rules.state_pages * self.block_size
+            self.states = StateCheckpoints(
+                self.pages, rules.state_pages, spacing, self.stores.renewed
+            )
         most_below = 0 if lower is None else lower.most_locked // 2
         most_promised = int(PROMISED_SHARE * self.total)
         self.promises = BlockLocks(self.pages, self.below, most_promised, most_below)
@@ -187,7 +198,17 @@ class CacheManager:
     def match(self, hashes: BlockHashes, blocks: int, last: PrefixMatch = NO_MATCH) -> PrefixMatch:
         """Finds pages that hold the first blocks of a sequence, at most `blocks`. last: what was
         found for it before, if that is known."""
-        return self.published.match(hashes, blocks, last) if self.prefix_caching else NO_MATCH
+        if not self.prefix_caching:
+            return NO_MATCH
+        match = self.published.match(hashes, blocks, last)
+        published = len(match.pages)
+        while self.states is not None:
+            match = self.states.shortened(match, hashes)
+            with_states = len(match.pages)
+            match = self.published.seen.shortened(match, hashes)
+            if len(match.pages) == with_states:
+                return match._replace(published=published)
+        return match
 
     def promise(self, number: int, due: float, hashes: BlockHashes, blocks: int) -> PrefixMatch:
         """Locks the first blocks that are known of a waiting sequence, at most `blocks`, on the
@@ -198,6 +219,8 @@ class CacheManager:
         if self.prefix_caching:
             below = self.below.fetchable(hashes, first, blocks)
             keys = [*hashes.keys(0, first), *self.published.seen.keys(first, hashes)]
+            if self.states is not None:
+                keys += self.states.keys(first, hashes)
             self.promises.lock(number, due, keys, below)
         return found
 
@@ -209,12 +232,16 @@ class CacheManager:
             blocks = range(first, last)
             self.published.publish(layout.pages, blocks, hashes, self._retention[slot])
             self.published.publish_further(layout, blocks, hashes)
+            if self.states is not None:
+                self.states.published(slot, blocks, hashes)
 
     def retract(self, slot: int) -> None:
         """Takes the keys from the slot's blocks: what its pages hold is damaged."""
         layout = self.layouts[slot]
         # windows have passed some of them
         behind = self.published.seen.beside(layout.pages)
+        if self.states is not None:
+            behind += self.states.behind(layout.pages)
         self.published.retract([*layout.held(), *behind])
 
     def flush(self) -> int:
@@ -295,6 +322,8 @@ class CacheManager:
             self.table_updates.add_all(layout.start(pages, further))
             self.pages.ref(np.concatenate([pages, *further]))
             self.stores.retain_longer(layout.pages, retention)
+            if self.states is not None and hashes is not None:
+                self.states.restore(slot, len(pages), hashes)
         self._changed(layout, taken=layout.held())
 
     def pass_windows(self, slot: int, start: int) -> None:
@@ -429,6 +458,10 @@ class CacheManager:
         held = layout.held()
         self.layouts[slot] = self._layout(slot)
         self.pages.unref(held)
+        if self.states is not None:
+            # no sequence goes on from blocks behind the last checkpoint
+            self.pages.demote(layout.pages[self.states.reached(slot) :])
+            self.states.release(slot)
         self.table_updates.drop(slot)
         self._changed(self.layouts[slot], released=held)
 
@@ -451,7 +484,8 @@ class CacheManager:
 
     def check(self) -> None:
         """Compares pages, layouts and arrays. Errors: AssertionError with what differs."""
-        self.pages.check(page for layout in self.layouts for page in layout.held())
+        of_states = [] if self.states is None else self.states.held()
+        self.pages.check([*of_states, *(page for each in self.layouts for page in each.held())])
         self.promises.check()
         self.leases.check()
         locked = bool(self.promises) or bool(self.leases)

@@ -216,6 +216,14 @@ class PageAllocator:
             else:
                 self.free[page // self.per_lane].append(page)
 
+    def demote(self, pages: Sequence[int]) -> None:
+        """Has those of these pages that are cached, and not locked, evicted before others, the last
+        one first."""
+        for page in pages:
+            cached = self.cached[page // self.per_lane]
+            if page in cached:
+                cached.move_to_end(page, last=False)
+
     def move(self, pages: Sequence[int], lane: int) -> list[int]:
         """Allocates pages of `lane` in place of these of one other lane, each of which one sequence
         holds: they take over the keys, and the old ones become free. Errors: KeyError where the

@@ -14,10 +14,14 @@ from jaxserve.cache.pages import PageAllocator
 
 class PrefixMatch(NamedTuple):
     """Pages [n] that hold the first n blocks of a sequence, and their `generation` [n] when they
-    were found: as long as a page's is the same, it still holds its block."""
+    were found: as long as a page's is the same, it still holds its block. published: blocks of the
+    sequence that are on pages, where these are more than can be used: without a checkpoint of the
+    states after them. lane: that has the checkpoint after the n blocks, in models with states."""
 
     pages: np.ndarray
     generation: np.ndarray
+    published: int = 0
+    lane: int | None = None
 
 
 NO_MATCH = PrefixMatch(np.empty(0, np.intp), np.empty(0, np.int32))
@@ -78,7 +82,9 @@ class SeenPages:
                 since[place] = block
             if blocks == before:
                 break
-        return match if blocks == len(pages) else PrefixMatch(*(x[:blocks] for x in match))
+        if blocks == len(pages):
+            return match
+        return match._replace(pages=match.pages[:blocks], generation=match.generation[:blocks])
 
     def of(self, pages: np.ndarray, hashes: BlockHashes | None) -> list[np.ndarray]:
         """Returns for each group the pages of the blocks that it sees behind these matched `pages`

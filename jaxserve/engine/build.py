@@ -169,6 +169,7 @@ def make_scheduler(
         model.has_windows,
         plan.model.eos_ids,
         model.has_states,
+        plan.state_pages,
     )
     sizes = replica_sizes(plan, config.cache, config.scheduler, max_length(config, plan.model))
     return assemble(sizes, profile, known, lower)

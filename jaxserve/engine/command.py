@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxserve.api.batch import NO_STORES, PageStores
+from jaxserve.api.batch import NO_COPIES, NO_STORES, PageStores
 from jaxserve.api.request import KvSource
 from jaxserve.cache.hashes import KEY_BYTES
 from jaxserve.cache.tiers import Fetch, SourceBlocks
@@ -59,8 +59,9 @@ class StepCommand:
     """One step, or what else the devices must do between two. In this order a worker: forgets all
     that it holds (`reset`), sets the sampling state of new sequences, reads pages that lower tiers
     are to keep (`stores`), writes pages that came from there, begins to fetch others, sets
-    page-table entries, runs the layers, reads those of their pages that others want (`computed`,
-    each group of layers as soon as it has run), samples, scores prompt tokens, and pools.
+    page-table entries, copies states from pages (`restores`), runs the layers, reads those of their
+    pages that others want (`computed`, each group of layers as soon as it has run), copies states
+    to pages (`saves`), samples, scores prompt tokens, and pools.
 
     shape: index of the compiled shape, or NO_STEP. rows [lanes, size]: the step's row of each lane,
     see `step_shapes.layout`. reads: the version of the sampled tokens that the step feeds (0:
@@ -72,10 +73,10 @@ class StepCommand:
     and pages. masks [lanes, samples, words]: bits of the tokens that may be
     sampled, for the guided variant. loads [m, 4]: ticket and number of a piece of a fetch, how many
     of its blocks are written, and whether that is the last of its fetch (`fetched_pieces`).
-    table_updates [m, columns]: see `lanes.layout`. scores
-    [k, 2, lanes, SCORES]: tokens of the step, and the ids whose log-probabilities are wanted. pools
-    [k, lanes, SCORES]: tokens of the step that prompts are embedded by, first those that are; the
-    rest is negative.
+    table_updates [m, columns]: see `lanes.layout`. restores, saves [m, 2 + pages]: see `Batch`.
+    scores [k, 2, lanes, SCORES]: tokens of the step, and the ids whose log-probabilities are
+    wanted. pools [k, lanes, SCORES]: tokens of the step that prompts are embedded by, first those
+    that are; the rest is negative.
     """
 
     number: int
@@ -90,6 +91,8 @@ class StepCommand:
     loads: np.ndarray = dataclasses.field(default_factory=lambda: _NONE)
     fetches: tuple[Fetch, ...] = ()
     table_updates: np.ndarray = dataclasses.field(default_factory=lambda: _NONE)
+    restores: np.ndarray = dataclasses.field(default_factory=lambda: NO_COPIES)
+    saves: np.ndarray = dataclasses.field(default_factory=lambda: NO_COPIES)
     rows: np.ndarray = dataclasses.field(default_factory=lambda: _NONE)
     masks: np.ndarray = dataclasses.field(default_factory=lambda: _NONE)
     scores: np.ndarray = dataclasses.field(default_factory=lambda: _NONE)
@@ -136,11 +139,17 @@ class CommandCodec:
     """Makes bytes of commands and commands of bytes, for workers that compiled these shapes."""
 
     def __init__(
-        self, shapes: Sequence[StepShape], lanes: int, block_size: int, page_groups: int = 1
+        self,
+        shapes: Sequence[StepShape],
+        lanes: int,
+        block_size: int,
+        page_groups: int = 1,
+        state_pages: int = 0,
     ):
         self._layouts = [layout(shape, block_size, page_groups) for shape in shapes]
         self._lanes = lanes
         self._update_columns = 1 + delta_columns(page_groups)  # and the lane
+        self._copy_columns = 2 + state_pages
 
     def encode(self, command: StepCommand) -> bytes:
         """The command's bytes. Integers are little-endian, and as wide at any length of context."""
@@ -170,6 +179,8 @@ class CommandCodec:
         for fetch in command.fetches:
             yield from _fetch_rows(fetch)
         yield command.table_updates.reshape(-1, self._update_columns)
+        yield command.restores.reshape(-1, self._copy_columns)
+        yield command.saves.reshape(-1, self._copy_columns)
         yield command.masks.reshape(-1, 1)
         yield command.scores.reshape(-1, 1)
         yield command.pools.reshape(-1, 1)
@@ -233,6 +244,8 @@ class CommandCodec:
             "loads": reader.array().reshape(-1, 4),
             "fetches": tuple(_fetch(reader) for _ in range(head.fetches)),
             "table_updates": reader.array().reshape(-1, self._update_columns),
+            "restores": reader.array().reshape(-1, self._copy_columns),
+            "saves": reader.array().reshape(-1, self._copy_columns),
             "masks": self._masks(reader.array(), head),
             "scores": reader.array().reshape(-1, 2, self._lanes, SCORES),
             "pools": reader.array().reshape(-1, self._lanes, SCORES),

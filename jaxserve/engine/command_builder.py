@@ -95,6 +95,8 @@ class CommandBuilder:
             computed=computed,
             fetches=tuple(fetches),
             table_updates=arrays.early_updates,
+            restores=batch.restores,
+            saves=batch.saves,
             rows=arrays.rows,
             scores=scores,
             pools=pools,

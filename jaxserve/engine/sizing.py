@@ -16,7 +16,7 @@ from jaxserve.checkpoint.page_groups import pool_count
 from jaxserve.engine.machine import fitted
 from jaxserve.engine.memory import DeviceRoom, claim, kv_bytes, state_bytes
 from jaxserve.engine.stage_plan import StagePlan
-from jaxserve.engine.state_limits import check_states
+from jaxserve.engine.state_limits import check_states, note_uncached_prefixes
 from jaxserve.engine.step_shapes import sample_sizes, shapes
 from jaxserve.group.member import this_member
 from jaxserve.kernels import ops
@@ -162,7 +162,9 @@ def make_plan(
             f"{plan.pages} on a lane are too few: a block takes {plan.page_groups}, one of each "
             f"group of layers, and at least {least} are needed",
         )
-    return dataclasses.replace(plan, width=min(blocks, plan.pages))
+    plan = dataclasses.replace(plan, width=min(blocks, plan.pages))
+    note_uncached_prefixes(config, plan)
+    return plan
 
 
 def _kept_parameters(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
+
+import numpy as np
 
 from jaxserve.api.batch import DEFAULT_EXCHANGE, Batch
 from jaxserve.checkpoint.delta_net import DeltaNetSpec
@@ -19,6 +21,7 @@ from jaxserve.checkpoint.page_groups import (
     pool_count,
 )
 from jaxserve.checkpoint.specs import Declared
+from jaxserve.checkpoint.state_pages import state_pages
 from jaxserve.engine.command import CommandCodec
 from jaxserve.engine.sampling_rows import mask_words
 from jaxserve.engine.step_demand import StepDemand
@@ -102,12 +105,41 @@ class StagePlan:
 
     def codec(self) -> CommandCodec:
         """Makes bytes of commands for workers with this plan."""
-        return CommandCodec(self.shapes, self.mesh.kvp, self.block_size, self.page_groups)
+        return CommandCodec(
+            self.shapes, self.mesh.kvp, self.block_size, self.page_groups, self.state_pages
+        )
 
     @property
     def mask_words(self) -> int:
         """Words of 32 bits in the mask of the tokens that may be sampled."""
         return mask_words(padded_vocab(self.model, self.mesh.tp))
+
+    @functools.cached_property
+    def state_pages(self) -> int:
+        """Pages of a checkpoint of a sequence's states; 0 where no layer has some, or none can be
+        kept."""
+        if not self.model.has_states:
+            return 0
+        return state_pages(
+            self.model,
+            self.groups,
+            self.windows,
+            self.block_size,
+            np.dtype(self.kv_dtype).itemsize,
+            np.dtype(self.dtype).itemsize,
+        )
+
+    def keeps_states(self, layers: range) -> bool:
+        """Returns whether checkpoints have states of these layers of a stage."""
+        stateful = any(not self.model.mixer(layer).has_pages for layer in layers)
+        return self.state_pages > 0 and stateful
+
+    def pools_and_states(
+        self, layers: range, caches: Sequence[LayerCache]
+    ) -> tuple[list[Any], list[Any]]:
+        """Splits what `caches` lists for these layers into pools of pages and states."""
+        pools = pool_count(self.model, self.windows, layers)
+        return list(caches[:pools]), list(caches[pools:])
 
     @property
     def page_groups(self) -> int:

@@ -20,6 +20,7 @@ from jaxserve.engine import sampling, sampling_rows
 from jaxserve.engine.command import SCORES
 from jaxserve.engine.programs import Lower, Programs
 from jaxserve.engine.stage_plan import StagePlan
+from jaxserve.engine.state_copies import restore_states, save_states
 from jaxserve.engine.step import HeadProgram, LayersProgram, Weights, write_table
 from jaxserve.engine.step_shapes import StepShape, delta_columns, layout
 from jaxserve.models.decoder import LayerCache
@@ -110,6 +111,9 @@ class StagePrograms(Programs):
             yield self.admit()
         for stage in self._stages:
             yield self.table(stage)
+            if self._plan.keeps_states(stage.layers):
+                yield self.restore_states(stage)
+                yield self.save_states(stage)
 
     # --- by name
 
@@ -121,6 +125,14 @@ class StagePrograms(Programs):
     def table(self, stage: Stage) -> Named:
         """Sets UPDATES entries of a stage's page table."""
         return f"table_{stage.index}", functools.partial(self._lower_table, stage)
+
+    def restore_states(self, stage: Stage) -> Named:
+        """Copies the states of a slot on each lane from pages."""
+        return f"restore_states_{stage.index}", functools.partial(self._lower_restore, stage)
+
+    def save_states(self, stage: Stage) -> Named:
+        """Copies the states of a slot on each lane to pages."""
+        return f"save_states_{stage.index}", functools.partial(self._lower_save, stage)
 
     def head(self, variant: str, size: int) -> Named:
         """Samples up to `size` tokens per lane."""
@@ -215,6 +227,16 @@ class StagePrograms(Programs):
         columns = delta_columns(self._plan.page_groups)
         arguments = (self.table_shape(stage), self._on_lanes(stage.mesh, UPDATES, columns))
         return lowered(f, stage.mesh, arguments, LANES, donate=(0,))
+
+    def _lower_restore(self, stage: Stage) -> Any:
+        pools, states = self._plan.pools_and_states(stage.layers, self.cache_shapes(stage))
+        arguments = (states, pools, self._on_lanes(stage.mesh, 1 + self._plan.state_pages))
+        return lowered(restore_states, stage.mesh, arguments, _specs(states), donate=(0,))
+
+    def _lower_save(self, stage: Stage) -> Any:
+        pools, states = self._plan.pools_and_states(stage.layers, self.cache_shapes(stage))
+        arguments = (pools, states, self._on_lanes(stage.mesh, 1 + self._plan.state_pages))
+        return lowered(save_states, stage.mesh, arguments, _specs(pools), donate=(0,))
 
     @property
     def _last(self) -> HeadStage:

@@ -251,6 +251,43 @@ class Stages:
         program = self.programs.get(*self.programs.admit())
         self.sampling_state = program(self.sampling_state, admission)
 
+    def restore_states(self, copies: np.ndarray) -> None:
+        """Issues copies of states from pages to slots. copies [m, 2 + pages]: see `Batch`."""
+        for lane, slot, *pages in copies.tolist():
+            ints = self._of_lane(lane, slot, pages, NOWHERE, np.zeros(len(pages), np.int32))
+            for stage in self._with_states():
+                pools, states = self.plan.pools_and_states(stage.layers, stage.caches)
+                program = self.programs.get(*self.programs.restore_states(stage))
+                stage.caches = [*pools, *program(states, pools, ints)]
+
+    def save_states(self, copies: np.ndarray) -> None:
+        """Issues copies of states from slots to pages. copies [m, 2 + pages]: see `Batch`."""
+        for lane, slot, *pages in copies.tolist():
+            nowhere = NOWHERE + np.arange(len(pages), dtype=np.int32)
+            ints = self._of_lane(lane, slot, pages, 0, nowhere)
+            for stage in self._with_states():
+                pools, states = self.plan.pools_and_states(stage.layers, stage.caches)
+                program = self.programs.get(*self.programs.save_states(stage))
+                stage.caches = [*program(pools, states, ints), *states]
+
+    def _of_lane(
+        self,
+        lane: int,
+        slot: int,
+        pages: list[int],
+        other_slot: int | np.int32,
+        other_pages: np.ndarray,
+    ) -> np.ndarray:
+        """Returns slot and pages of a copy on a lane, and those of all other lanes [lanes, 1 +
+        pages]."""
+        ints = np.empty((self.plan.mesh.kvp, 1 + len(pages)), np.int32)
+        ints[:] = [other_slot, *other_pages]
+        ints[lane] = [slot, *pages]
+        return ints
+
+    def _with_states(self) -> list[Stage]:
+        return [stage for stage in self.stages if self.plan.keeps_states(stage.layers)]
+
     def set_table(self, updates: np.ndarray) -> None:
         """Sets page-table entries. updates [m, columns]: see `lanes.layout`."""
         columns = delta_columns(self.plan.page_groups)

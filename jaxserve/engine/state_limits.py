@@ -6,6 +6,7 @@ import logging
 
 from jaxserve.api.log_once import LogOnce
 from jaxserve.checkpoint.model import ModelConfig
+from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.lanes.exchange import EXCHANGES
 from jaxserve.settings.schema import ConfigError, EngineConfig
 
@@ -34,5 +35,14 @@ def check_states(config: EngineConfig, model: ModelConfig) -> None:
     ):
         if refused:
             raise ConfigError(name, reason)
-    if cache.prefix_caching:
-        notes.warning("%s: prefixes are computed again (no prefix caching)", blocks)
+
+
+def note_uncached_prefixes(config: EngineConfig, plan: StagePlan) -> None:
+    """Logs where prefixes are computed again although the settings want them cached, for states
+    cannot be kept."""
+    if config.cache.prefix_caching and plan.model.has_states and not plan.state_pages:
+        notes.warning(
+            "%s keeps states, and a stage or group of its layers has no pages to keep copies of "
+            "them on: prefixes are computed again (no prefix caching)",
+            plan.model.name,
+        )

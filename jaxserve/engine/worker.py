@@ -227,6 +227,7 @@ class Worker(CommandExecutor):
             for fetch in command.fetches:
                 self._mover.fetch(fetch)
             self.stages.set_table(command.table_updates)
+            self.stages.restore_states(command.restores)
             if command.shape != NO_STEP and command.groups:
                 assert self._partial is None, "one step is issued in part already"
                 self._partial = _Partial(command, self.stages.feed(command.reads), deque())
@@ -273,6 +274,7 @@ class Worker(CommandExecutor):
 
     def _leave(self, command: StepCommand, hidden: HiddenStates | None) -> None:
         """Issues what follows the layers of a step."""
+        self.stages.save_states(command.saves)
         done = self.stages.newest if hidden is None else hidden.ints
         unsampled = None if command.variant == NO_SAMPLING else hidden
         step = _Pending(command.number, done, unsampled)

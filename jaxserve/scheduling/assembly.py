@@ -161,12 +161,14 @@ def served_windows(model: ModelConfig, cache: CacheConfig, role: str) -> Windows
 class CachedModel:
     """A model as its cache and scheduler know it. ascending: rows of blocks must ascend, as for
     sliding windows. states: layers keep states, so that blocks alone do not bring a prefix back,
-    and one lane computes all of a sequence."""
+    and one lane computes all of a sequence. state_pages: of a checkpoint of these; 0: none can be
+    kept."""
 
     identity: CacheIdentity = ANONYMOUS
     ascending: bool = False
     eos_ids: Iterable[int] = ()
     states: bool = False
+    state_pages: int = 0
 
 
 def assemble(
@@ -180,16 +182,20 @@ def assemble(
     costs = NOMINAL
     if profile is not None:
         costs = dataclasses.replace(profile.costs, layer_groups=sizes.layer_groups)
-    config = sizes.cache
-    if model.states:
-        config = dataclasses.replace(config, prefix_caching=False)
     cache = CacheManager(
-        config,
+        sizes.cache,
         sizes.mesh.kvp,
         sizes.scheduler.max_seqs,
         model.identity,
         lower,
-        LaneRules(sizes.stripe(profile), sizes.moves, model.ascending, model.states, sizes.windows),
+        LaneRules(
+            sizes.stripe(profile),
+            sizes.moves,
+            model.ascending,
+            model.states,
+            sizes.windows,
+            model.state_pages,
+        ),
     )
     return Scheduler(
         sizes.scheduler,

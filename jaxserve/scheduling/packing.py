@@ -25,10 +25,12 @@ import numpy as np
 from jaxserve.api.batch import DEFAULT_EXCHANGE, Batch
 from jaxserve.cache import CacheManager
 from jaxserve.cache.copies import PrefixCopies
+from jaxserve.cache.state_checkpoints import StateCopies
 from jaxserve.costs.predictor import Predictor
 from jaxserve.lanes.choice import decode_choices
 from jaxserve.lanes.exchange import EXCHANGES
 from jaxserve.scheduling.budget import StepBudget
+from jaxserve.scheduling.checkpoint_policy import CheckpointPolicy
 from jaxserve.scheduling.prefill_packing import PrefillPacker
 from jaxserve.scheduling.prefill_step import PrefillChunk
 from jaxserve.scheduling.sequence import Sequence
@@ -49,6 +51,7 @@ class BatchPacker:
         predictor: Predictor,
         prefill: PrefillPacker,
         copies: PrefixCopies | None = None,
+        checkpoints: CheckpointPolicy | None = None,
     ):
         self.config = config
         self.mesh = predictor.mesh
@@ -57,6 +60,7 @@ class BatchPacker:
         self.predictor = predictor
         self.prefill = prefill
         self.copies = copies
+        self.checkpoints = checkpoints
 
     def pack(self, number: int, now: float) -> tuple[Batch, list[PrefillChunk]] | None:
         """Returns batch `number` and its prefill chunks, issued as far as the slots go; None where
@@ -261,6 +265,9 @@ class BatchPacker:
         slots.issued[decodes] += 1
         slots.in_flight[slot] += 1
         slots.last_batch[slot] = number
+        copies = StateCopies()
+        if self.checkpoints is not None:
+            copies = self.checkpoints.copies(decodes, chunks)
         return Batch(
             number=number,
             seq=slots.number[slot],
@@ -280,6 +287,8 @@ class BatchPacker:
             dealt=self._dealt(decodes.size, chunks),
             admitted=tuple(row for row, chunk in enumerate(chunks, decodes.size) if chunk.admitted),
             stores=cache.stores.take(),
+            restores=copies.restores,
+            saves=copies.saves,
         )
 
     def _dealt(self, first: int, chunks: list[PrefillChunk]) -> Mapping[int, range]:

@@ -160,11 +160,9 @@ class PageAdmission:
     def match(self, sequence: Sequence) -> np.ndarray | None:
         """Returns pages that hold a waiting sequence's first blocks already; None if it must wait,
         and with it others of its size in this step."""
-        cache = self.cache
         small = self.is_small(sequence)
-        need = cache.needs.of(sequence.prefill_len)
         pages = self._cached_pages(sequence)
-        matched = self._matched(sequence, pages)
+        need, matched = self._needed(sequence, pages)
         reserve = self._reserve_for_small(self._claimant if small else sequence)
         left_to_small = max(0, reserve - self._of_small)
         growth = self._growth(sequence)
@@ -172,6 +170,8 @@ class PageAdmission:
         if claimed and need + growth - self._held_by_small.among(matched) > left_to_small:
             self._open = (self._open[0], False)
             return None
+        if small:  # also one that needs more pages for the states that it goes on from
+            left_to_small = 0
         room = self._room_beside(matched, need, growth, left_to_small)
         while room < 0 and self._take_promised(sequence, -room):
             room = self._room_beside(matched, need, growth, left_to_small)
@@ -248,18 +248,25 @@ class PageAdmission:
         )
         return sequence.prefix_match.pages
 
-    def _matched(self, sequence: Sequence, pages: np.ndarray) -> np.ndarray:
-        """Returns the pages of all page groups that a sequence takes with these matched ones."""
-        further = self.cache.published.seen.of(pages, sequence.block_hashes)
-        return np.concatenate([pages, *further]) if further else pages
+    def _needed(self, sequence: Sequence, pages: np.ndarray) -> tuple[int, np.ndarray]:
+        """Returns how many pages a sequence takes with these matched ones, and those of them that
+        are there: of all page groups, and of the checkpoint of states that it goes on from."""
+        cache = self.cache
+        need = cache.needs.of(sequence.prefill_len)
+        matched = [pages, *cache.published.seen.of(pages, sequence.block_hashes)]
+        if cache.states is not None and len(pages):
+            states = cache.states.on_pages(sequence.block_hashes[len(pages) - 1])
+            assert states is not None, "a matched prefix has no checkpoint"
+            need += len(states)
+            matched.append(np.array(states, np.intp))
+        return need, np.concatenate(matched) if len(matched) > 1 else pages
 
     def admit(self, sequence: Sequence, pages: np.ndarray, home: int) -> None:
         """Gives a waiting sequence a slot, the home lane and the matched pages."""
         cache = self.cache
         small = self.is_small(sequence)
         blocks = cache.blocks(sequence.prefill_len)
-        need = cache.needs.of(sequence.prefill_len)
-        matched = self._matched(sequence, pages)
+        need, matched = self._needed(sequence, pages)
         growth = self.decode_reserve.of(sequence)  # also where nothing ran beside it so far
         self._spare -= need - len(matched) + cache.pages.evictable(matched) + growth
         if small:

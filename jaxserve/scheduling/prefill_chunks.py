@@ -9,6 +9,7 @@ import numpy as np
 from jaxserve.cache import CacheManager
 from jaxserve.lanes.groups import ChunkPlace, group_around, size_around
 from jaxserve.lanes.planner import LanePlanner, PlanPart, part_at
+from jaxserve.scheduling.checkpoint_policy import CheckpointPolicy
 from jaxserve.scheduling.fetches import Fetch, Fetches
 from jaxserve.scheduling.history_moves import HistoryMoves
 from jaxserve.scheduling.page_admission import PageAdmission
@@ -41,7 +42,8 @@ class FirstChunk(NamedTuple):
 
 class PrefillChunks:
     """Next chunks of prompts: `find` changes neither slots nor pages, `admit` and `add` give them
-    out. planner: without one, all of a prompt has one home lane, which the cache chooses."""
+    out. planner: without one, all of a prompt has one home lane, which the cache chooses.
+    checkpoints: where chunks end for the sake of states."""
 
     def __init__(
         self,
@@ -50,6 +52,7 @@ class PrefillChunks:
         admission: PageAdmission,
         fetches: Fetches,
         planner: LanePlanner | None,
+        checkpoints: CheckpointPolicy | None = None,
     ):
         self.cache = cache
         self.slots = slots
@@ -57,6 +60,7 @@ class PrefillChunks:
         self.fetches = fetches
         self.prefetch = QueuePrefetch(cache, slots)
         self.planner = planner
+        self.checkpoints = checkpoints
         self.history = HistoryMoves(cache, slots)
 
     # --- where a chunk would run
@@ -95,6 +99,11 @@ class PrefillChunks:
                 return None
             home = lanes[0]
         else:
+            lane = sequence.prefix_match.lane
+            if lane is not None:  # that of the states after these blocks
+                lanes = [lane] if lane in lanes else []
+                if not lanes:
+                    return None
             stop = min(start + step.config.chunk_tokens, sequence.prefill_len)
             need = cache.blocks(stop) - len(pages)
             home = cache.choose_home(pages, lanes, need * cache.needs.per_block, step.pending)
@@ -161,6 +170,8 @@ class PrefillChunks:
         start = candidate.start
         self.admission.admit(sequence, first.pages, candidate.place.home)
         sequence.plan = first.plan
+        if self.checkpoints is not None:
+            self.checkpoints.admitted(sequence)
         if start or first.plan:
             sequence.prefill_seconds_left = step.seconds_left(sequence, start)
         self.history.admitted(sequence)
@@ -184,6 +195,9 @@ class PrefillChunks:
             length = self.length_with_pages(sequence, length, step.reserve)
             if not length:
                 return False
+        if self.checkpoints is not None:
+            start = candidate.start
+            length = self.checkpoints.end(sequence, start, start + length) - start
         place = candidate.place
         size = self._extend(sequence, candidate.start + length)
         local = size == 1 and place.dealt is None

@@ -17,6 +17,7 @@ from jaxserve.cache import CacheManager
 from jaxserve.lanes.planner import LanePlanner
 from jaxserve.policies import POLICIES, relative_slack
 from jaxserve.scheduling.budget import CHUNKING, SHARER_WORK_RATIO, StepBudget
+from jaxserve.scheduling.checkpoint_policy import CheckpointPolicy
 from jaxserve.scheduling.fetches import Fetches
 from jaxserve.scheduling.page_admission import PageAdmission
 from jaxserve.scheduling.pool.interface import Pool, PoolChunk, PoolScheduler, PoolStep
@@ -35,9 +36,9 @@ MAX_MISSES = 4  # prompts in a row for which the step had no time left: then no 
 class PrefillPacker:
     """Packs the prefill part of one step after another.
 
-    planner: see `PrefillChunks`. pool: the lanes' KV, where it is spread over them; scheduler:
-    decides which of its prompts run together, and on how many lanes; None: the order of the policy
-    and the time that is left.
+    checkpoints, planner: see `PrefillChunks`. pool: the lanes' KV, where it is spread over them;
+    scheduler: decides which of its prompts run together, and on how many lanes; None: the order of
+    the policy and the time that is left.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class PrefillPacker:
         slots: SlotTable,
         admission: PageAdmission,
         fetches: Fetches,
+        checkpoints: CheckpointPolicy | None = None,
         planner: LanePlanner | None = None,
         pool: Pool | None = None,
         scheduler: PoolScheduler | None = None,
@@ -54,7 +56,7 @@ class PrefillPacker:
         self.slots = slots
         self.admission = admission
         self.fetches = fetches
-        self.chunks = PrefillChunks(cache, slots, admission, fetches, planner)
+        self.chunks = PrefillChunks(cache, slots, admission, fetches, planner, checkpoints)
         self.pool = pool
         self.scheduler = scheduler
 

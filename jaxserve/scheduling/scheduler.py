@@ -27,6 +27,7 @@ from jaxserve.lanes.cost import lane_costs
 from jaxserve.lanes.planner import LanePlanner
 from jaxserve.scheduling.admission import AdmissionController
 from jaxserve.scheduling.batch_reader import BatchReader, Events, StepResults
+from jaxserve.scheduling.checkpoint_policy import CheckpointPolicy
 from jaxserve.scheduling.completion_lengths import CompletionLengths
 from jaxserve.scheduling.decode_reserve import DecodeReserve
 from jaxserve.scheduling.events import Admitted, BatchPacked, EventBus
@@ -101,6 +102,11 @@ class Scheduler:
             None if self.admission is None else self.admission.max_running,
             copies,
         )
+        self.checkpoints: CheckpointPolicy | None = None
+        if cache.states is not None:
+            self.checkpoints = CheckpointPolicy(
+                cache, cache.states, self.slots, self.predictor, config.chunk_tokens
+            )
         self.pool = Pool(cache, self.slots, costs, None if chooser is None else chooser.heads)
         self.packer = BatchPacker(
             config,
@@ -109,6 +115,7 @@ class Scheduler:
             self.predictor,
             self._make_prefill(planner),
             copies,
+            self.checkpoints,
         )
         self._reader = BatchReader(cache, self.slots, self.requests, self.times, self.bus)
         self.interruption_rule = InterruptionRule(config, self.slots, self.predictor)
@@ -121,7 +128,7 @@ class Scheduler:
         self._batches = 0
 
     def _make_prefill(self, planner: LanePlanner | PoolScheduler | None) -> PrefillPacker:
-        parts = self.cache, self.slots, self.page_admission, self.fetches
+        parts = self.cache, self.slots, self.page_admission, self.fetches, self.checkpoints
         if isinstance(planner, PoolScheduler):
             return PrefillPacker(*parts, None, self.pool, planner)
         return PrefillPacker(*parts, planner, self.pool if self.config.matched_homes else None)

@@ -100,10 +100,7 @@ def fresh(
     many of the pages, costs of steps and exchanges, and other settings of the scheduler. It
     overwrites those of the old one: use that no more."""
     plan = old.worker.plan
-    states = plan.model.has_states
     cache = dataclasses.replace(old.config.cache, pages=pages or plan.pages, placement=placement)
-    if states:
-        cache = dataclasses.replace(cache, prefix_caching=False)
     config = dataclasses.replace(
         old.config, scheduler=dataclasses.replace(old.config.scheduler, **settings)
     )
@@ -117,8 +114,9 @@ def fresh(
             rules=LaneRules(
                 most_moves=plan.moves,
                 ascending=plan.model.has_windows,
-                at_home=states,
+                at_home=plan.model.has_states,
                 windows=plan.windows,
+                state_pages=plan.state_pages,
             ),
         ),
         plan.mesh,

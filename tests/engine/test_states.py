@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import random
+from collections import Counter
 
 import numpy as np
 import pytest
 
+from jaxserve.api.batch import Batch
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.checkpoint.model_config import from_hf
 from jaxserve.engine.build import build
@@ -22,7 +26,7 @@ from jaxserve.settings.schema import (
     ModelSource,
     SchedulerConfig,
 )
-from tests.engine.harness import Runner, assert_empty
+from tests.engine.harness import Runner, assert_empty, fresh, watch_batches
 from tests.models import oracle
 from tests.models.oracle.cases import CASES
 from tests.models.test_families import write_model
@@ -100,6 +104,64 @@ def test_each_completion_of_a_request_has_its_own_state(tiny, answer):
     assert len(set(map(tuple, completions))) == 3
     assert completions == [runner.ids(again, i) for i in range(3)]
     assert_empty(tiny)
+
+
+SLOW = ("tp=2", "kvp=4", "kvp=8", "kvp=2,tp=2")
+MESHES = ["", "kvp=2", *(pytest.param(mesh, marks=pytest.mark.matrix) for mesh in SLOW)]
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.matrix)])
+def test_prompts_that_go_on_from_checkpoints_say_the_same(mesh, dtype, tmp_path):
+    """Prompts begin alike, pages are short: checkpoints are taken up, evicted, preempted."""
+    folder = write_model(tmp_path / "model", NAME)
+    rng = random.Random(3)
+    common = [rng.randrange(120) for _ in range(60)]
+    prompts = []
+    for _ in range(10):
+        tail = [rng.randrange(120) for _ in range(rng.randint(1, 40))]
+        prompts.append(common[: rng.choice((20, 40, 60))] + tail)
+    config = EngineConfig(
+        ModelSource(str(folder), max_model_len=160, dtype=dtype),
+        MeshConfig.parse(mesh),
+        CacheConfig(block_size=8, pages=400, prefix_caching=False),
+        SchedulerConfig(max_seqs=4, chunk_tokens=32, decode_reserve=0.0),
+        profile="none",
+    )
+    alone = build(config, progress=False, warm_up=False)
+    lanes = alone.worker.plan.mesh.kvp
+    asked = dict(max_tokens=24, ignore_eos=True)
+    runner = Runner(alone)
+    right = []
+    for prompt in prompts:
+        right.append(runner.submit(prompt, **asked))
+        runner.run(chunks=(32,))
+    restored = Counter[int]()
+
+    def count(pages: int, batch: Batch) -> None:
+        restored[pages] += len(batch.restores)
+
+    for pages, chunks in ((400, (32,)), (400, (5, 24)), (100 // lanes, (1, 3, 32))):
+        cache = dataclasses.replace(config.cache, prefix_caching=True, checkpoint_tokens=16)
+        alone.config = dataclasses.replace(config, cache=cache)
+        again = fresh(alone, "grow", pages=pages)
+        watch_batches(again, functools.partial(count, pages))
+        found = Runner(again)
+        for _ in range(2):
+            ids = [found.submit(prompt, **asked) for prompt in prompts]
+            found.run(chunks=chunks)
+            if dtype == "float32":  # of others rounding depends on the chunks
+                assert [found.ids(id) for id in ids] == [runner.ids(id) for id in right]
+        assert_empty(again)
+    assert restored[400] > 20 and (restored[100 // lanes] or lanes > 2)
+
+
+def test_a_checkpoint_takes_the_pages_of_its_bytes():
+    model = from_hf(NEXT_80B)
+    plan = planned(model, mesh="tp=2", pages=100, max_seqs=4, dtype="bfloat16", block_size=64)
+    window = 36 * 3 * (2 * 2048 + 4096) * 2
+    page = 64 * model.kv_bytes_per_token()
+    assert plan.state_pages == -(-(model.state_bytes() + window) // page) == 50
 
 
 def planned(model: ModelConfig, room: DeviceRoom = CPU, **settings):

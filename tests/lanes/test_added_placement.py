@@ -36,7 +36,7 @@ class Keyed(Placement):
         key = layout.key(block - block % self.stripe)
         lane = layout.last_lane
         if key is not None:
-            lane = int.from_bytes(key[:8], "little") % self.lanes
+            lane = int.from_bytes(key[-8:], "little") % self.lanes
         return lane if available[lane] else available.index(max(available))
 
 

@@ -61,10 +61,15 @@ def expected(prompt: list[int], index: int, sampling: SamplingParams) -> tuple[l
 
 class Device:
     """Runs batches in the order they are given, and asserts that each finds in its pages what it
-    must: in those of page groups with windows what these see."""
+    must: in those of page groups with windows what these see. has_states: sequences have states,
+    which each must find in its slot too."""
 
     def __init__(
-        self, block_size: int, sequences: dict[int, Sequence], windows: tuple[int, ...] = ()
+        self,
+        block_size: int,
+        sequences: dict[int, Sequence],
+        windows: tuple[int, ...] = (),
+        has_states: bool = False,
     ):
         self.block_size = block_size
         self.sequences = sequences
@@ -73,6 +78,9 @@ class Device:
         self.table: dict[tuple[int, int], dict[int, tuple[int, list[int]]]] = defaultdict(dict)
         # lane, page: offset: page group, kv
         self.pages: dict[tuple[int, int], dict[int, tuple[int, int]]] = defaultdict(dict)
+        self.has_states = has_states
+        self.states: dict[tuple[int, int], int] = {}  # lane, slot: kv of the newest token
+        self.restored = 0  # states
         self.last: dict[int, int] = {}  # slot: token sampled last
         self.index: dict[int, int] = {}  # slot: completion
         self.truth: dict[int, list[int]] = defaultdict(list)  # sequence: kv by position
@@ -84,12 +92,14 @@ class Device:
         for lane, slot, index, page, block, *further in batch.table_updates.tolist():
             self.table[lane, slot][index] = block, [page, *further]
         self._move(batch.moves.tolist())
+        self._restore(batch.restores.tolist())
         for row in batch.admitted:
             self.index[int(batch.slot[row])] = self.sequences[int(batch.seq[row])].index
         written = [
             self._compute(batch, row, tokens) for row, tokens in enumerate(self._tokens(batch))
         ]
         self._check_writes(batch, written)
+        self._save(batch)
         return np.array(
             [self._sample(batch, row) if batch.sample[row] else -1 for row in range(len(batch.seq))]
         )
@@ -101,6 +111,22 @@ class Device:
         for (_, _, lane, page), content in zip(moves, read):
             self.pages[lane, page] = content
         self.moved += len(moves)
+
+    def _restore(self, copies: list[list[int]]) -> None:
+        for lane, slot, *pages in copies:
+            (state,) = {value for page in pages for _, value in self.pages[lane, page].values()}
+            parts = [[part for part, _ in self.pages[lane, page].values()] for page in pages]
+            assert parts == [[-1 - part] * self.block_size for part in range(len(pages))]
+            self.states[lane, slot] = state
+            self.restored += 1
+
+    def _save(self, batch: Batch) -> None:
+        used = {place for row in range(len(batch.seq)) for place in self.used(batch, row)}
+        for lane, slot, *pages in batch.saves.tolist():
+            assert used.isdisjoint((lane, page) for page in pages), "states go to pages in use"
+            for part, page in enumerate(pages):
+                state = -1 - part, self.states[lane, slot]
+                self.pages[lane, page] = dict.fromkeys(range(self.block_size), state)
 
     def _check_shape(self, batch: Batch) -> None:
         assert len(set(batch.slot.tolist())) == len(batch.slot), "a slot twice in a batch"
@@ -161,6 +187,9 @@ class Device:
         written = set()
         while len(truth) < start:  # after a prefix hit
             truth.append(kv(truth[-1] if truth else 0, int(history(len(truth), len(truth) + 1)[0])))
+        place = int(batch.lane[row]), int(batch.slot[row])
+        if self.has_states and start:
+            assert self.states[place] == truth[start - 1], f"sequence {seq}: another's state"
         every = [self.blocks(batch, row, group) for group in range(len(self.windows))]
         for group, (blocks, window) in enumerate(zip(every, self.windows)):
             for position in range(max(0, start - window + 1), start):
@@ -177,6 +206,7 @@ class Device:
             for group, blocks in enumerate(every):
                 self.pages[blocks[position // size]][position % size] = group, state
                 written.add(blocks[position // size])
+        self.states[place] = truth[start + len(tokens) - 1]
         return written
 
     def _check_writes(self, batch: Batch, written: list[set[tuple[int, int]]]) -> None:
@@ -207,6 +237,7 @@ class Replica:
         costs: Costs = NOMINAL,
         planner: PoolScheduler | LanePlanner | None = None,
         windows: tuple[int, ...] = (),
+        state_pages: int = 0,
     ):
         self.cache = CacheManager(
             dataclasses.replace(cache, placement=placement),
@@ -214,11 +245,15 @@ class Replica:
             config.max_seqs,
             CacheIdentity("model", "float32"),
             rules=LaneRules(
-                most_moves=2 * (1 + len(windows)), ascending=bool(windows), windows=windows
+                most_moves=2 * (1 + len(windows)),
+                ascending=bool(windows),
+                at_home=state_pages > 0,
+                windows=windows,
+                state_pages=state_pages,
             ),
         )
         self.scheduler = Scheduler(config, self.cache, mesh, max_len, {EOS}, costs, planner)
-        self.device = Device(cache.block_size, self.scheduler.sequences, windows)
+        self.device = Device(cache.block_size, self.scheduler.sequences, windows, state_pages > 0)
         self.flight: deque[tuple[Batch, np.ndarray, set]] = deque()
         self.requests: dict[str, Request] = {}
         self.heard: dict[str, list[Event]] = defaultdict(list)

@@ -58,12 +58,17 @@ class Traffic(RuleBasedStateMachine):
         placement=st.sampled_from(sorted(PLACEMENTS)),
         windows=WINDOWS,
         plans=st.none() | st.integers(0, 99),
+        state_pages=st.sampled_from([0, 0, 1, 2]),
     )
-    def build(self, config, cache, mesh, placement, windows, plans):
+    def build(self, config, cache, mesh, placement, windows, plans, state_pages):
         costs = COSTS if config.admission != "queue" else NOMINAL
         cache = dataclasses.replace(cache, pages=cache.pages * (1 + len(windows)))
         planner = None
-        if plans is not None and mesh.kvp > 1:
+        if state_pages:  # as `check_states` does
+            cache = dataclasses.replace(
+                cache, prefix_copies=False, checkpoint_tokens=cache.pages, pages=4 * cache.pages
+            )
+        elif plans is not None and mesh.kvp > 1:
             placement = PLANNED[plans % len(PLANNED)]
             planner = Plans(plans, mesh.kvp, longest=4 * cache.block_size)
         self.replica = Replica(
@@ -74,11 +79,12 @@ class Traffic(RuleBasedStateMachine):
             costs=costs,
             planner=planner,
             windows=tuple(sorted(windows)),
+            state_pages=state_pages,
         )
         self.ahead = mesh.spp + 1
 
     @rule(
-        common=st.integers(0, 12),
+        common=st.sampled_from([0, 4, 8, 12]) | st.integers(0, 12),
         tail=TAIL,
         sampling=SAMPLING,
         patience=st.none() | st.integers(0, 9),

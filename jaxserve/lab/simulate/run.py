@@ -18,8 +18,9 @@ import numpy as np
 
 from jaxserve.api.errors import RequestError
 from jaxserve.api.request import Request, Slo
-from jaxserve.checkpoint.model import ModelConfig, layers_of
+from jaxserve.checkpoint.model import ModelConfig, layers_of, split
 from jaxserve.checkpoint.page_groups import ONE_GROUP, Windows, pool_count
+from jaxserve.checkpoint.state_pages import state_pages
 from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.clock import VirtualClock
 from jaxserve.costs.coefficients import Costs
@@ -208,6 +209,14 @@ class System:
         pools = max(pool_count(self.shape, windows, stage, self.layer_groups) for stage in stages)
         return max(0, int((free - states) / (pools * self.heads.kv_bytes)))
 
+    def state_pages(self, block_size: int, windows: Windows) -> int:
+        """Pages of a checkpoint of a sequence's states; 0 where no layer has some."""
+        if not self.shape.has_states:
+            return 0
+        stages = layers_of(self.shape, self.mesh.spp)
+        groups = [group for stage in stages for group in split(stage, self.layer_groups)]
+        return state_pages(self.shape, groups, windows, block_size, ITEM, ITEM)
+
     def tiers(self, cache: CacheConfig) -> VirtualTiers | None:
         """Returns the tiers below the devices that these settings ask for; None without any. Of a
         disk only its size counts: nothing is written. Errors: ConfigError where a block does not
@@ -254,6 +263,7 @@ class System:
                 CachedModel(
                     ascending=self.shape.has_windows,
                     states=self.shape.has_states,
+                    state_pages=self.state_pages(cache.block_size, windows),
                 ),
                 system.tiers(cache),
             ),

@@ -67,6 +67,12 @@ class CacheConfig(Settings):
         low=1,
     )
     prefix_caching: bool = option(True, "reuse the KV of equal prefixes")
+    checkpoint_tokens: int | None = option(
+        None,
+        "tokens between copies of a sequence's recurrent states that are kept for equal prefixes, "
+        "for models with states (hybrids); default: those whose KV takes twice the bytes of a copy",
+        low=1,
+    )
     prefix_copies: bool = option(
         False,
         "copy prefixes that many requests read to lanes that are read less, where those are then "
