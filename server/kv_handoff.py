@@ -76,7 +76,7 @@ class KvHandoff:
     def _want(self, request: Request, blocks: int) -> list[bytes]:
         """Runs on a thread of its own; returns the keys of the blocks."""
         hashes = self.info.block_hashes(request.prompt, request.cache_salt)
-        keys = list(hashes.keys(0, blocks))
+        keys = self.exporter.keys_of(hashes, blocks)
         self.exporter.want(keys)
         return keys
 

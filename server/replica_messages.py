@@ -236,6 +236,7 @@ def info_of(text: str) -> ReplicaInfo:
                 "eos_ids": tuple(values["eos_ids"]),
                 "class_names": tuple(values["class_names"]),
                 "other_names": tuple(values["other_names"]),
+                "page_windows": tuple(values["page_windows"]),
             }
         )
     except (TypeError, ValueError, KeyError) as error:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from experiments.mooncake.figure import WORKLOADS, MooncakeSettings
-from jaxserve.cache.hashes import BlockHashes, root_key
+from jaxserve.cache.hashes import BlockHashes, CacheIdentity, root_key
 from jaxserve.cache.pages import PageAllocator
 from jaxserve.cache.prefix_match import NO_MATCH, find_prefix
 from jaxserve.lab.simulate.arrival import BLOCK, Arrival
@@ -79,4 +79,5 @@ def block_hashes(arrival: Arrival, salt: str) -> PromptBlocks:
     """The keys of an arrival's blocks; a block's only token is its hash id."""
     assert arrival.blocks is not None
     ids = np.asarray(arrival.blocks, np.int32)
-    return BlockHashes(root_key("", "", 1, salt), 1, lambda first, last: ids[first:last]), len(ids)
+    root = root_key(CacheIdentity(), 1, salt)
+    return BlockHashes(root, 1, lambda first, last: ids[first:last]), len(ids)

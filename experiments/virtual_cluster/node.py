@@ -104,7 +104,7 @@ class Node:
         )
         noise = spec.system.noise.of(self.number)
         system = dataclasses.replace(spec.system, noise=noise)
-        self.replica = system.replica(spec.scheduler, cache, role=self.role.value)
+        self.replica = system.replica(spec.scheduler, cache)
         self.replica.listeners.append(self)
         self.replica.start()
         self.predictor = self.replica.scheduler.predictor

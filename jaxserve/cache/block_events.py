@@ -8,11 +8,13 @@ listeners the cache pays one look at an empty list.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Protocol
 
 import numpy as np
+
+from jaxserve.cache.hashes import is_block
 
 
 class Medium(Enum):
@@ -55,13 +57,20 @@ class BlockListener(Protocol):
 
 
 class BlockEvents:
-    """The listeners of one cache.
+    """The listeners of one cache. They hear of blocks alone, by the pages of the first page group:
+    what else of them is stored is for the cache to know.
 
-    present: gives the blocks that can be found now, which a new listener receives first.
+    present: gives the blocks that can be found now, which a new listener receives first. heard:
+    returns whether listeners hear of a page, by its key.
     """
 
-    def __init__(self, present: Callable[[], Iterable[StoredBlocks]] = tuple):
+    def __init__(
+        self,
+        present: Callable[[], Iterable[StoredBlocks]] = tuple,
+        heard: Callable[[bytes], bool] = is_block,
+    ):
         self._present = present
+        self._heard = heard
         self._listeners: list[BlockListener] = []
 
     def __bool__(self) -> bool:
@@ -71,7 +80,7 @@ class BlockEvents:
         """Sends `listener` what can be found, and from now on what changes. To be called on the
         thread that changes the cache (see `Replica.post`)."""
         for blocks in self._present():
-            listener.stored(blocks)
+            self._stored(blocks, [listener])
         self._listeners.append(listener)
 
     def unsubscribe(self, listener: BlockListener) -> None:
@@ -81,13 +90,21 @@ class BlockEvents:
 
     def stored(self, blocks: StoredBlocks) -> None:
         """Sends all listeners blocks that can be found from now on."""
-        for listener in self._listeners:
-            listener.stored(blocks)
+        self._stored(blocks, self._listeners)
+
+    def _stored(self, blocks: StoredBlocks, listeners: Iterable[BlockListener]) -> None:
+        if not all(map(self._heard, blocks.keys)):
+            blocks = replace(blocks, keys=list(filter(self._heard, blocks.keys)))
+        if blocks.keys:
+            for listener in listeners:
+                listener.stored(blocks)
 
     def removed(self, keys: Sequence[bytes], medium: Medium) -> None:
         """Sends all listeners blocks that are no longer on this medium."""
-        for listener in self._listeners:
-            listener.removed(keys, medium)
+        heard = list(filter(self._heard, keys))
+        if heard:
+            for listener in self._listeners:
+                listener.removed(heard, medium)
 
     def cleared(self, medium: Medium) -> None:
         """Sends all listeners that no block is on this medium any more."""

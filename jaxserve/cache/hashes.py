@@ -22,15 +22,19 @@ STATE_PART = 256  # of the first page of a checkpoint of states; lower ones are 
 
 class CacheIdentity(NamedTuple):
     """The model that computes a cache's blocks: its fingerprint, and the types of its numbers.
-    Blocks of others have other keys."""
+    layout: which layers the bytes of a block are of, where that is not all of the model's in their
+    order (see `checkpoint.page_groups.page_layout`). Blocks of others have other keys."""
 
     fingerprint: str = ""
     dtype: str = ""
+    layout: str = ""
 
 
-def root_key(fingerprint: str, dtype: str, block_size: int, salt: str) -> bytes:
+def root_key(identity: CacheIdentity, block_size: int, salt: str) -> bytes:
     """The key before a sequence's first block."""
-    return _key(repr((fingerprint, dtype, block_size, salt)).encode("utf-8", "surrogatepass"))
+    layout = (identity.layout,) if identity.layout else ()
+    facts = (identity.fingerprint, identity.dtype, block_size, salt, *layout)
+    return _key(repr(facts).encode("utf-8", "surrogatepass"))
 
 
 def block_key(parent: bytes, tokens: np.ndarray) -> bytes:
@@ -43,8 +47,7 @@ def _key(data: bytes) -> bytes:
 
 
 def group_key(key: bytes, group: int) -> bytes:
-    """Returns the key of a block's page in a page group behind the first, whose keys are the
-    blocks' own."""
+    """Returns the key of a block's page in a page group; in the first one, the block's own."""
     return group.to_bytes(PART_BYTES, "big") + key[PART_BYTES:]
 
 

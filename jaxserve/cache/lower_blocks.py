@@ -57,6 +57,10 @@ class LowerBlocks:
 
     # --- up
 
+    def holds(self, key: bytes) -> bool:
+        """Returns whether lower tiers hold a page."""
+        return self.tiers is not None and self.tiers.holds(key)
+
     def fetchable(self, hashes: BlockHashes, first: int, last: int) -> list[bytes]:
         """Returns the keys of the blocks from `first` on, to before `last`, that lower tiers hold
         without a gap."""
@@ -72,7 +76,7 @@ class LowerBlocks:
         if size in (0, self._block_size):
             return None
         begin, end = first * self._block_size, last * self._block_size
-        far = hashes.resized(root_key(*self._identity, size, hashes.salt), size)
+        far = hashes.resized(root_key(self._identity, size, hashes.salt), size)
         keys = [far[block] for block in range(begin // size, -(-end // size))]
         return SourceBlocks(keys, size, begin % size)
 

@@ -18,7 +18,7 @@ from jaxserve.cache.hashes import BlockHashes, CacheIdentity, root_key
 from jaxserve.cache.locks import BlockLocks
 from jaxserve.cache.page_needs import PageNeeds
 from jaxserve.cache.pages import PageCounts
-from jaxserve.cache.prefix_match import NO_MATCH, PrefixMatch
+from jaxserve.cache.prefix_match import NO_MATCH, BlockPage, PrefixMatch, ReachablePrefix
 from jaxserve.cache.published import PublishedBlocks
 from jaxserve.cache.state_checkpoints import StateCheckpoints
 from jaxserve.cache.table_updates import TableUpdates
@@ -192,7 +192,7 @@ class CacheManager:
     def block_hashes(self, salt: str, tokens: Callable[[int, int], np.ndarray]) -> BlockHashes:
         """Makes the block keys of a sequence, in this cache and under this salt. `tokens(a, b)`
         gives its tokens [b - a] int32."""
-        root = root_key(*self.identity, self.block_size, salt)
+        root = root_key(self.identity, self.block_size, salt)
         return BlockHashes(root, self.block_size, tokens, salt)
 
     def match(self, hashes: BlockHashes, blocks: int, last: PrefixMatch = NO_MATCH) -> PrefixMatch:
@@ -215,13 +215,12 @@ class CacheManager:
         devices and below them, until `promises` are released. number: of the sequence; due: clock
         second of its first token. Returns the pages that hold them."""
         found = self.match(hashes, blocks)
-        first = len(found.pages)
         if self.prefix_caching:
-            below = self.below.fetchable(hashes, first, blocks)
-            keys = [*hashes.keys(0, first), *self.published.seen.keys(first, hashes)]
+            prefix = self.published.reachable(hashes, blocks, found.pages)
+            on_pages, below = self.published.keys_of(prefix, hashes)
             if self.states is not None:
-                keys += self.states.keys(first, hashes)
-            self.promises.lock(number, due, keys, below)
+                on_pages += self.states.keys(len(found.pages), hashes)
+            self.promises.lock(number, due, on_pages, below)
         return found
 
     def publish(self, slot: int, first: int, last: int, hashes: BlockHashes) -> None:
@@ -229,11 +228,16 @@ class CacheManager:
         part of an issued batch."""
         if self.prefix_caching:
             layout = self.layouts[slot]
-            blocks = range(first, last)
-            self.published.publish(layout.pages, blocks, hashes, self._retention[slot])
-            self.published.publish_further(layout, blocks, hashes)
+            retention = self._retention[slot]
+            self.published.publish(layout.pages, range(first, last), hashes, retention)
+            further = [
+                BlockPage(block, group)
+                for group, seen in enumerate(layout.first_seen, 1)
+                for block in range(max(first, seen), last)
+            ]
+            self.published.publish_further(layout, further, hashes, retention)
             if self.states is not None:
-                self.states.published(slot, blocks, hashes)
+                self.states.published(slot, range(first, last), hashes)
 
     def retract(self, slot: int) -> None:
         """Takes the keys from the slot's blocks: what its pages hold is damaged."""
@@ -305,10 +309,11 @@ class CacheManager:
         blocks: int = 0,
         retention: int = NORMAL_RETENTION,
         hashes: BlockHashes | None = None,
+        prefix: ReachablePrefix | None = None,
     ) -> None:
         """Gives an empty slot its home lane and the matched `pages`, which hold its first blocks.
         blocks: of the whole prompt. retention: of the request. hashes: of the sequence, for
-        placements by key."""
+        placements by key. prefix: with these pages, of which `fetch` brings what is missing."""
         assert not self.layouts[slot].pages, f"slot {slot} is taken"
         key_of = None
         if hashes is not None and self.prefix_caching:
@@ -317,13 +322,22 @@ class CacheManager:
         layout.group = self.dealt_over(home, pages, blocks)
         self.layouts[slot] = layout
         self._retention[slot] = retention
-        if len(pages):
-            further = self.published.seen.of(pages, hashes)
-            self.table_updates.add_all(layout.start(pages, further))
-            self.pages.ref(np.concatenate([pages, *further]))
-            self.stores.retain_longer(layout.pages, retention)
+        if prefix is None and len(pages):
+            prefix = self.published.matched(pages, hashes)
             if self.states is not None and hashes is not None:
                 self.states.restore(slot, len(pages), hashes)
+        if prefix is not None:
+            self.pages.ref(prefix.on_pages)  # before others are taken, which could evict them
+            self.stores.retain_longer(prefix.on_pages.tolist(), retention)
+            firsts = self.published.seen.firsts(prefix.blocks)
+            further = [
+                [
+                    _take(self, int(beside) // self.pages.per_lane) if page is None else page
+                    for page, beside in zip(seen, pages[first:])
+                ]
+                for seen, first in zip(prefix.further, firsts)
+            ]
+            self.table_updates.add_all(layout.start(pages, further, firsts))
         self._changed(layout, taken=layout.held())
 
     def pass_windows(self, slot: int, start: int) -> None:
@@ -341,27 +355,26 @@ class CacheManager:
         per_lane = self.pages.per_lane
         available: list[int] = []
         if self.pages.lanes > 1:
-            available = [pages // self.needs.per_block for pages in self.pages.available()]
+            available = self.pages.available()
         lane = layout.home
         first = len(layout.pages)
         dealt = self.placement.dealt(layout, blocks) if available else []
         new: list[int] = []
         for block in range(first, first + blocks):
+            seen = [block >= seen for seen in layout.first_seen]
+            need = 1 + sum(seen)
             if available:
+                room = available if need == 1 else [pages // need for pages in available]
                 lane = dealt[block - first] if dealt else lane
-                if not (dealt and available[lane]):
-                    lane = self.placement.next_lane(layout, available)
-                available[lane] -= 1
-            page, *further = taken = [
-                self.pages.allocate(lane) for _ in range(self.needs.per_block)
-            ]
-            for each in taken:
-                self.moves.cancel(each)
-                self.stores.renewed(each)
+                if not (dealt and room[lane]):
+                    lane = self.placement.next_lane(layout, room)
+                available[lane] -= need
+            page = _take(self, lane)
+            further = [_take(self, lane) if sees else lane * per_lane for sees in seen]
             index = layout.append(page, lane, further)
-            on_lane = [each - lane * per_lane for each in taken]
+            on_lane = [each - lane * per_lane for each in (page, *further)]
             self.table_updates.add(lane, slot, index, on_lane[0], block, *on_lane[1:])
-            new += taken
+            new += [page, *(each for each, sees in zip(further, seen) if sees)]
         self._changed(layout, taken=new)
 
     def regroup(self, slot: int, group: tuple[int, ...]) -> None:
@@ -434,22 +447,26 @@ class CacheManager:
     def fetch(
         self,
         slot: int,
-        keys: list[bytes],
+        missing: Sequence[BlockPage],
+        hashes: BlockHashes,
         source: KvSource | None = None,
         far: SourceBlocks | None = None,
         time_left: float = math.inf,
     ) -> int | None:
-        """Gives the slot pages for its next blocks, which have these keys, and asks lower tiers to
-        fill them, and `source` for those that they do not hold (see Fetch); pages must be
-        available. Returns the fetch's ticket; None where nothing is asked, for the pages have what
-        the next batch copies to others: blocks may come before it."""
-        table = self.layouts[slot].pages
-        first = len(table)
+        """Gives the slot pages for its next blocks, and asks lower tiers to fill the `missing`
+        pages of the prefix with which it was admitted, and `source` for those that they do not
+        hold (see Fetch); pages must be available. Returns the fetch's ticket; None where nothing
+        is asked, for the pages have what the next batch copies to others: blocks may come before
+        it."""
+        layout = self.layouts[slot]
+        first = len(layout.pages)
+        keys = [part.key(hashes) for part in missing]
         self.below.keep(keys, self._retention[slot])
-        self.extend(slot, len(keys))
-        if self.moves.reads(table[first:]):
+        self.extend(slot, sum(not part.group for part in missing))
+        if self.moves.reads(layout.pages[first:]):
             return None
-        places = np.stack(divmod(np.array(table[first:], np.int32), self.pages.per_lane), axis=1)
+        pages = np.array([layout.page(*part) for part in missing], np.int32)
+        places = np.stack(divmod(pages, self.pages.per_lane), axis=1)
         return self.below.fetch(keys, places, source, far, time_left)
 
     def release(self, slot: int) -> None:
@@ -498,3 +515,11 @@ class CacheManager:
                 f"slot {slot}: arrays have {place}, {self.blocks_per_lane[slot]}; "
                 f"the layout {right}, {layout.by_lane}"
             )
+
+
+def _take(cache: CacheManager, lane: int) -> int:
+    """Takes a page of a lane, which must be available, for what is yet to be written to it."""
+    page = cache.pages.allocate(lane)
+    cache.moves.cancel(page)
+    cache.stores.renewed(page)
+    return page

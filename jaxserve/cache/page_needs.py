@@ -37,7 +37,7 @@ class PageNeeds:
         held = len(layout.pages)
         left = blocks - held
         for seen, first in zip(self.seen, layout.first_seen):
-            left += max(0, min(blocks, seen) - (held - first))
+            left += max(0, min(blocks, seen) - max(0, held - first))
         return left
 
     def passed(self, layout: SequenceLayout, start: int) -> list[int]:

@@ -22,7 +22,6 @@ import numpy as np
 
 from jaxserve.cache.block_events import BlockEvents, Medium
 from jaxserve.cache.chains import PrefixChains
-from jaxserve.cache.hashes import is_block
 
 COPIES_TRIED = 4  # least recently used pages of which one whose block has another is evicted first
 
@@ -286,7 +285,7 @@ class PageAllocator:
         for lane in range(self.lanes):
             for cached in (self.cached[lane], self.unreachable[lane], self.locked[lane]):
                 keys = map(self._take_key, cached)
-                lost += [key for key in keys if key is not None and is_block(key)]
+                lost += [key for key in keys if key is not None]
                 self.free[lane].extend(cached)
                 freed += len(cached)
                 cached.clear()
@@ -299,7 +298,7 @@ class PageAllocator:
     def _lose_key(self, page: int) -> None:
         """Takes the key from a page that has one."""
         key = self._take_key(page)
-        if key is not None and is_block(key) and self._events:
+        if key is not None and self._events:
             self._events.removed((key,), Medium.DEVICE)
 
     def _take_key(self, page: int) -> bytes | None:

@@ -24,6 +24,42 @@ class PrefixMatch(NamedTuple):
     lane: int | None = None
 
 
+class BlockPage(NamedTuple):
+    """A page of a sequence: that of its `block` in a page group, by the numbers of both."""
+
+    block: int
+    group: int = 0
+
+    def key(self, hashes: BlockHashes | Sequence[bytes]) -> bytes:
+        """Returns the page's key. hashes: of the sequence."""
+        return group_key(hashes[self.block], self.group)
+
+
+class ReachablePrefix(NamedTuple):
+    """First blocks of a sequence that need not be computed, for they are on pages, and can be
+    fetched.
+
+    pages: that hold the first of them. blocks: how many they are. further: for each page group
+    behind the first, its pages of the blocks that it sees, as far as these have `pages`; None for
+    one that is missing. missing: what is to be fetched, in the order in which it is to come.
+    """
+
+    pages: np.ndarray
+    blocks: int
+    further: list[list[int | None]]
+    missing: list[BlockPage]
+
+    @property
+    def on_pages(self) -> np.ndarray:
+        """All pages of it that are there."""
+        further = [page for pages in self.further for page in pages if page is not None]
+        return np.concatenate([self.pages, np.array(further, np.intp)])
+
+    def keys(self, hashes: BlockHashes) -> list[bytes]:
+        """Returns the keys of what is missing."""
+        return [part.key(hashes) for part in self.missing]
+
+
 NO_MATCH = PrefixMatch(np.empty(0, np.intp), np.empty(0, np.int32))
 
 
@@ -58,18 +94,34 @@ def find_prefix(
 
 
 class SeenPages:
-    """Pages through which the groups behind the first see the blocks before a place in a prompt.
-    reach: how many of them each group sees."""
+    """The pages that a prefix needs beside those of its blocks: those through which the page groups
+    behind the first see its last blocks. False where it needs none. reach: how many blocks before a
+    place in a prompt each of these groups sees."""
 
     def __init__(self, pages: PageAllocator, reach: Sequence[int]):
         self._pages = pages
         self._reach = reach
 
+    def __bool__(self) -> bool:
+        return bool(self._reach)
+
     def shortened(self, match: PrefixMatch, hashes: BlockHashes) -> PrefixMatch:
         """Returns as much of a match as ends where each group sees published blocks alone."""
-        blocks = len(match.pages)
         pages = match.pages.tolist()
-        # by group: the blocks from here on are published, of those before number `blocks`
+
+        def there(block: int, group: int) -> bool:
+            return self.page(group_key(hashes[block], group), pages[block]) is not None
+
+        blocks = self.depth(len(pages), there)
+        if blocks == len(pages):
+            return match
+        return match._replace(pages=match.pages[:blocks], generation=match.generation[:blocks])
+
+    def depth(self, blocks: int, there: Callable[[int, int], bool]) -> int:
+        """Returns the blocks of the longest prefix, of at most this many, behind which no group
+        lacks a page. there: returns whether a group has its page of a block, by the numbers of
+        both."""
+        # by group: the blocks from here on are there, of those before number `blocks`
         since = [blocks] * len(self._reach)
         while True:
             before = blocks
@@ -77,25 +129,23 @@ class SeenPages:
                 block = min(since[place], blocks)
                 while block > max(0, blocks - reach):
                     block -= 1
-                    if self._page(hashes[block], place + 1, pages[block]) is None:
+                    if not there(block, place + 1):
                         blocks = block
                 since[place] = block
             if blocks == before:
-                break
-        if blocks == len(pages):
-            return match
-        return match._replace(pages=match.pages[:blocks], generation=match.generation[:blocks])
+                return blocks
 
-    def of(self, pages: np.ndarray, hashes: BlockHashes | None) -> list[np.ndarray]:
-        """Returns for each group the pages of the blocks that it sees behind these matched `pages`
-        of a sequence, which are a match that was shortened."""
-        if hashes is None:
-            return []
+    def behind(self, blocks: int, pages: np.ndarray, hashes: BlockHashes) -> list[list[int | None]]:
+        """Returns for each group its pages of the blocks that it sees behind the first `blocks` of
+        a sequence, as far as these have `pages`; None for one that is not on the lane of its
+        block's."""
+        on_pages = pages.tolist()
         return [
-            np.array(
-                [self._page(hashes[b], group, pages[b]) for b in range(first, len(pages))], np.intp
-            )
-            for group, first in enumerate(self._firsts(len(pages)), 1)
+            [
+                self.page(group_key(hashes[block], group), on_pages[block])
+                for block in range(first, len(on_pages))
+            ]
+            for group, first in enumerate(self.firsts(blocks), 1)
         ]
 
     def complete(self, pages: Sequence[int], before_end: int) -> list[int]:
@@ -107,7 +157,7 @@ class SeenPages:
     def of_block(self, page: int, groups: Iterable[int]) -> list[int | None]:
         """Returns the pages of these groups beside the published `page` of a block."""
         key = self._pages.key_of[page]
-        return [self._page(key, group, page) for group in groups]
+        return [self.page(group_key(key, group), page) for group in groups]
 
     def fullest(self, pages: Sequence[int]) -> int:
         """Chooses of the pages of a block the one that is next to those of most groups, the oldest
@@ -126,18 +176,24 @@ class SeenPages:
             for page in self._pages.with_key.get(group_key(key, group), ())
         ]
 
-    def keys(self, blocks: int, hashes: BlockHashes | Sequence[bytes]) -> list[bytes]:
-        """Returns the keys of the pages through which groups see behind the first `blocks`."""
+    def parts(self, blocks: int) -> list[BlockPage]:
+        """Returns which pages the groups see behind the first `blocks`, block by block."""
+        firsts = self.firsts(blocks)
         return [
-            group_key(hashes[block], group)
-            for group, first in enumerate(self._firsts(blocks), 1)
-            for block in range(first, blocks)
+            BlockPage(block, group)
+            for block in range(min(firsts, default=blocks), blocks)
+            for group, first in enumerate(firsts, 1)
+            if block >= first
         ]
 
-    def _firsts(self, blocks: int) -> list[int]:
+    def keys(self, blocks: int, hashes: BlockHashes | Sequence[bytes]) -> list[bytes]:
+        """Returns the keys of the pages through which groups see behind the first `blocks`."""
+        return [part.key(hashes) for part in self.parts(blocks)]
+
+    def firsts(self, blocks: int) -> list[int]:
         """Returns for each group the first block that it sees of those before number `blocks`."""
         return [max(0, blocks - reach) for reach in self._reach]
 
-    def _page(self, key: bytes, group: int, beside: int) -> int | None:
-        """Returns the group's page of a block, on the lane of the page `beside`."""
-        return self._pages.on_lane(group_key(key, group), beside // self._pages.per_lane)
+    def page(self, key: bytes, beside: int) -> int | None:
+        """Returns the page with a key of `group_key`, on the lane of its block's page `beside`."""
+        return self._pages.on_lane(key, beside // self._pages.per_lane)

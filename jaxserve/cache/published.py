@@ -3,13 +3,23 @@ their pages."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
 
 from jaxserve.cache.block_events import BlockEvents, StoredBlocks
-from jaxserve.cache.hashes import BlockHashes, CacheIdentity, group_key, is_block
+from jaxserve.cache.hashes import BlockHashes, CacheIdentity, group_key
 from jaxserve.cache.lower_blocks import LowerBlocks
 from jaxserve.cache.pages import PageAllocator
-from jaxserve.cache.prefix_match import OLDEST, ChooseCopy, PrefixMatch, SeenPages, find_prefix
+from jaxserve.cache.prefix_match import (
+    OLDEST,
+    BlockPage,
+    ChooseCopy,
+    PrefixMatch,
+    ReachablePrefix,
+    SeenPages,
+    find_prefix,
+)
 from jaxserve.cache.stores import PendingStores
 from jaxserve.cache.tiers import LowerTiers
 from jaxserve.lanes.layout import SequenceLayout
@@ -48,6 +58,53 @@ class PublishedBlocks:
         found = find_prefix(self.pages, hashes, blocks, last, self.choose)
         return self.seen.shortened(found, hashes)
 
+    def matched(
+        self, pages: np.ndarray, hashes: BlockHashes | None, received: int = 0
+    ) -> ReachablePrefix:
+        """Returns the prefix that a match has found, of which nothing is to be fetched. received:
+        first blocks that come with the request, if these are more."""
+        blocks = max(len(pages), received)
+        further = [] if hashes is None else self.seen.behind(blocks, pages, hashes)
+        return ReachablePrefix(pages, blocks, further, [])
+
+    def reachable(
+        self, hashes: BlockHashes, blocks: int, pages: np.ndarray, far: int = 0
+    ) -> ReachablePrefix:
+        """Finds the longest prefix of a sequence, of at most `blocks` blocks, that can be had from
+        pages and lower tiers. pages: a match of its first blocks. far: as many have another
+        replica, which is asked for what is not here, with what is seen behind them."""
+        if self.seen:  # more blocks have pages than end where groups see published ones alone
+            known = PrefixMatch(pages, self.pages.generation[pages])
+            pages = find_prefix(self.pages, hashes, blocks, known, self.choose).pages
+        below = self.below
+        known_blocks = len(pages) + len(below.fetchable(hashes, len(pages), blocks))
+        on_pages = pages.tolist()
+
+        def there(block: int, group: int) -> bool:
+            key = group_key(hashes[block], group)
+            beside = block < len(on_pages) and self.seen.page(key, on_pages[block]) is not None
+            return beside or below.holds(key)
+
+        end = max(self.seen.depth(known_blocks, there), min(far, blocks))
+        pages = pages[:end]
+        further = self.seen.behind(end, pages, hashes)
+        missing = [BlockPage(block) for block in range(len(pages), end)]
+        firsts = self.seen.firsts(end)
+        for part in self.seen.parts(end):
+            at = part.block - firsts[part.group - 1]
+            if part.block >= len(pages) or further[part.group - 1][at] is None:
+                missing.append(part)
+        return ReachablePrefix(pages, end, further, sorted(missing))
+
+    def keys_of(
+        self, prefix: ReachablePrefix, hashes: BlockHashes
+    ) -> tuple[list[bytes], list[bytes]]:
+        """Returns the keys of what is on pages of a prefix, and of what is missing."""
+        missing = prefix.keys(hashes)
+        lacks = set(missing)
+        seen = [key for key in self.seen.keys(prefix.blocks, hashes) if key not in lacks]
+        return [*hashes.keys(0, len(prefix.pages)), *seen], missing
+
     def publish(
         self, table: Sequence[int], blocks: range, hashes: BlockHashes, retention: int
     ) -> None:
@@ -67,19 +124,47 @@ class PublishedBlocks:
         if new and self.events:
             self._tell(new, hashes)
 
-    def publish_further(self, layout: SequenceLayout, blocks: range, hashes: BlockHashes) -> None:
-        """Publishes the pages of blocks in the groups behind the first, where they have some, on
-        lanes that have a page which was published for the first group, and none for theirs."""
+    def publish_fetched(
+        self,
+        layout: SequenceLayout,
+        fetched: Sequence[BlockPage],
+        hashes: BlockHashes,
+        retention: int,
+    ) -> None:
+        """Publishes pages of a sequence that a fetch has filled. retention: of its request."""
+        blocks = [part.block for part in fetched if not part.group]
+        if blocks:
+            of_blocks = range(min(blocks), max(blocks) + 1)
+            self.publish(layout.pages, of_blocks, hashes, retention)
+        self.publish_further(layout, (part for part in fetched if part.group), hashes, retention)
+
+    def publish_further(
+        self,
+        layout: SequenceLayout,
+        parts: Iterable[BlockPage],
+        hashes: BlockHashes,
+        retention: int,
+    ) -> None:
+        """Publishes pages of a sequence in the groups behind the first, on lanes that have a page
+        which was published for the first group, and none for theirs. retention: of its request."""
         allocator = self.pages
-        for group, (pages, first) in enumerate(zip(layout.further, layout.first_seen), 1):
-            for block in range(max(first, blocks.start), blocks.stop):
-                page = pages[block]
-                lane = page // allocator.per_lane
-                key = group_key(hashes[block], group)
-                if allocator.on_lane(hashes[block], lane) is None:
-                    continue
-                if allocator.on_lane(key, lane) is None and not allocator.publish(page, key):
-                    allocator.add_copy(page, key)
+        new: list[tuple[int, bytes]] = []
+        for part in parts:
+            page = layout.page(part.block, part.group)
+            lane = page // allocator.per_lane
+            key = part.key(hashes)
+            if allocator.on_lane(hashes[part.block], lane) is None:
+                continue
+            there = allocator.on_lane(key, lane) is not None
+            if not there and allocator.publish(page, key):
+                new.append((page, key))
+                self.stores.retain(page, retention)
+                continue
+            if not there:
+                allocator.add_copy(page, key)
+            self.stores.retain_longer(allocator.with_key[key], retention)
+        if self.stores.wanted:
+            self.stores.published(new)
 
     def _retain(
         self,
@@ -112,7 +197,7 @@ class PublishedBlocks:
         """Yields the blocks that can be found now, without their sequences, which are not known any
         more."""
         if self.pages.with_key:
-            yield StoredBlocks(list(filter(is_block, self.pages.with_key)))
+            yield StoredBlocks(list(self.pages.with_key))
         yield from self.below.present()
 
     def _evicted(self, page: int, key: bytes) -> None:

@@ -18,13 +18,16 @@ from jaxserve.cache.tier_events import TierEvents
 class TierCounts:
     """Blocks that came and went since the start. prefetched: brought from disk to host memory for
     prompts that waited; shared_reads: from the shared tier. to_shared: put there; shared_dropped:
-    not put there. wrong: whose bytes were not what was put."""
+    not put there. wrong: whose bytes were not what was put. Pages of further page groups (see
+    `checkpoint.page_groups`) count as blocks, but where they are read: these are `further_reads`,
+    from anywhere."""
 
     stored: int = 0
     to_disk: int = 0
     host_reads: int = 0
     disk_reads: int = 0
     peer_reads: int = 0
+    further_reads: int = 0
     to_shared: int = 0
     shared_reads: int = 0
     shared_dropped: int = 0
@@ -37,9 +40,9 @@ class TierCounts:
 
 @dataclass(slots=True)
 class Fetched:
-    """Blocks that came from one other replica by one plane since the start. source: its first
-    address. missed: blocks that were asked for and did not come. seconds: for which requests waited
-    for it, all together. bytes_per_s: at which they came, as learnt; 0: nothing was."""
+    """Blocks, or pages of further page groups, that came from one other replica by one plane since
+    the start. source: its first address. missed: blocks that were asked for and did not come.
+    seconds: for which requests waited for it, all together. bytes_per_s: at which they came, as learnt; 0: nothing was."""
 
     source: str
     plane: str = "tcp"

@@ -9,6 +9,7 @@ groups beforehand.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxserve.checkpoint.model import ModelConfig, split
@@ -59,6 +60,16 @@ def pool_count(model: ModelConfig, windows: Windows, layers: range, parts: int =
     with pools of its own."""
     places = [page_places(model, windows, part).values() for part in split(layers, parts)]
     return sum(max((place.pool + 1 for place in part), default=0) for part in places)
+
+
+def page_layout(windows: Windows, parts: Sequence[range]) -> str:
+    """Names the layers whose KV a page of each group has, in the order of the pools; "" for one
+    group, whose pages have all layers in their order. parts: the layers that run one after the
+    other, each with pools of its own."""
+    if windows == ONE_GROUP:
+        return ""
+    pools = " ".join(f"{part.start}-{part.stop - 1}" for part in parts)
+    return f"windows {' '.join(map(str, windows))}; layers {pools}"
 
 
 def window_blocks(window: int, size: int) -> int:

@@ -60,20 +60,18 @@ class ClusterKvPool:
         known = ", ".join(member.name for member in self._joined())
         raise RequestError(field, f"{name!r:.200} is unknown; there are {known}", "NOT_FOUND")
 
-    def _holder(
-        self, prompt: np.ndarray, salt: str, but: Member | None = None, movable: bool = False
-    ) -> Member:
-        """Returns the usable member that has most of a prompt. movable: of those that KV can be
-        fetched from. Errors: RequestError, NOT_FOUND."""
+    def _holder(self, prompt: np.ndarray, salt: str, to: Member | None = None) -> Member:
+        """Returns the usable member that has most of a prompt. to: of those that this one can fetch
+        KV from. Errors: RequestError, NOT_FOUND."""
         tokens = self._tokens(prompt, salt)
         held = {
             member: self._holding(member, prompt, tokens).held
             for member in self._joined()
-            if member is not but and member.usable and (member.moves_kv or not movable)
+            if member is not to and member.usable and (to is None or to.takes_kv_of(member))
         }
         most = max(held, key=held.__getitem__, default=None)
         if most is None or not held[most]:
-            others = "other replica" if but is not None else "replica"
+            others = "other replica" if to is not None else "replica"
             raise RequestError("prompt", f"no {others} has a block of it", "NOT_FOUND")
         return most
 
@@ -113,10 +111,10 @@ class ClusterKvPool:
             raise RequestError("replica", f"{target!r} moves no KV: it needs --host_cache_gib")
         if source:
             holder = self._named("source", source)
-            if holder is to or not holder.moves_kv:
+            if holder is to or not to.takes_kv_of(holder):
                 raise RequestError("source", f"{source!r} has no KV for {target!r}")
         else:
-            holder = self._holder(prompt, salt, to, movable=True)
+            holder = self._holder(prompt, salt, to)
         tokens = self._tokens(prompt, salt)
         size = holder.replica.info.block_size
         blocks = self._holding(holder, prompt, tokens).held

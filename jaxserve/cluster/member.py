@@ -96,6 +96,16 @@ class Member:
             return False
         return bool(self.replica.info.settings.get("cache", {}).get("host_cache_gib"))
 
+    def takes_kv_of(self, source: Member) -> bool:
+        """Returns whether it can fetch another member's KV: both move some, and their pages have
+        the same layers; where windows see some of them, also as many tokens."""
+        if not (self.moves_kv and source.moves_kv):
+            return False
+        here, there = self.replica.info, source.replica.info
+        if here.cache_layout != there.cache_layout:
+            return False
+        return not here.cache_layout or here.block_size == there.block_size
+
     @property
     def alive(self) -> bool:
         return self.replica.alive and not self.suspect

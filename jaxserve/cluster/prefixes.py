@@ -53,11 +53,12 @@ class CachedPrefixes:
         depths = [0] * numbers
         if request.bypass_prefix_cache:
             return depths
-        by_size: dict[int, list[Member]] = {}
+        alike: dict[tuple[int, str], list[Member]] = {}  # by what keys depend on
         for member in members:
             if member.joined:
-                by_size.setdefault(member.replica.info.block_size, []).append(member)
-        for size, same in by_size.items():
+                info = member.replica.info
+                alike.setdefault((info.block_size, info.cache_layout), []).append(member)
+        for (size, _), same in alike.items():
             blocks = self._blocks(request, same[0].replica.info, numbers)
             for member in same:
                 depths[member.number] = blocks[member.number] * size

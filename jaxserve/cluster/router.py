@@ -132,7 +132,8 @@ class Router:
         """Places a request that one member may prefill and another decode."""
         decode = self._decode(request, prefixes, serving)
         short = self._missing(request, prefixes, decode) < self._least_tokens
-        if short or not decode.moves_kv:
+        prefilling = list(filter(decode.takes_kv_of, prefilling))
+        if short or not prefilling:
             return self._local(request, prefixes, [decode], now)
         mixed = [member for member in serving if member.role is Role.MIXED]
         choice, member = self._choose(request, prefixes, [*prefilling, *mixed], now)
@@ -183,7 +184,7 @@ class Router:
         """Predicted seconds to move the KV of `tokens` tokens from one member to another: as
         measured between these two, if anything was."""
         rate = target.kv_rate(source) or self._bytes_per_s
-        return tokens * self.table.info.kv_bytes_per_token / rate
+        return self.table.info.moved_bytes(tokens) / rate
 
     # --- who decodes
 
@@ -234,9 +235,9 @@ class _Costs(NamedTuple):
         return self.members[member].prefill(cached, total)
 
     def transfer(self, source: int, target: int, tokens: int) -> float:
-        """Infinite where one of both moves no KV."""
+        """Infinite where one takes no KV of the other."""
         sender, receiver = self.members[source], self.members[target]
-        if not (sender.moves_kv and receiver.moves_kv):
+        if not receiver.takes_kv_of(sender):
             return math.inf
         return self.router.transfer_seconds(tokens, sender, receiver)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jaxserve.cache import CacheManager
+from jaxserve.cache.hashes import BlockHashes
 from jaxserve.cache.tiers import LowerTiers
 from jaxserve.replica.registry import Registry
 from jaxserve.store.block_part import PartBytes, PartPlace
@@ -30,6 +31,7 @@ class BlockWishes:
         post: Callable[[Callable[[], object]], None],
     ):
         self._stores = cache.stores
+        self._seen = cache.published.seen
         self._tiers = tiers
         self._registry = registry
         self._post = post
@@ -46,6 +48,10 @@ class BlockWishes:
 
     def unwant(self, keys: Sequence[bytes]) -> None:
         self._post(lambda: self._stores.unwant(keys))
+
+    def keys_of(self, hashes: BlockHashes, blocks: int) -> list[bytes]:
+        seen = [key for end in (blocks - 1, blocks) for key in self._seen.keys(end, hashes)]
+        return [*hashes.keys(0, blocks), *dict.fromkeys(seen)]
 
     def coming(self, request_id: str) -> bool:
         return request_id in self._registry
@@ -70,6 +76,7 @@ class TierExporter:
         self.want = wishes.want
         self.unwant = wishes.unwant
         self.coming = wishes.coming
+        self.keys_of = wishes.keys_of
         self.layer_groups = layer_groups if len(layer_groups) > 1 else ()
         self._wishes = wishes
         self._tiers = tiers
@@ -100,6 +107,10 @@ class WorkerExporter:
 
     def unwant(self, keys: Sequence[bytes]) -> None:
         """Does nothing."""
+
+    def keys_of(self, hashes: BlockHashes, blocks: int) -> list[bytes]:
+        """Returns none: the leader says what a prompt's keys are."""
+        return []
 
     def coming(self, request_id: str) -> bool:
         return True
@@ -133,6 +144,7 @@ class GroupExporter:
         self.want = wishes.want
         self.unwant = wishes.unwant
         self.coming = wishes.coming
+        self.keys_of = wishes.keys_of
         self._wishes = wishes
         self._tiers = tiers
         self._places = places

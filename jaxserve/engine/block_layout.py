@@ -1,8 +1,12 @@
 """The bytes of a block of KV outside the devices, in one layout whatever the mesh.
 
-A block is [layers, kv heads, 2, block_size, head_dim] numbers, all layers of the model and each of
-its own kv heads once, followed by the scales [layers, kv heads, 2, block_size] of quantised ones. A
-process of several has a part of it: some of the layers, some of the heads.
+A block is [layers, kv heads, 2, block_size, head_dim] numbers, all layers of the model that have
+pages and each of its own kv heads once, followed by the scales [layers, kv heads, 2, block_size] of
+quantised ones. A process of several has a part of it: some of the layers, some of the heads.
+
+Where layers are in page groups (`checkpoint.page_groups`), a page of any group is such a record of
+its own, with a pool in the place of each layer: all pools, in the order of the stages and of the
+groups of layers in them that run one after the other.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ class BlockLayout:
         """block_size: tokens of a block; None: of a page. part: None for all of it."""
         pool = plan.pool()
         vectors, _, head_dim = pool.kv.shape[3:]
-        self.whole = BlockPart(range(plan.model.layers), range(kv_heads))
+        self.whole = BlockPart(range(plan.pool_count), range(kv_heads))
         self.part = part or self.whole
         self.copies = plan.model.kv_heads // kv_heads
         self.block_size = block_size or plan.block_size

@@ -284,7 +284,7 @@ class FetchReader:
         began = time.monotonic()
         came = self._stream.read(key, into)
         seconds = time.monotonic() - began
-        self._tiers.count_from_peer(self._source, self._stream.route, came, seconds)
+        self._tiers.count_from_peer(key, self._source, self._stream.route, came, seconds)
         return came
 
     def close(self) -> None:

@@ -49,6 +49,8 @@ def replica_info(
         role=config.role,
         cache_fingerprint=scheduler.cache.identity.fingerprint,
         cache_dtype=scheduler.cache.identity.dtype,
+        cache_layout=scheduler.cache.identity.layout,
+        page_windows=tuple(plan.windows),
         sampling_defaults=sampling_defaults(config.source, model.sampling),
         prefill=prefill_facts(scheduler),
     )

@@ -11,7 +11,8 @@ import jaxserve
 from jaxserve.cache.hashes import CacheIdentity, root_key
 from jaxserve.checkpoint.fetch import local_files
 from jaxserve.checkpoint.fingerprint import fingerprint
-from jaxserve.checkpoint.model import ModelConfig
+from jaxserve.checkpoint.model import ModelConfig, layers_of, split
+from jaxserve.checkpoint.page_groups import page_layout, page_windows
 from jaxserve.clock import WallClock
 from jaxserve.engine.attention_check import checked
 from jaxserve.engine.block_layout import BlockLayout
@@ -75,7 +76,7 @@ def _tiers(config: EngineConfig, model: ModelConfig) -> Callable[[BlockLayout], 
         if slots < 2:
             fault = f"{config.cache.host_cache_gib} GiB hold {slots} blocks of {block_bytes} bytes"
             raise ConfigError("host_cache_gib", f"{fault}; at least 2 are needed")
-        root = root_key(*cache_identity(config, model), config.cache.block_size, "")
+        root = root_key(cache_identity(config, model), config.cache.block_size, "")
         identity = root + layout.name.encode()
         shared = _shared(config, block_bytes, identity)  # refused before a folder is taken
         disk = _disk(config, block_bytes, identity)
@@ -102,14 +103,19 @@ def _disk(config: EngineConfig, block_bytes: int, identity: bytes) -> DiskBlocks
 
 
 def cache_identity(config: EngineConfig, model: ModelConfig) -> CacheIdentity:
-    """Names what a block depends on besides tokens: model and weights, and the types of numbers.
-    model: the checkpoint's, whose longrope depends on the longest sequence that is served."""
+    """Names what a block depends on besides tokens: model and weights, the types of numbers, and
+    its layout. model: the checkpoint's, whose longrope depends on the longest sequence that is
+    served."""
     longest = max_length(config, model)
     model = replace(model, ropes=tuple(rope and rope.served(longest) for rope in model.ropes))
     types = (
         f"{weights_dtype(config, model)} {config.source.quantization} {config.cache.kv_cache_dtype}"
     )
-    return CacheIdentity(f"{model} {weights_id(config)}", types)
+    windows = page_windows(model)
+    stages = layers_of(model, config.mesh.spp)
+    parts = [part for stage in stages for part in split(stage, config.layer_groups)]
+    layout = page_layout(windows, parts)
+    return CacheIdentity(f"{model} {weights_id(config)}", types, layout)
 
 
 def weights_id(config: EngineConfig) -> str:

@@ -62,8 +62,15 @@ class PageIo:
 
     @property
     def layer_groups(self) -> list[range]:
-        """The layers of each stage here."""
-        return [stage.layers for stage in self.stages]
+        """The layers of a block that each stage here has, see BlockLayout."""
+        return [self._pools(stage) for stage in self.stages]
+
+    def _pools(self, stage: Stage) -> range:
+        return self._stages.plan.pools(stage.layers)
+
+    def _caches(self, stage: Stage) -> slice:
+        """Returns which of a stage's caches are pools of pages."""
+        return slice(len(self._pools(stage)))
 
     def programs(self) -> Iterator[Named]:
         """Name and lowering of all programs."""
@@ -86,19 +93,20 @@ class PageIo:
         """Returns the stages that have devices here."""
         return self._stages.stages
 
-    def _issue_read(self, ints: np.ndarray, stage: Stage) -> KVPages:
-        """Issues copies of pages ints [lanes, most] out of a stage's pools."""
+    def _issue_read(self, ints: np.ndarray, stage: Stage) -> tuple[range, KVPages]:
+        """Issues copies of pages ints [lanes, most] out of a stage's pools, which it names."""
         valid = ints < NOWHERE
         size = next(size for size in self.sizes if size >= valid.sum(1).max())
         program = self._stages.programs.get(*self._read_program(stage, size))
-        part = program(stage.caches, np.where(valid, ints, 0)[:, :size])
+        pages = stage.caches[self._caches(stage)]
+        part = program(pages, np.where(valid, ints, 0)[:, :size])
         for array in jax.tree.leaves(part):
             array.copy_to_host_async()
-        return part
+        return self._pools(stage), part
 
     def _read_program(self, stage: Stage, size: int) -> Named:
         def lower() -> Any:
-            pages = self._stages.programs.cache_shapes(stage)
+            pages = self._stages.programs.cache_shapes(stage)[self._caches(stage)]
             to_all = _lanes_apart(stage.mesh)
             axes = (None, *BLOCK_AXES[1:]) if to_all else BLOCK_AXES
             out = jax.tree.map(lambda _: spec(*axes), pages[0])
@@ -144,7 +152,8 @@ class PageIo:
         self, stage: Stage, lane: int, row: int, values: np.ndarray, block: np.ndarray
     ) -> None:
         first = self.layout.part.layers.start
-        part = block[stage.layers.start - first : stage.layers.stop - first]
+        pools = self._pools(stage)
+        part = block[pools.start - first : pools.stop - first]
         copies = self.layout.copies
         if copies > 1:
             mine = [head // copies - self.layout.part.heads.start for head in self._heads]
@@ -155,11 +164,12 @@ class PageIo:
         """Issues copies of gathered blocks into the pools."""
         for stage, values in zip(self.stages, blocks.parts):
             program = self._stages.programs.get(*self._write_program(stage))
-            stage.caches = program(stage.caches, blocks.ids, values)
+            pools = self._caches(stage)
+            stage.caches[pools] = program(stage.caches[pools], blocks.ids, values)
 
     def _write_program(self, stage: Stage) -> Named:
         def lower() -> Any:
-            pages = self._stages.programs.cache_shapes(stage)
+            pages = self._stages.programs.cache_shapes(stage)[self._caches(stage)]
             arguments = (pages, self._ids(stage, self.most), self._blocks(stage, self.most))
             pools = [spec(*POOL_AXES)] * len(pages)
             return lowered(_write, stage.mesh, arguments, pools, donate=(0,))
@@ -175,7 +185,7 @@ class PageIo:
         where = sharding(stage.mesh, *BLOCK_AXES)
 
         def shape(pool: Any) -> jax.ShapeDtypeStruct:
-            extent = self._lanes, size, len(stage.layers), *pool.shape[2:]
+            extent = self._lanes, size, len(self._pools(stage)), *pool.shape[2:]
             return jax.ShapeDtypeStruct(extent, pool.dtype, sharding=where)
 
         return jax.tree.map(shape, self._stages.plan.pool())
@@ -191,7 +201,7 @@ class PartRead(NamedTuple):
 class BlocksRead:
     """Blocks on their way from the devices. heads: of the pools, that are here. rows [n]: lane and
     row of each in the launch. stages: from how many they are read. issue: copies their pages out
-    of the pools of one."""
+    of the pools of one, and names its layers of the blocks."""
 
     def __init__(
         self,
@@ -199,7 +209,7 @@ class BlocksRead:
         heads: range,
         rows: list[tuple[int, int]],
         stages: int,
-        issue: Callable[[Stage], KVPages],
+        issue: Callable[[Stage], tuple[range, KVPages]],
     ):
         self._layout = layout
         copies = layout.copies
@@ -216,7 +226,7 @@ class BlocksRead:
 
     def issue(self, stage: Stage) -> None:
         """Issues the copies of a stage's part of the blocks."""
-        self._issued.put((stage.layers, self._issue(stage)))
+        self._issued.put(self._issue(stage))
 
     def end(self) -> None:
         """Notes that nothing more is issued, after an error too: then parts are missing."""
@@ -304,7 +314,8 @@ def _local_heads(stages: Stages) -> range:
 
 def _local_part(stages: Stages, heads: range, copies: int) -> BlockPart:
     """The part of each block that the devices of this process have."""
-    layers = range(stages.stages[0].layers.start, stages.stages[-1].layers.stop)
+    pools = [stages.plan.pools(stage.layers) for stage in (stages.stages[0], stages.stages[-1])]
+    layers = range(pools[0].start, pools[1].stop)
     return BlockPart(layers, range(heads.start // copies, -(-heads.stop // copies)))
 
 

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxserve.checkpoint.model import ModelConfig, declare, layers_of
-from jaxserve.checkpoint.page_groups import pool_count
+from jaxserve.checkpoint.page_groups import page_windows, pool_count
 from jaxserve.engine.machine import fitted
 from jaxserve.engine.memory import DeviceRoom, claim, kv_bytes, state_bytes
 from jaxserve.engine.stage_plan import StagePlan
@@ -21,7 +21,6 @@ from jaxserve.engine.step_shapes import sample_sizes, shapes
 from jaxserve.group.member import this_member
 from jaxserve.kernels import ops
 from jaxserve.kernels.kv_pages import FP8, pool_shapes
-from jaxserve.scheduling.assembly import served_windows
 from jaxserve.settings.schema import ConfigError, EngineConfig, MeshConfig
 from jaxserve.sharding.mesh import KVP, TP, ensure_devices
 from jaxserve.weights import open_checkpoint
@@ -128,7 +127,7 @@ def make_plan(
     size = config.cache.block_size
     lanes = config.mesh.kvp
     blocks = -(-model.max_len // size)
-    windows = served_windows(model, config.cache, config.role)
+    windows = page_windows(model)
     plan = StagePlan(
         model,
         config.mesh,

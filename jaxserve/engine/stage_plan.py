@@ -146,6 +146,19 @@ class StagePlan:
         """Number of groups of layers with page tables of their own."""
         return 1 + len(self.windows)
 
+    def pools(self, layers: range) -> range:
+        """Returns the numbers of the pools of a group of layers, among those of all groups: where
+        a page's bytes of these layers are outside the devices."""
+        counts = [pool_count(self.model, self.windows, group) for group in self.groups]
+        number = self.groups.index(layers)
+        first = sum(counts[:number])
+        return range(first, first + counts[number])
+
+    @property
+    def pool_count(self) -> int:
+        """Number of the pools of pages of all layers."""
+        return self.pools(self.groups[-1]).stop
+
     def places(self, layers: range) -> list[PagePlace]:
         """Returns of each of these layers of a stage the page group, and its number in `caches`;
         those with states are in the first group."""

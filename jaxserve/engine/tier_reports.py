@@ -39,7 +39,7 @@ class TierReports:
 
     def run(self) -> None:
         """Reports what there is, and from then on what changes; returns when `send` raises."""
-        events = BlockEvents(self._tiers.events.present)
+        events = BlockEvents(self._tiers.events.present, heard=lambda key: True)
         events.subscribe(self)
         self._report([])
         while True:

@@ -37,7 +37,7 @@ class SequenceLayout:
     hold them. `target`: lanes over which the blocks so far are being dealt out evenly, empty once
     they are; `fixed`: of these blocks, those on each lane that stay where they are. `further`: by
     page group behind the first, the page of every block from its number in `first_seen` on, in the
-    places of the blocks.
+    places of the blocks; `first_seen` may be behind the blocks that are there so far.
     """
 
     def __init__(
@@ -104,6 +104,10 @@ class SequenceLayout:
         blocks = len(self.pages)
         return blocks + sum(blocks - first for first in self.first_seen)
 
+    def page(self, block: int, group: int) -> int:
+        """Returns the page of a block in a page group, which sees it."""
+        return self.further[group - 1][block] if group else self.pages[block]
+
     def key(self, block: int) -> bytes | None:
         """Returns the key of a block of the prompt, whether it has a page yet or not. None for the
         prompt's last block, which may not be full, for decoded blocks, whose tokens are not known
@@ -117,16 +121,21 @@ class SequenceLayout:
         """Returns the lane of each block `first` to before `last`, int32."""
         return np.asarray(self.pages[first:last], np.int32) // self.per_lane
 
-    def start(self, pages: np.ndarray, further: Sequence[np.ndarray] = ()) -> np.ndarray:
+    def start(
+        self,
+        pages: np.ndarray,
+        further: Sequence[Sequence[int]] = (),
+        first_seen: Sequence[int] = (),
+    ) -> np.ndarray:
         """Gives an empty layout the matched `pages` [m] of the first blocks, and of each further
-        group those of the last ones among them, which it sees. Returns their page table entries,
-        lane by lane."""
+        group those from the block on that it sees first; where that comes behind the m blocks, it
+        gets no pages of others before it. Returns their page table entries, lane by lane."""
         lanes = pages // self.per_lane
         blocks = [np.flatnonzero(lanes == lane) for lane in range(len(self.by_lane))]
         self.pages = pages.tolist()
-        for group, seen in enumerate(further):
-            self.first_seen[group] = len(pages) - len(seen)
-            self.further[group] = self.pages[: self.first_seen[group]] + seen.tolist()
+        for group, (seen, first) in enumerate(zip(further, first_seen)):
+            self.first_seen[group] = first
+            self.further[group] = [*self.pages[:first], *seen]
         self.by_lane = [len(row) for row in blocks]
         if self.rows:
             self.rows = [row.tolist() for row in blocks]
@@ -135,8 +144,8 @@ class SequenceLayout:
         )
 
     def append(self, page: int, lane: int, further: Sequence[int] = ()) -> int:
-        """Puts the next block on a page of a lane, and on one of each of the `further` groups;
-        returns its index in the lane's row."""
+        """Puts the next block on a page of a lane, and on one of each of the `further` groups, any
+        number in those that do not see it; returns its index in the lane's row."""
         index = self.by_lane[lane]
         if self.rows:
             self.rows[lane].append(len(self.pages))

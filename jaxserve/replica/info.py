@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.api.sampling import SamplingParams
-from jaxserve.cache.hashes import BlockHashes, root_key
+from jaxserve.cache.hashes import BlockHashes, CacheIdentity, root_key
 from jaxserve.settings.schema import MeshConfig
 
 
@@ -28,8 +28,9 @@ class ReplicaInfo:
     without secrets.
     role: prefill, decode or mixed: what a conductor has it do.
     sampling_defaults: sampling parameters, by name, of requests that do not state them.
-    cache_fingerprint, cache_dtype: what the keys of its blocks of KV cover besides tokens and salt,
-    see `cache.hashes.root_key`. prefill: of what its predictions of prefills are made, see
+    cache_fingerprint, cache_dtype, cache_layout: what the keys of its blocks of KV cover besides
+    tokens and salt, see `cache.hashes.CacheIdentity`. page_windows: of its page groups behind the
+    first, see `checkpoint.page_groups`. prefill: of what its predictions of prefills are made, see
     `scheduling.prefill_facts`; {} where it is not known what its steps cost.
     """
 
@@ -59,6 +60,8 @@ class ReplicaInfo:
     role: str = "mixed"
     cache_fingerprint: str = ""
     cache_dtype: str = ""
+    cache_layout: str = ""
+    page_windows: tuple[int, ...] = ()
     other_names: tuple[str, ...] = ()
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     prefill: Mapping[str, Any] = field(default_factory=dict)
@@ -77,8 +80,15 @@ class ReplicaInfo:
     def block_hashes(self, prompt: np.ndarray, salt: str) -> BlockHashes:
         """The hashes by which the replica's cache knows the blocks of a prompt [tokens] int32; see
         `CacheManager.block_hashes`."""
-        root = root_key(self.cache_fingerprint, self.cache_dtype, self.block_size, salt)
+        identity = CacheIdentity(self.cache_fingerprint, self.cache_dtype, self.cache_layout)
+        root = root_key(identity, self.block_size, salt)
         return BlockHashes(root, self.block_size, lambda first, last: prompt[first:last])
+
+    def moved_bytes(self, tokens: int) -> float:
+        """Estimates the bytes of KV that go to a replica which lacks the first `tokens` tokens of a
+        prompt: through windows, only what the next token sees."""
+        seen = sum(min(tokens, window) for window in self.page_windows)
+        return self.kv_bytes_per_token * (tokens + seen) / (1 + len(self.page_windows))
 
     @property
     def capacity_tokens(self) -> int:

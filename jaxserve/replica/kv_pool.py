@@ -117,12 +117,12 @@ class LocalKvPool:
         self._now = now
 
     def find(self, prompt: np.ndarray, salt: str) -> list[KvHolding]:
-        pages, below = self._found(prompt, salt)
+        on_pages, below = (_blocks(keys) for keys in self._found(prompt, salt))
         size = self._cache.block_size
-        return [KvHolding("", size, len(prompt) // size, len(pages), len(below))]
+        return [KvHolding("", size, len(prompt) // size, on_pages, below)]
 
     def _found(self, prompt: np.ndarray, salt: str) -> tuple[Sequence[bytes], Sequence[bytes]]:
-        """Returns the keys of a prompt's blocks that have pages, and of those in lower tiers."""
+        """Returns the keys of a prompt's pages, and of what is in lower tiers."""
         return self._run(lambda: self._look(self._hashes(prompt, salt), len(prompt)))
 
     def _hashes(self, prompt: np.ndarray, salt: str) -> BlockHashes:
@@ -133,17 +133,16 @@ class LocalKvPool:
         return hashes
 
     def _look(self, hashes: BlockHashes, tokens: int) -> tuple[list[bytes], list[bytes]]:
-        cache = self._cache
-        blocks = tokens // cache.block_size
-        first = len(cache.match(hashes, blocks).pages)
-        return list(hashes.keys(0, first)), cache.below.fetchable(hashes, first, blocks)
+        published = self._cache.published
+        blocks = tokens // self._cache.block_size
+        pages = self._cache.match(hashes, blocks).pages
+        prefix = published.reachable(hashes, blocks, pages)
+        return published.keys_of(prefix, hashes)
 
-    def _seen(self, hashes: BlockHashes, blocks: int) -> list[bytes]:
-        """Returns the keys of the pages through which windows see behind these blocks; also behind
-        one less, for a request of the same prompt computes its last token."""
-        keys = self._cache.published.seen.keys
-        both = [key for end in (blocks, blocks - 1) for key in keys(end, hashes)]
-        return [key for key in dict.fromkeys(both) if key in self._cache.pages.with_key]
+    def _seen_before(self, hashes: BlockHashes, blocks: int) -> list[bytes]:
+        """Returns the keys of what is seen behind one block less than these, on pages and below: a
+        request of the same prompt computes its last token."""
+        return self._cache.published.seen.keys(max(blocks - 1, 0), hashes)
 
     def lease(self, prompt: np.ndarray, salt: str, seconds: float, replica: str) -> KvLease:
         check_lease_seconds(seconds)
@@ -157,7 +156,14 @@ class LocalKvPool:
         on_pages, below = self._look(hashes, tokens)
         if not on_pages and not below:
             raise RequestError("prompt", "has no block here", "NOT_FOUND")
-        on_pages += self._seen(hashes, len(on_pages))
+        blocks = _blocks(on_pages) + _blocks(below)
+        for key in self._seen_before(hashes, blocks):
+            if key in self._cache.pages.with_key:
+                on_pages.append(key)
+            elif self._cache.below.holds(key):
+                below.append(key)
+        on_pages = list(dict.fromkeys(on_pages))
+        below = list(dict.fromkeys(below))
         if not leases.has_room(on_pages, below):
             raise RequestError(
                 "prompt",
@@ -190,11 +196,15 @@ class LocalKvPool:
 
     @staticmethod
     def _view(lock: Lock, seconds: float) -> KvLease:
-        blocks = sum(map(is_block, lock.on_pages))
-        return KvLease(str(lock.holder), "", blocks, len(lock.below), seconds)
+        return KvLease(str(lock.holder), "", _blocks(lock.on_pages), _blocks(lock.below), seconds)
 
     def replicate(self, prompt: np.ndarray, salt: str, target: str, source: str) -> KvHolding:
         raise RequestError("replica", "is the only one here: a conductor copies between replicas")
+
+
+def _blocks(keys: Sequence[bytes]) -> int:
+    """Counts the blocks among pages, by their keys."""
+    return sum(map(is_block, keys))
 
 
 def check_lease_seconds(seconds: float) -> None:

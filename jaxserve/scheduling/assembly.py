@@ -10,8 +10,7 @@ from jaxserve.cache import CacheManager, LaneRules
 from jaxserve.cache.hashes import CacheIdentity
 from jaxserve.cache.manager import ANONYMOUS
 from jaxserve.cache.tiers import LowerTiers
-from jaxserve.checkpoint.model import ModelConfig
-from jaxserve.checkpoint.page_groups import ONE_GROUP, Windows, page_windows, window_blocks
+from jaxserve.checkpoint.page_groups import ONE_GROUP, Windows, window_blocks
 from jaxserve.costs.coefficients import NOMINAL, Costs
 from jaxserve.costs.predictor import Predictor
 from jaxserve.lanes.cdsp import PLANNERS, Instances
@@ -148,13 +147,6 @@ class ReplicaSizes:
         if not rates:
             rates = improvement_rates(policy, instances, self.mesh.kvp, self.planned_len)
         return LanePlanner(policy, instances, rates)
-
-
-def served_windows(model: ModelConfig, cache: CacheConfig, role: str) -> Windows:
-    """Returns the windows of a model's page groups in a replica with these settings: one group
-    where blocks leave the devices, which moves all layers of a block as one."""
-    leave = cache.host_cache_gib > 0 or role != "mixed"
-    return ONE_GROUP if leave else page_windows(model)
 
 
 @dataclasses.dataclass(frozen=True)

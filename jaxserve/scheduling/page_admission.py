@@ -27,6 +27,7 @@ import numpy as np
 
 from jaxserve.cache import NO_MATCH, CacheManager
 from jaxserve.cache.copies import PrefixCopies
+from jaxserve.cache.prefix_match import ReachablePrefix
 from jaxserve.scheduling.decode_reserve import DecodeReserve
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
 from jaxserve.scheduling.slots import SlotTable
@@ -248,33 +249,67 @@ class PageAdmission:
         )
         return sequence.prefix_match.pages
 
-    def _needed(self, sequence: Sequence, pages: np.ndarray) -> tuple[int, np.ndarray]:
-        """Returns how many pages a sequence takes with these matched ones, and those of them that
-        are there: of all page groups, and of the checkpoint of states that it goes on from."""
+    def _needed(
+        self, sequence: Sequence, pages: np.ndarray, prefix: ReachablePrefix | None = None
+    ) -> tuple[int, np.ndarray]:
+        """Returns how many pages a sequence takes with these matched ones, or those of a prefix,
+        and those of them that are there: of all page groups, and of the checkpoint of states that
+        it goes on from."""
         cache = self.cache
         need = cache.needs.of(sequence.prefill_len)
-        matched = [pages, *cache.published.seen.of(pages, sequence.block_hashes)]
+        prefix = prefix or cache.published.matched(pages, sequence.block_hashes)
+        matched = prefix.on_pages
         if cache.states is not None and len(pages):
             states = cache.states.on_pages(sequence.block_hashes[len(pages) - 1])
             assert states is not None, "a matched prefix has no checkpoint"
             need += len(states)
-            matched.append(np.array(states, np.intp))
-        return need, np.concatenate(matched) if len(matched) > 1 else pages
+            matched = np.concatenate([matched, np.array(states, np.intp)])
+        return need, matched
 
-    def admit(self, sequence: Sequence, pages: np.ndarray, home: int) -> None:
-        """Gives a waiting sequence a slot, the home lane and the matched pages."""
+    def fits(self, sequence: Sequence, pages: np.ndarray, prefix: ReachablePrefix) -> bool:
+        """Returns whether a sequence that was matched last, with these pages, also fits where it
+        takes those of a prefix instead."""
+        evictable = self.cache.pages.evictable
+        here = prefix.on_pages
+        _, matched = self._needed(sequence, pages)
+        more = evictable(here) - len(here) - (evictable(matched) - len(matched))
+        return more <= self._room and self._has_pages_beside(prefix)
+
+    def _has_pages_beside(self, prefix: ReachablePrefix) -> bool:
+        """Returns whether the lanes that have pages of a prefix also have some for what is missing
+        beside these."""
+        pages = self.cache.pages
+        beside = [part.block for part in prefix.missing if part.block < len(prefix.pages)]
+        if pages.lanes == 1 or not beside:
+            return True
+        taken = prefix.on_pages[pages.refs[prefix.on_pages] == 0]
+        left = pages.available() - pages.count_by_lane(taken)
+        return bool((left >= pages.count_by_lane(prefix.pages[beside])).all())
+
+    def admit(
+        self,
+        sequence: Sequence,
+        pages: np.ndarray,
+        home: int,
+        prefix: ReachablePrefix | None = None,
+    ) -> None:
+        """Gives a waiting sequence a slot, the home lane and the matched pages. prefix: that has
+        these, where more of it is to be fetched."""
         cache = self.cache
         small = self.is_small(sequence)
         blocks = cache.blocks(sequence.prefill_len)
-        need, matched = self._needed(sequence, pages)
+        need, matched = self._needed(sequence, pages, prefix)
         growth = self.decode_reserve.of(sequence)  # also where nothing ran beside it so far
         self._spare -= need - len(matched) + cache.pages.evictable(matched) + growth
         if small:
             self._of_small += need - self._held_by_small.among(matched) + growth
         slot = self.slots.admit(sequence, max(len(pages) * cache.block_size, sequence.received))
         self._held_by_small.is_small[slot] = small
+        if prefix is None and sequence.received:
+            received = sequence.received // cache.block_size
+            prefix = cache.published.matched(pages, sequence.block_hashes, received)
         retention = sequence.request.cache_retention
-        cache.admit(slot, pages, home, blocks, retention, sequence.block_hashes)
+        cache.admit(slot, pages, home, blocks, retention, sequence.block_hashes, prefix)
         if self.copies is not None:
             self.copies.admitted(slot, pages)
         cache.extend(slot, max(cache.blocks(sequence.received) - len(pages), 0))

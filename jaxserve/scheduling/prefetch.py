@@ -7,6 +7,7 @@ from __future__ import annotations
 import numpy as np
 
 from jaxserve.cache import CacheManager
+from jaxserve.cache.prefix_match import BlockPage
 from jaxserve.cache.tiers import LowerTiers
 from jaxserve.policies import Policy
 from jaxserve.scheduling.sequence import Sequence
@@ -66,10 +67,11 @@ class QueuePrefetch:
         hashes = sequence.block_hashes
         last = (sequence.prefill_len - 1) // cache.block_size
         sequence.prefix_match = cache.match(hashes, last, sequence.prefix_match)
-        first = len(sequence.prefix_match.pages)
-        keys = cache.below.fetchable(hashes, first, last)
+        prefix = cache.published.reachable(hashes, last, sequence.prefix_match.pages)
+        keys = prefix.keys(hashes)
         if not lower.shared:
             return keys
-        behind = first + len(keys)
-        more = range(behind, min(last, behind + lower.prefetch_room))
-        return [*keys, *(hashes[block] for block in more)]
+        # with the pages of all groups: it is not known where what a store has will end
+        more = range(prefix.blocks, min(last, prefix.blocks + lower.prefetch_room))
+        groups = range(cache.needs.per_block)
+        return [*keys, *(BlockPage(block, group).key(hashes) for block in more for group in groups)]

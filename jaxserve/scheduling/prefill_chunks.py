@@ -37,7 +37,7 @@ class FirstChunk(NamedTuple):
 
     pages: np.ndarray  # these hold its first blocks already
     plan: tuple[PlanPart, ...]  # () where the cache chooses lanes block by block
-    fetch: Fetch | None  # of its next blocks, before anything is computed
+    fetch: Fetch | None  # of what its first blocks lack, before anything is computed
 
 
 class PrefillChunks:
@@ -114,7 +114,13 @@ class PrefillChunks:
         )
         dealt = self._dealt(step, home, part, sequence)
         place = self._place(home, cache.pages.count_by_lane(pages), lanes_of_blocks, dealt)
-        first = FirstChunk(pages, plan, self.fetches.choose(sequence, len(pages)))
+        fetch = self.fetches.choose(sequence, pages)
+        if fetch is not None and not self.admission.fits(sequence, pages, fetch.prefix):
+            fetch = None
+        if fetch is not None:
+            pages = fetch.prefix.pages
+            start = max(len(pages) * cache.block_size, sequence.received)
+        first = FirstChunk(pages, plan, fetch)
         return ChunkCandidate(sequence, place, start, part, first)
 
     def _plan(self, step: PrefillStep, start: int, stop: int) -> tuple[PlanPart, ...]:
@@ -168,7 +174,8 @@ class PrefillChunks:
             return
         sequence = candidate.sequence
         start = candidate.start
-        self.admission.admit(sequence, first.pages, candidate.place.home)
+        prefix = None if first.fetch is None else first.fetch.prefix
+        self.admission.admit(sequence, first.pages, candidate.place.home, prefix)
         sequence.plan = first.plan
         if self.checkpoints is not None:
             self.checkpoints.admitted(sequence)

@@ -12,6 +12,7 @@ from jaxserve.api.events import Finished, Logprobs, Timing, Usage
 from jaxserve.api.request import Request
 from jaxserve.cache import NO_MATCH
 from jaxserve.cache.hashes import BlockHashes
+from jaxserve.cache.prefix_match import BlockPage
 from jaxserve.cache.tiers import Lookup
 from jaxserve.lanes.planner import PlanPart, part_at
 
@@ -87,6 +88,9 @@ class Sequence:
         self.lookup: Lookup | None = None
         self.lookup_until = 0.0  # clock second
         self.ticket: int | None = None  # of the fetch that it waits for, in its slot
+        self.fetched: list[BlockPage] = []  # what that brings, in this order
+        self.fetched_pages = 0  # of these, those that are on their pages
+        self.failed_fetches = 0  # after which it was admitted again
         self.fetch_seconds = 0.0  # until the next piece of it must have come
         self.fetch_deadline = 0.0  # the same, as clock seconds
         self.started_at: float | None = None

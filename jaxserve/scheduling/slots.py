@@ -124,8 +124,18 @@ class SlotTable:
     def withdraw(self, sequence: Sequence, phase: int) -> None:
         """Stops issuing a running sequence, which has ENDED, or is LEAVING to wait again. Its slot
         and pages are given back at once if no batch in flight contains it."""
-        slot = sequence.slot
         self.preemptions += phase == LEAVING
+        self._stop(sequence, phase)
+
+    def admit_again(self, sequence: Sequence) -> None:
+        """Has a sequence of which nothing was issued wait again, for another admission."""
+        if sequence.first_token_at is None:
+            sequence.started_at = None
+            sequence.cached_tokens = 0
+        self._stop(sequence, LEAVING)
+
+    def _stop(self, sequence: Sequence, phase: int) -> None:
+        slot = sequence.slot
         if self.phase[slot] == PREFILL:
             self.prefilling.remove(sequence)
         self.phase[slot] = phase

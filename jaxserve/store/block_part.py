@@ -12,7 +12,9 @@ import numpy as np
 
 @dataclass(frozen=True)
 class BlockPart:
-    """A part of each block: these of the model's layers, and of its own kv heads."""
+    """A part of each block: these of the model's layers, and of its own kv heads. With page groups
+    (`checkpoint.page_groups`) a pool of pages, which a layer of each group has, counts as a
+    layer."""
 
     layers: range
     heads: range

@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from jaxserve.api.request import KvSource
+from jaxserve.cache.hashes import BlockHashes
 from jaxserve.cache.tiers import Fetched
 from jaxserve.store.block_part import PartBytes, PartPlace
 
@@ -31,6 +32,10 @@ class OfferedBlocks(Protocol):
 
     def unwant(self, keys: Sequence[bytes]) -> None:
         """Ends the wish of a call of `want` for these blocks."""
+
+    def keys_of(self, hashes: BlockHashes, blocks: int) -> list[bytes]:
+        """Returns the keys of all that another replica may ask for a prompt of that many full
+        blocks: theirs, and of what windows see behind them, or behind one less. Never waits."""
 
     def coming(self, request_id: str) -> bool:
         """Returns whether the request that computes blocks is still here: then what is not there

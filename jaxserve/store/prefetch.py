@@ -102,7 +102,7 @@ class Prefetcher:
     def came(self, key: bytes, block: np.ndarray) -> None:
         """Copies a block that came from the shared store."""
         if self._host.put(key, lambda view: np.copyto(view, block), NORMAL):
-            self._tally.add("shared_reads")
+            self._tally.add_read("shared_reads", key)
 
     def settle(self, keys: Sequence[bytes]) -> None:
         """Ends the expectation of blocks from the shared store."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 
+from jaxserve.cache.hashes import is_block
 from jaxserve.cache.tiers import Fetched, TierCounts
 from jaxserve.store.peers import Route
 
@@ -34,6 +35,11 @@ class Tally:
         """Counts one block."""
         with self._lock:
             self._counts[name] += 1
+
+    def add_read(self, name: str, key: bytes) -> None:
+        """Counts a block that was read; under another name a page of a further page group, which is
+        no block of its own."""
+        self.add(name if is_block(key) else "further_reads")
 
     def counts(self, **others: int) -> TierCounts:
         """Returns all counts; `others` are known elsewhere."""

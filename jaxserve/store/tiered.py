@@ -153,10 +153,10 @@ class TieredBlocks(LowerTiers):
         counts as used."""
         self.host.wait(lambda: self._arrived(key) or not self.host.holds(key), FILL_SECONDS)
         if self.host.read(key, into, use):
-            self._tally.add("host_reads")
+            self._tally.add_read("host_reads", key)
             return True
         if self.behind.read(key, into):
-            self._tally.add("disk_reads")
+            self._tally.add_read("disk_reads", key)
             self.host.put(key, lambda view: np.copyto(view, into), self.behind.until(key))
             return True
         self._tally.add("missed")
@@ -178,11 +178,16 @@ class TieredBlocks(LowerTiers):
     def wait(self, key: bytes, seconds: float) -> bool:
         return self.host.wait(lambda: self._arrived(key), seconds)
 
-    def count_from_peer(self, source: str, route: Route, came: bool, seconds: float) -> None:
+    def count_from_peer(
+        self, key: bytes, source: str, route: Route, came: bool, seconds: float
+    ) -> None:
         """Counts a block that was asked of another replica, and waited for that long. source: its
         first address."""
         self._fetches.add(source, route, came, seconds)
-        self._tally.add("peer_reads" if came else "missed")
+        if came:
+            self._tally.add_read("peer_reads", key)
+        else:
+            self._tally.add("missed")
 
     def fetched(self) -> list[Fetched]:
         return self._fetches.all()

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from jaxserve.cache import CacheManager, LaneRules
 from jaxserve.cache.block_events import Medium, StoredBlocks
-from jaxserve.cache.hashes import block_key, root_key
+from jaxserve.cache.hashes import CacheIdentity, block_key, root_key
 from jaxserve.settings.schema import CacheConfig
 
 SIZE = 4
@@ -68,7 +68,7 @@ def test_a_listener_hears_of_new_blocks_with_their_parent_tokens_and_salt():
     fill(cache, 0, range(8), "tenant")
     mirror = hear(cache)
     fill(cache, 1, range(16), "tenant")
-    root = root_key("", "", SIZE, "tenant")
+    root = root_key(CacheIdentity(), SIZE, "tenant")
     keys = [root]
     for first in range(0, 16, SIZE):
         keys.append(block_key(keys[-1], np.arange(first, first + SIZE)))

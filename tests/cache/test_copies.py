@@ -21,6 +21,7 @@ from jaxserve.cache import CacheManager, LaneRules
 from jaxserve.cache.block_events import BlockEvents, Medium, StoredBlocks
 from jaxserve.cache.hashes import block_key, group_key, is_block
 from jaxserve.cache.pages import PageAllocator
+from jaxserve.cache.prefix_match import BlockPage
 from jaxserve.settings.schema import CacheConfig
 from tests.cache.test_hashes import chain
 from tests.cache.test_tiers import Lower
@@ -272,8 +273,8 @@ class Copies(RuleBasedStateMachine):
             return
         cache.admit(slot, match.pages, document, blocks, hashes=hashes)
         comes = False
-        if fetched and new and not self.windows:
-            comes = cache.fetch(slot, [hashes[block] for block in new]) is not None
+        if fetched and new:
+            comes = cache.fetch(slot, list(map(BlockPage, new)), hashes) is not None
         else:
             cache.extend(slot, len(new))
         if not comes:  # computed by the batch: after its moves

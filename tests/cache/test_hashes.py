@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxserve.cache.hashes import BlockHashes, block_key, root_key
+from jaxserve.cache.hashes import BlockHashes, CacheIdentity, block_key, root_key
 
 
 def chain(tokens, root=b"root", size=4):
@@ -17,10 +17,17 @@ def test_equal_keys_mean_equal_prefixes():
     assert one[1] == block_key(block_key(b"root", np.arange(1, 5)), np.arange(5, 9))
 
 
-def test_model_dtype_block_size_and_salt_each_change_the_root():
-    others = [("n", "f", 16, ""), ("m", "g", 16, ""), ("m", "f", 8, ""), ("m", "f", 16, "s")]
-    assert len({root_key("m", "f", 16, ""), *(root_key(*other) for other in others)}) == 5
-    assert root_key("a", "b", 16, "c") != root_key("a', 'b", "", 16, "c")
+def test_model_dtype_layout_block_size_and_salt_each_change_the_root():
+    asked = [
+        (CacheIdentity("m", "f"), 16, ""),
+        (CacheIdentity("n", "f"), 16, ""),
+        (CacheIdentity("m", "g"), 16, ""),
+        (CacheIdentity("m", "f", "l"), 16, ""),
+        (CacheIdentity("m", "f"), 8, ""),
+        (CacheIdentity("m", "f"), 16, "s"),
+        (CacheIdentity("m', 'f"), 16, ""),
+    ]
+    assert len({root_key(*one) for one in asked}) == len(asked)
 
 
 def test_a_key_is_computed_once_and_only_when_asked_for():

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 
 from jaxserve.cache import tier_events
 from jaxserve.cache.block_events import BlockEvents, Medium, StoredBlocks
+from jaxserve.cache.hashes import FIRST_PART, group_key
 from jaxserve.cache.tier_events import TIERS, TierEvents
 from tests.examples import examples
 
-NAMES = [number.to_bytes(16, "little") for number in range(6)]
+NAMES = [FIRST_PART + number.to_bytes(16, "little") for number in range(6)]
 
 
 class Picture:
@@ -135,3 +136,17 @@ def test_where_nobody_listens_nothing_is_kept():
     tiers.tell()
     tiers.change(Medium.HOST, NAMES[1], True)
     assert not tiers.told._waiting
+
+
+def test_listeners_hear_of_blocks_alone_and_not_of_pages_beside_them():
+    tiers = Tiers()
+    beside = [group_key(key, 1) for key in NAMES]
+    for key in [*beside, NAMES[0], *beside]:
+        tiers.change(Medium.DISK, key, True)
+    tiers.tell()
+    tiers.listen()
+    assert [picture.on[Medium.DISK] for picture in tiers.pictures] == [{NAMES[0]}] * 2
+    for key in beside:
+        tiers.change(Medium.DISK, key, False)
+    tiers.tell()
+    assert [picture.heard for picture in tiers.pictures] == [1, 1]

@@ -8,6 +8,7 @@ from jaxserve.api.batch import PageStores
 from jaxserve.api.request import EPHEMERAL, NORMAL_RETENTION
 from jaxserve.cache import CacheManager, LaneRules
 from jaxserve.cache.block_events import Medium
+from jaxserve.cache.prefix_match import BlockPage
 from jaxserve.cache.tier_events import TierEvents
 from jaxserve.cache.tiers import TierCounts
 from jaxserve.settings.schema import CacheConfig
@@ -101,12 +102,12 @@ def test_blocks_are_fetched_up_to_the_first_gap(cache, lower):
 def test_a_fetch_names_pages_that_the_slot_holds(cache, lower):
     hashes = chain([1] * 16)
     cache.admit(0, cache.match(hashes, 0).pages, 0)
-    ticket = cache.fetch(0, [hashes[0], hashes[1]])
+    ticket = cache.fetch(0, [BlockPage(0), BlockPage(1)], hashes)
     (fetch,) = cache.below.take_fetches()
     assert fetch.ticket == ticket and fetch.keys == [hashes[0], hashes[1]]
     assert fetch.places.tolist() == [[0, page] for page in cache.layouts[0].pages]
     assert cache.below.take_fetches() == []
-    assert cache.fetch(0, [hashes[2]]) != ticket
+    assert cache.fetch(0, [BlockPage(2)], hashes) != ticket
     cache.check()
 
 
@@ -199,7 +200,7 @@ def test_at_the_end_ephemeral_blocks_are_not_stored(cache):
 def test_who_fetches_blocks_has_them_kept_as_long_as_it_asks(cache, lower):
     hashes = chain([1] * 16)
     cache.admit(0, cache.match(hashes, 0).pages, 0, retention=600)
-    cache.fetch(0, [hashes[0]])
+    cache.fetch(0, [BlockPage(0)], hashes)
     assert lower.kept == ([hashes[0]], 600)
 
 

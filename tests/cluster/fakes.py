@@ -13,7 +13,6 @@ from jaxserve.api.events import Progress
 from jaxserve.api.request import Request
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.cache.block_events import StoredBlocks
-from jaxserve.cache.hashes import BlockHashes, root_key
 from jaxserve.cluster.conductor import Conductor, ConductorSettings
 from jaxserve.cluster.member import Member
 from jaxserve.cluster.prefill_job import SUFFIX
@@ -66,11 +65,7 @@ class RoleReplica(FakeReplica):
 
     def cache(self, prompt: Sequence[int], blocks: int) -> None:
         """Says that it has stored a prompt's first blocks."""
-        info = self.info
-        size = info.block_size
-        root = root_key(info.cache_fingerprint, info.cache_dtype, size, "")
-        tokens = np.array(prompt, np.int32)
-        chain = BlockHashes(root, size, lambda first, last: tokens[first:last])
+        chain = self.info.block_hashes(np.array(prompt, np.int32), "")
         self.block_events.stored(StoredBlocks([chain[block] for block in range(blocks)]))
 
     @property

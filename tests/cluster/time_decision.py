@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 
-from jaxserve.cache.hashes import BlockHashes, root_key
+from jaxserve.cache.hashes import BlockHashes, CacheIdentity, root_key
 from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.cluster.directory import Directory
 from jaxserve.cluster.routing import ROUTING, PrefillView, RoutingQuery
@@ -48,7 +48,8 @@ def chain(document: int, own: int, blocks: int) -> BlockHashes:
     shared = np.full(DOCUMENT_BLOCKS * BLOCK, document, np.int32)
     rest = np.full((blocks - DOCUMENT_BLOCKS) * BLOCK, own, np.int32)
     prompt = np.concatenate([shared, rest])
-    return BlockHashes(root_key("", "", BLOCK, ""), BLOCK, lambda a, b: prompt[a:b])
+    root = root_key(CacheIdentity(), BLOCK, "")
+    return BlockHashes(root, BLOCK, lambda a, b: prompt[a:b])
 
 
 def filled(rng: np.random.Generator) -> Directory:

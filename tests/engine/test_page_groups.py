@@ -12,6 +12,7 @@ import pytest
 from jaxserve.cache.page_needs import PageNeeds
 from jaxserve.checkpoint.model_config import from_hf
 from jaxserve.checkpoint.page_groups import ONE_GROUP
+from jaxserve.engine import sizing
 from jaxserve.engine.memory import sizes
 from jaxserve.engine.sizing import make_plan
 from jaxserve.settings.options import make
@@ -50,8 +51,10 @@ def tiny(folder, name: str, mesh: str = "", **settings):
 
 @pytest.mark.parametrize("mesh", LANES)
 @pytest.mark.parametrize("name", ["gemma3", "gpt_oss"])
-def test_tokens_are_those_of_one_table_for_all_layers(name, mesh, tmp_path):
-    whole = tiny(tmp_path / "whole", name, pages=400, host_cache_gib=0.01)
+def test_tokens_are_those_of_one_table_for_all_layers(name, mesh, tmp_path, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(sizing, "page_windows", lambda _: ONE_GROUP)
+        whole = tiny(tmp_path / "whole", name, pages=400)
     assert whole.worker.plan.windows == ONE_GROUP
     runner = Runner(whole)
     some = prompts(8)

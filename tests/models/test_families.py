@@ -142,6 +142,30 @@ def test_latents_come_back_from_host_memory(kind, tmp_path):
     assert_empty(real)
 
 
+def test_latents_outlast_a_restart_on_disk(tmp_path):
+    folder = write_model(tmp_path / "model", "deepseek_v3")
+    prompt = oracle.load("deepseek_v3").prompt
+    found = []
+    for _ in range(2):
+        real = engine(
+            folder,
+            chunk=32,
+            seqs=2,
+            pages=16,
+            block=8,
+            max_len=96,
+            host_cache_gib=0.01,
+            disk_cache=f"{tmp_path / 'disk'}:0.05",
+        )
+        runner = Runner(real)
+        id = runner.submit(prompt, max_tokens=8, ignore_eos=True)
+        runner.run()
+        found.append((runner.ids(id), runner.completion(id).finished.usage.cached))
+        reads = real.worker.lower_tiers.counts().disk_reads
+        real.close()
+    assert found == [(found[0][0], 0), (found[0][0], (len(prompt) - 1) // 8 * 8)] and reads
+
+
 def assert_equals_transformers(name: str, mesh: str, folder: Path, **settings) -> None:
     """Greedy tokens and log-probabilities are those of transformers: for a prompt in large chunks,
     in small and random ones beside another request, and after a prefix hit."""

@@ -13,11 +13,16 @@ from collections import Counter, defaultdict, deque
 
 import numpy as np
 
+from jaxserve.api.batch import PageStores
 from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Event, Finished, Progress, Token
 from jaxserve.api.request import Request
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.cache import CacheIdentity, CacheManager, LaneRules
+from jaxserve.cache.block_events import Medium
+from jaxserve.cache.hashes import is_block
+from jaxserve.cache.tier_events import TierEvents
+from jaxserve.cache.tiers import Fetch
 from jaxserve.costs.coefficients import NOMINAL, Costs
 from jaxserve.lanes.groups import group_around, group_sizes
 from jaxserve.lanes.planner import LanePlanner
@@ -224,6 +229,42 @@ class Device:
         return self.last[slot]
 
 
+class Tier:
+    """Host memory for what leaves the devices, with the content of its pages. hidden: what it holds
+    without being able to give it, as what is damaged."""
+
+    outlasts = False
+    shared = False
+
+    def __init__(self, most_locked: int = 8):
+        self.most_locked = most_locked
+        self.content: dict[bytes, dict[int, tuple[int, int]]] = {}
+        self.hidden: set[bytes] = set()
+        self.events = TierEvents(lambda tier: self.content if tier is Medium.HOST else ())
+        self.reads = Counter[bool]()  # pages, by whether they are of blocks
+
+    def holds(self, key: bytes) -> bool:
+        return key in self.content or key in self.hidden
+
+    def seconds(self, keys: list[bytes]) -> float:
+        return 0.0
+
+    def keep(self, keys: list[bytes], retention: int) -> None:
+        pass
+
+    def lock(self, key: bytes) -> None:
+        pass
+
+    def unlock(self, key: bytes) -> None:
+        pass
+
+    def read(self, key: bytes) -> dict[int, tuple[int, int]] | None:
+        """Returns what a page held; None, and forgets it, where that is not to be had."""
+        self.hidden.discard(key)
+        self.reads[is_block(key)] += key in self.content
+        return self.content.get(key)
+
+
 class Replica:
     """A scheduler, a device, the batches in flight between them, and what the callers heard."""
 
@@ -238,12 +279,16 @@ class Replica:
         planner: PoolScheduler | LanePlanner | None = None,
         windows: tuple[int, ...] = (),
         state_pages: int = 0,
+        tier: Tier | None = None,
     ):
+        self.tier = tier
+        self.fetches: list[Fetch] = []
         self.cache = CacheManager(
             dataclasses.replace(cache, placement=placement),
             mesh.kvp,
             config.max_seqs,
             CacheIdentity("model", "float32"),
+            tier,
             rules=LaneRules(
                 most_moves=2 * (1 + len(windows)),
                 ascending=bool(windows),
@@ -286,6 +331,7 @@ class Replica:
 
     def start(self) -> Batch | None:
         batch = self.scheduler.start(self.now)
+        self._move(self.cache.stores.take() if batch is None else batch.stores)
         if batch is not None:
             tokens = self.device.run(batch)
             used = {
@@ -298,6 +344,36 @@ class Replica:
             self.flight.append((batch, tokens, used))
         self.scheduler.check()
         return batch
+
+    def _move(self, stores: PageStores) -> None:
+        """Stores what leaves its pages, and begins fetches."""
+        if self.tier is None:
+            return
+        for lane, page, key in zip(stores.lanes.tolist(), stores.pages.tolist(), stores.keys):
+            self.tier.content[key] = dict(self.device.pages[lane, page])
+            self.tier.hidden.discard(key)
+        self.fetches += self.cache.below.take_fetches()
+
+    def arrive(self, number: int, pages: int) -> None:
+        """Brings the next pages of a fetch, at most as many, to the devices."""
+        fetch = self.fetches.pop(number)
+        if not self.scheduler.fetches.awaited(fetch.ticket):
+            return
+        assert self.tier is not None
+        self._move(self.cache.stores.take())
+        came = 0
+        for key, (lane, page) in zip(fetch.keys[:pages], fetch.places.tolist()):
+            content = self.tier.read(key)
+            if content is None:
+                break
+            self.device.pages[lane, page] = dict(content)
+            came += 1
+        rest = fetch._replace(keys=fetch.keys[came:], places=fetch.places[came:])
+        last = came < pages or not rest.keys
+        self.scheduler.fetches.arrived(fetch.ticket, came, last, self.now)
+        if not last:
+            self.fetches.insert(number, rest)
+        self.scheduler.check()
 
     def _check_fresh(self, batch: Batch, used: set) -> None:
         """No page is written that a batch in flight uses for another sequence, but one from which a
@@ -383,6 +459,9 @@ class Replica:
         while self.scheduler.sequences:
             batch = self.start() if len(self.flight) <= ahead else None
             count += batch is not None
+            if self.fetches:
+                self.arrive(0, 1)
+                continue
             assert batch or self.flight, "stuck"
             assert count < 10_000, "no end"
             if batch is None or len(self.flight) > ahead:

@@ -15,7 +15,7 @@ from jaxserve.lanes.placement import PLACEMENTS
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 from tests.examples import examples
 from tests.lanes.plans import Plans
-from tests.scheduling.fakes import VOCAB, Replica
+from tests.scheduling.fakes import VOCAB, Replica, Tier
 
 CONFIG = st.builds(
     SchedulerConfig,
@@ -80,8 +80,12 @@ class Traffic(RuleBasedStateMachine):
             planner=planner,
             windows=tuple(sorted(windows)),
             state_pages=state_pages,
+            tier=self.tier(),
         )
         self.ahead = mesh.spp + 1
+
+    def tier(self) -> Tier | None:
+        return None
 
     @rule(
         common=st.sampled_from([0, 4, 8, 12]) | st.integers(0, 12),
@@ -155,13 +159,43 @@ class Traffic(RuleBasedStateMachine):
             self.replica.check_answers()
 
 
-TestTraffic = Traffic.TestCase
-TestTraffic.settings = settings(
-    max_examples=examples(400),
-    stateful_step_count=40,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=list(HealthCheck),
-    database=None,
-    report_multiple_bugs=False,
-)
+class TieredTraffic(Traffic):
+    """The same with host memory below the devices, of which pages come back in pieces, at any time,
+    are lost and damaged. Lanes and windows as replicas have them."""
+
+    def tier(self) -> Tier | None:
+        return Tier()
+
+    @precondition(lambda self: self.replica.fetches)
+    @rule(data=st.data(), pages=st.integers(1, 6))
+    def arrive(self, data, pages):
+        number = data.draw(st.integers(0, len(self.replica.fetches) - 1))
+        self.replica.arrive(number, pages)
+
+    @precondition(lambda self: self.replica.tier.content)
+    @rule(data=st.data(), damaged=st.booleans())
+    def lose(self, data, damaged):
+        tier = self.replica.tier
+        keys = data.draw(st.sets(st.sampled_from(sorted(tier.content)), max_size=4))
+        for key in keys:
+            del tier.content[key]
+            if damaged:
+                tier.hidden.add(key)
+
+
+def machine(traffic: type[Traffic]) -> type:
+    """The test case of a machine."""
+    traffic.TestCase.settings = settings(
+        max_examples=examples(400),
+        stateful_step_count=40,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+        database=None,
+        report_multiple_bugs=False,
+    )
+    return traffic.TestCase
+
+
+TestTraffic = machine(Traffic)
+TestTieredTraffic = machine(TieredTraffic)

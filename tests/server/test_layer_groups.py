@@ -63,10 +63,10 @@ class Source:
         self.transfer.write_many = self._write_many
         service = BlockService([TcpPlane(self.transfer)])
         service.open(engine.block_exporter)
-        server = ReplicaService(SECRET, blocks=service)
-        self.address = f"127.0.0.1:{server.start('127.0.0.1:0')}"
+        self.server = ReplicaService(SECRET, blocks=service)
+        self.address = f"127.0.0.1:{self.server.start('127.0.0.1:0')}"
         stack.callback(self.transfer.close)
-        stack.callback(server.stop)
+        stack.callback(self.server.stop)
 
     def _write_many(self, window, pieces, seconds):
         self.pieces.append(len(pieces))

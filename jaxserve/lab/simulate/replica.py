@@ -369,5 +369,7 @@ def _info(
         },
         cache_fingerprint=scheduler.cache.identity.fingerprint,
         cache_dtype=scheduler.cache.identity.dtype,
+        cache_layout=scheduler.cache.identity.layout,
+        page_windows=tuple(scheduler.cache.windows),
         prefill=prefill_facts(scheduler),
     )

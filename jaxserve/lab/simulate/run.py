@@ -19,7 +19,7 @@ import numpy as np
 from jaxserve.api.errors import RequestError
 from jaxserve.api.request import Request, Slo
 from jaxserve.checkpoint.model import ModelConfig, layers_of, split
-from jaxserve.checkpoint.page_groups import ONE_GROUP, Windows, pool_count
+from jaxserve.checkpoint.page_groups import ONE_GROUP, Windows, page_windows, pool_count
 from jaxserve.checkpoint.state_pages import state_pages
 from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.clock import VirtualClock
@@ -41,7 +41,6 @@ from jaxserve.scheduling.assembly import (
     ReplicaProfile,
     ReplicaSizes,
     assemble,
-    served_windows,
 )
 from jaxserve.settings.schema import (
     CacheConfig,
@@ -217,13 +216,15 @@ class System:
         groups = [group for stage in stages for group in split(stage, self.layer_groups)]
         return state_pages(self.shape, groups, windows, block_size, ITEM, ITEM)
 
-    def tiers(self, cache: CacheConfig) -> VirtualTiers | None:
+    def tiers(self, cache: CacheConfig, windows: Windows = ONE_GROUP) -> VirtualTiers | None:
         """Returns the tiers below the devices that these settings ask for; None without any. Of a
-        disk only its size counts: nothing is written. Errors: ConfigError where a block does not
-        fit."""
+        disk only its size counts: nothing is written. windows: of the page groups, of which each
+        block has a page in each. Errors: ConfigError where a page does not fit."""
         if not cache.host_cache_gib:
             return None
-        token = self.heads.kv_bytes * self.mesh.tp * self.shape.paged_layers()
+        stages = layers_of(self.shape, self.mesh.spp)
+        pools = sum(pool_count(self.shape, windows, stage, self.layer_groups) for stage in stages)
+        token = self.heads.kv_bytes * self.mesh.tp * pools
         block_bytes = token * cache.block_size
         _, disk = cache.disk_folder or (None, 0.0)
         sizes = TierSizes(
@@ -245,15 +246,14 @@ class System:
         scheduler: SchedulerConfig,
         cache: CacheConfig,
         lookahead: int = 1,
-        role: str = "mixed",
     ) -> VirtualReplica:
-        """A virtual replica of this system; without `cache.pages`, as many as fit in memory. role:
-        in a cluster. Errors: ConfigError where the model cannot run on the mesh, or the settings
+        """A virtual replica of this system; without `cache.pages`, as many as fit in memory.
+        Errors: ConfigError where the model cannot run on the mesh, or the settings
         cannot be."""
         system = self.with_cache(cache)
         system.check()
         check_lanes(self.mesh, cache, scheduler)
-        windows = served_windows(self.shape, cache, role)
+        windows = page_windows(self.shape)
         pages = cache.pages or system.kv_tokens(scheduler.max_seqs, windows) // cache.block_size
         cache = dataclasses.replace(cache, pages=pages)
         return VirtualReplica(
@@ -265,7 +265,7 @@ class System:
                     states=self.shape.has_states,
                     state_pages=self.state_pages(cache.block_size, windows),
                 ),
-                system.tiers(cache),
+                system.tiers(cache, windows),
             ),
             cache,
             self.mesh,

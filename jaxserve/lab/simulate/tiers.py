@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxserve.api.batch import PageStores
 from jaxserve.cache.block_events import Medium
+from jaxserve.cache.hashes import is_block
 from jaxserve.cache.tier_events import TierEvents
 from jaxserve.cache.tiers import Fetch, Fetched, Lookup, LowerTiers, TierCounts
 from jaxserve.clock import VirtualClock
@@ -181,10 +182,10 @@ class VirtualTiers(LowerTiers):
         for key in fetch.keys:
             if key in self._host:
                 self._host.touch(key)
-                self._counts["host_reads"] += 1
+                self._counts["host_reads" if is_block(key) else "further_reads"] += 1
                 whole = self._here[key]
             elif key in self._disk:
-                self._counts["disk_reads"] += 1
+                self._counts["disk_reads" if is_block(key) else "further_reads"] += 1
                 whole = self._read_disk(key, now)
             else:
                 self._counts["missed"] += 1

@@ -7,7 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from jaxserve.api.request import Slo
+from jaxserve.api.request import Request, Slo
+from jaxserve.api.sampling import SamplingParams
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.costs.profiles import devices
@@ -43,14 +44,22 @@ def record(
 # --- memory
 
 
-def test_replicas_that_get_kv_from_others_keep_it_of_all_layers():
-    """As live ones: a prompt that comes computed has pages for all of its blocks."""
+@pytest.mark.parametrize("received", [4000, 4007])
+def test_a_prompt_that_comes_computed_has_the_pages_that_windows_see(received):
+    """Of all of its blocks in the first page group alone: there are pages for no more."""
     system = System(MODELS["gpt-oss-120b"], "h100", MeshConfig(tp=4))
-    windows = {
-        role: system.replica(SchedulerConfig(), CacheConfig(), role=role).scheduler.cache.windows
-        for role in ("mixed", "prefill", "decode")
-    }
-    assert windows == {"mixed": (128,), "prefill": (), "decode": ()}
+    cache = CacheConfig(block_size=16, pages=4128 // 16 + 9 + 4)
+    replica = system.replica(SchedulerConfig(decode_reserve=0.0), cache)
+    assert replica.scheduler.cache.windows == (128,)
+    replica.start()
+    events = []
+    request = Request("a", np.arange(4100, dtype=np.int32), SamplingParams(max_tokens=20))
+    replica.submit_prefilled(request, events.extend, received)
+    replica.scheduler.cache.check()
+    (layout,) = [layout for layout in replica.scheduler.cache.layouts if layout.pages]
+    assert layout.first_seen == [(received - 127) // 16]
+    replica.advance(float("inf"))
+    assert events[-1].reason == "length"
 
 
 def test_weights_of_a_shape_by_hand():
