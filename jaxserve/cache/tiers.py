@@ -41,8 +41,9 @@ class TierCounts:
 @dataclass(slots=True)
 class Fetched:
     """Blocks, or pages of further page groups, that came from one other replica by one plane since
-    the start. source: its first address. missed: blocks that were asked for and did not come.
-    seconds: for which requests waited for it, all together. bytes_per_s: at which they came, as learnt; 0: nothing was."""
+    the start. source: its first address. missed: those that were asked for and did not come.
+    seconds: for which requests waited for it, all together. bytes_per_s: at which they came, as
+    learnt; 0: nothing was."""
 
     source: str
     plane: str = "tcp"

@@ -29,7 +29,7 @@ def test_a_router_hears_of_the_blocks_of_the_replica_that_is_served(serve):
         eventually(lambda: bool(replica.block_events))
         for _ in range(50):  # until the subscription has come
             tokens = np.arange(size, dtype=np.int32)
-            replica.block_events.stored(StoredBlocks([b"k" * 16], tokens=tokens))
+            replica.block_events.stored(StoredBlocks([bytes(18)], tokens=tokens))
             with contextlib.suppress(zmq.Again):
                 topic, _, payload = socket.recv_multipart()
                 break

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from jaxserve.api.request import KvSource
+from jaxserve.cache.hashes import FIRST_PART, BlockHashes
 from jaxserve.group.channel import free_port
 from jaxserve.server import block_service, part_stream, peer_blocks
 from jaxserve.server.block_service import MAX_SENDING, BlockService
@@ -33,7 +34,7 @@ BLOCK = LAYOUT.bytes
 
 
 def key(number: int) -> bytes:
-    return number.to_bytes(16, "little")
+    return FIRST_PART + number.to_bytes(16, "little")
 
 
 def content(key: bytes) -> np.ndarray:
@@ -65,6 +66,9 @@ class Blocks:
     def unwant(self, keys: Sequence[bytes]) -> None:
         for one in keys:
             self.wanted.remove(one)
+
+    def keys_of(self, hashes: BlockHashes, blocks: int) -> list[bytes]:
+        return list(hashes.keys(0, blocks))
 
     def coming(self, request_id: str) -> bool:
         return request_id in self.live

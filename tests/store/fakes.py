@@ -5,11 +5,12 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxserve.cache.hashes import FIRST_PART
 from jaxserve.store.tiered import TieredBlocks
 
 
 def key_of(number: int) -> bytes:
-    return blake2b(number.to_bytes(8, "little"), digest_size=16).digest()
+    return FIRST_PART + blake2b(number.to_bytes(8, "little"), digest_size=16).digest()
 
 
 def slot_of(tiers: TieredBlocks, key: bytes) -> int:

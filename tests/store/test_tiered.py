@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.api.request import EPHEMERAL, NORMAL_RETENTION
+from jaxserve.cache.hashes import FIRST_PART
 from jaxserve.clock import VirtualClock
 from jaxserve.store import tiered
 from jaxserve.store.tiered import TieredBlocks
@@ -61,7 +62,7 @@ class Shelf:
 
 
 def name(number: int) -> bytes:
-    return number.to_bytes(16, "little")
+    return FIRST_PART + number.to_bytes(16, "little")
 
 
 def block(number: int) -> np.ndarray:
