@@ -37,6 +37,7 @@ class RoleReplica(FakeReplica):
         self.role = role
         self.block_size = block_size
         self.host_cache_gib = 1.0
+        self.cache_layout = ""
         self.prefill: Mapping[str, Any] = {}
         self.seen: list[Request] = []
         self.closed = False
@@ -49,6 +50,7 @@ class RoleReplica(FakeReplica):
             super().info,
             role=self.role,
             block_size=self.block_size,
+            cache_layout=self.cache_layout,
             settings=settings,
             prefill=self.prefill,
         )

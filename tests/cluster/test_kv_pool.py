@@ -55,6 +55,20 @@ def test_blocks_are_copied_by_a_job_that_fetches_them(cluster):
     assert both.idle()
 
 
+def test_members_with_other_layers_are_found_by_their_own_keys_and_copy_nothing(cluster):
+    """As of models with windows whose stages differ."""
+    one, two = make(), make()
+    one.cache_layout, two.cache_layout = "a", "b"
+    both = cluster(one, two)
+    one.cache(LONG, 3)
+    two.cache(LONG, 2)
+    pool = both.conductor.kv_pool
+    assert [holding.on_devices for holding in pool.find(PROMPT, "")] == [3, 2]
+    names = [member.name for member in both.members]
+    refused(lambda: pool.replicate(PROMPT, "", names[1], names[0]), "source", "INVALID_ARGUMENT")
+    refused(lambda: pool.replicate(PROMPT, "", names[1], ""), "prompt", "NOT_FOUND")
+
+
 def test_a_source_may_be_named(cluster):
     most, some, target = make(), make(), make()
     three = cluster(most, some, target)

@@ -73,6 +73,27 @@ def test_without_host_memory_on_both_sides_prompts_are_computed_where_they_are_d
     assert f"has the role {role} and moves no KV" in caplog.text
 
 
+@pytest.mark.parametrize(
+    "layouts, sizes, computed",
+    [
+        (("a", "a"), (BLOCK, BLOCK), "prefill"),
+        (("a", "b"), (BLOCK, BLOCK), "decode"),
+        (("a", ""), (BLOCK, BLOCK), "decode"),
+        (("a", "a"), (BLOCK, 2 * BLOCK), "decode"),
+        (("", ""), (BLOCK, 2 * BLOCK), "prefill"),
+    ],
+)
+def test_kv_of_other_layers_or_windows_of_other_blocks_is_not_fetched(
+    cluster, layouts, sizes, computed
+):
+    prefill, decode = (
+        make(role, block_size=size) for role, size in zip(("prefill", "decode"), sizes)
+    )
+    prefill.cache_layout, decode.cache_layout = layouts
+    assert_right(cluster(prefill, decode).serve())
+    assert bool(prefill.seen) == (computed == "prefill") == (source_of(decode) is not None)
+
+
 def test_a_member_that_has_the_prefix_decodes_without_another_one(cluster):
     prefill, one, other = make("prefill"), make("decode"), make("decode")
     both = cluster(prefill, one, other)

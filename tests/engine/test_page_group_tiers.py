@@ -12,11 +12,14 @@ import pytest
 from jaxserve.api.errors import RequestError
 from jaxserve.cache.hashes import is_block
 from jaxserve.checkpoint.page_groups import ONE_GROUP
+from jaxserve.engine import loading
+from jaxserve.scheduling import prefetch
 from jaxserve.store.kv_file import read_kv_file
 from tests.engine.harness import Runner, assert_empty, engine, fresh
 from tests.engine.test_peers import Ran
 from tests.models.test_families import write_model
 from tests.store.fakes import flip_bit, slot_of
+from tests.store.test_shared import Shelves
 from tests.waiting import eventually
 
 BLOCK = 4
@@ -184,7 +187,8 @@ def test_prompts_at_once_that_share_prefixes(folder, family):
         runner.run()
         assert [runner.ids(id) for id in ids] == ask(plain, asked)
         settled(real)
-    assert real.worker.lower_tiers.counts().host_reads > 20
+    counts = real.worker.lower_tiers.counts()
+    assert counts.host_reads + counts.further_reads > 20
     assert_empty(real)
     real.close()
 
@@ -254,3 +258,27 @@ def test_a_file_has_what_windows_see_at_its_end(folder, family, expected):
             dataclasses.replace(file, places=file.places + 1000)
         other.close()
     real.close()
+
+
+def test_a_replica_finds_what_another_one_has_put_into_a_shared_store(
+    folder, family, expected, monkeypatch
+):
+    """Also of a prompt that begins like one that was longer, whose windows have passed its end."""
+    store = Shelves()
+    monkeypatch.setattr(loading, "load_client", lambda: None)
+    monkeypatch.setattr(loading, "MooncakeBlocks", lambda *_: store)
+    monkeypatch.setattr(prefetch, "LOOKUP_SECONDS", 60.0)  # a thread may wait for a core
+    shared = dict(kv_store="mooncake://127.0.0.1:1", host_cache_gib=0.02)
+    one = tiny(folder, family, **shared)
+    assert ask(one, prompts()) == expected
+    one.close()
+    other = tiny(folder, family, **shared)
+    whole = prompts()[2]
+    assert cached(other, whole) == (expected[2], (len(whole) - 1) // BLOCK * BLOCK)
+    begun = prompts()[5][:81]
+    found, hit = cached(other, begun)
+    assert hit == 80
+    assert [found] == ask(tiny(folder, family, pages=400, host_cache_gib=0.0), [begun])
+    assert other.worker.lower_tiers.counts().shared_reads > 20
+    assert_empty(other)
+    other.close()

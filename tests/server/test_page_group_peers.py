@@ -193,3 +193,29 @@ def test_replicas_with_other_pools_read_nothing_of_each_other(
     assert (hit == 0) == bool(pair.near.worker.plan.windows)
     assert not pair.near.worker.lower_tiers.counts().wrong
     assert_empty(pair.near)
+
+
+@pytest.mark.parametrize("length", [len(PROMPT), 100])
+def test_a_router_s_ticket_stands_for_all_that_is_asked(stack, folder, length):
+    """What is read to host memory for it while the prompt is computed; 100 tokens end a block."""
+    pair = Pair(stack, folder)
+    prompt = PROMPT[:length]
+    tokens = np.array(prompt, np.int32)
+    exporter = pair.far.block_exporter
+    hashes = pair.far.info.block_hashes(tokens, "")
+    keys = exporter.keys_of(hashes, length // BLOCK)
+    exporter.want(keys)
+    Ran(pair.far, prompt, "job", max_tokens=1).wait()
+    exporter.unwant(keys)
+    eventually(lambda: pair.far.worker.mover.stored)
+    pair.far.flush_cache()
+    runner = Runner(pair.near)
+    source = KvSource(pair.source.address, length // BLOCK, "", BLOCK)
+    id = runner.submit(prompt, **ASKED, rest=dict(kv_source=source))
+    while pair.near.step() or not ended(runner, id):
+        time.sleep(0.001)
+    blocks = (length - 1) // BLOCK
+    assert runner.completion(id).finished.usage.cached == blocks * BLOCK
+    again = runner.submit(prompt, **ASKED, rest=dict(bypass_prefix_cache=True))
+    runner.run()
+    assert runner.ids(again) == runner.ids(id)

@@ -97,6 +97,20 @@ def test_computing_is_chosen_where_the_link_is_slower(monkeypatch):
     assert counts(slow).host_reads == 0
 
 
+def test_of_windows_only_the_last_pages_come_back():
+    """A page of any group of gpt-oss is half of a block of all of its layers."""
+    system = System(shape_of("gpt-oss-20b"), "a100", MeshConfig())
+    cache = CacheConfig(block_size=BLOCK, pages=2 * (PROMPT + 4), host_cache_gib=20.0)
+    machine = system.replica(SchedulerConfig(max_seqs=8, chunk_tokens=2048), cache)
+    record = last(machine, again(4))
+    assert record.cached == BLOCK * PROMPT
+    assert (counts(machine).host_reads, counts(machine).further_reads) == (PROMPT, 1)
+    page = machine.scheduler.cache.lower.block_bytes
+    assert page == system.shape.kv_bytes_per_token() * BLOCK // 2
+    seconds = (PROMPT + 1) * page / run_module.HOST_LINK
+    assert seconds < record.first - record.arrival < seconds + 0.1
+
+
 @settings(max_examples=examples(30), deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 5), st.floats(0.0, 3.0)), min_size=1, max_size=30),
