@@ -99,7 +99,6 @@ class VirtualCluster:
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._random = random.Random(spec.seed)
-        self._token_bytes = spec.system.shape.kv_bytes_per_token()
         self._slo = spec.slo or (lambda prompt: Slo(spec.ttft, spec.tbt))
 
     @property
@@ -225,7 +224,11 @@ class VirtualCluster:
 
     def transfer(self, source: int, target: int, tokens: int) -> float:
         """Seconds until the KV of `tokens` tokens is there; see `RoutingCosts`."""
-        return self.network.seconds(source, target, tokens * self._token_bytes, self._now)
+        return self.network.seconds(source, target, self._bytes(tokens), self._now)
+
+    def _bytes(self, tokens: int) -> float:
+        """Bytes of KV that go to a replica which lacks a prompt's first tokens."""
+        return self.nodes[0].replica.info.moved_bytes(tokens)
 
     def _choose_decode(self, tokens: int) -> Node:
         """Chooses where a request that ends with `tokens` tokens is decoded: if no replica has
@@ -275,7 +278,7 @@ class VirtualCluster:
             return
         fetch = choice.fetch
         record.fetched = fetch.tokens
-        size = fetch.tokens * self._token_bytes
+        size = self._bytes(fetch.tokens)
         self.bytes_fetched += size
         arrival = self.network.send(fetch.source, node.number, size, now)
         self._at(arrival, lambda: self._fetched(passage, fetch.stop // self.spec.cache.block_size))
@@ -320,9 +323,9 @@ class VirtualCluster:
         begun = record.arrival + end.timing.queued
         blocks = record.prompt // self.spec.cache.block_size if self.spec.decode_caching else 0
         missing = record.prompt - node.prefix(passage.chain, blocks) * self.spec.cache.block_size
-        size = missing * self._token_bytes
+        size = self._bytes(missing)
         chunk = min(missing, self.spec.scheduler.chunk_tokens)
-        last = chunk * self._token_bytes / self.spec.layer_groups
+        last = self._bytes(chunk) / self.spec.layer_groups
         record.transferred = self.network.stream(
             passage.prefill_on.number, node.number, size, begun, record.first, last
         )

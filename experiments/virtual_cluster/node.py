@@ -128,7 +128,8 @@ class Node:
         return next((block for block in range(blocks) if chain[block] not in cached), blocks)
 
     def receive(self, chain: BlockHashes, blocks: int) -> None:
-        """Caches the first blocks of a chain, as far as there is room."""
+        """Caches the first blocks of a chain, with what windows see behind them, as far as there is
+        room."""
         pages = self.cache.pages
         cached: list[int] = []
         for block in range(blocks):
@@ -142,6 +143,15 @@ class Node:
             else:
                 break
             cached.append(page)
+        seen = self.cache.published.seen
+        for part in seen.parts(len(cached)):
+            beside = cached[part.block]
+            lane = beside // pages.per_lane
+            key = part.key(chain)
+            if seen.page(key, beside) is None and pages.available()[lane]:
+                page = pages.allocate(lane)
+                pages.publish(page, key)
+                cached.append(page)
         pages.unref(cached)
 
     @property

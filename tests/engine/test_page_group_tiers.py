@@ -15,6 +15,7 @@ from jaxserve.checkpoint.page_groups import ONE_GROUP
 from jaxserve.engine import loading
 from jaxserve.scheduling import prefetch
 from jaxserve.store.kv_file import read_kv_file
+from tests.engine.groups import led
 from tests.engine.harness import Runner, assert_empty, engine, fresh
 from tests.engine.test_peers import Ran
 from tests.models.test_families import write_model
@@ -282,3 +283,30 @@ def test_a_replica_finds_what_another_one_has_put_into_a_shared_store(
     assert other.worker.lower_tiers.counts().shared_reads > 20
     assert_empty(other)
     other.close()
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("mesh", ["spp=2", "kvp=2"])
+def test_every_process_of_a_replica_keeps_its_part_of_all_pages(mesh, tmp_path, monkeypatch):
+    folder = tmp_path / "model"
+    plain = tiny(folder, "gemma3", pages=1000, host_cache_gib=0.0)
+    fields = dict(
+        chunk_tokens=24,
+        max_seqs=2,
+        block_size=BLOCK,
+        max_model_len=160,
+        pages=53 if mesh == "kvp=2" else 100,
+        host_cache_gib=0.01,
+    )
+    expected = ask(plain, prompts())
+    with led(monkeypatch, str(folder), mesh, 2, **fields) as (real, _):
+        assert ask(real, prompts()) == expected
+        eventually(lambda: real.worker.lower_tiers.settled)
+        for prompt, tokens in zip(prompts(), expected):
+            found, hit = cached(real, prompt)
+            assert found == tokens
+            assert mesh == "kvp=2" or hit == (len(prompt) - 1) // BLOCK * BLOCK
+            eventually(lambda: real.worker.lower_tiers.settled)
+        counts = real.worker.lower_tiers.counts()
+        assert counts.host_reads + counts.further_reads > 50 and not counts.wrong
+        assert_empty(real)

@@ -70,6 +70,23 @@ def test_every_request_is_served(roles, routing):
     assert len(report.busy) == len(roles) and all(busy >= 0 for busy in report.busy)
 
 
+def test_of_windows_only_what_they_see_is_sent():
+    system = System(MODELS["gpt-oss-120b"], "h100", MeshConfig(tp=4))
+    report = run(ClusterSpec(system, (PREFILL, DECODE)), chats(6, 0.5, 5))
+    assert len(report.served) == 6
+    half = system.shape.kv_bytes_per_token() / 2  # of all layers, those that see all tokens
+    sent = sum(half * (record.prompt + 128) for record in report.records)
+    assert report.bytes_sent == pytest.approx(sent)
+
+
+def test_what_is_fetched_between_replicas_with_windows_is_not_computed():
+    system = System(MODELS["gpt-oss-120b"], "h100", MeshConfig(tp=4))
+    arrivals = chats(12, 4.0, 2, blocks=64)
+    report = run(ClusterSpec(system, (PREFILL,) * 4, routing="cache_aware"), arrivals)
+    fetched = [record for record in report.records if record.fetched]
+    assert fetched and all(record.cached >= record.fetched for record in fetched)
+
+
 def test_equal_runs_give_equal_results():
     cluster = spec(PREFILL, PREFILL, DECODE, routing="random", sample_every=5.0)
     first, second = (run(cluster, chats(15, 1.0, 4)) for _ in range(2))
