@@ -128,11 +128,11 @@ class SourceBlocks(NamedTuple):
 class Fetch(NamedTuple):
     """Blocks to be brought from lower tiers to pages that a slot holds already.
 
-    ticket: tells this fetch from all others. keys [n]: of the blocks, in the order in which they are
-    to come; pages of further page groups count as blocks. places [n, 2] int32: lane and page of
-    each. source: another replica, which is asked for what
-    lower tiers do not hold; there: its blocks, where they are of another size. time_left: seconds
-    until the first token of the request is due.
+    ticket: tells this fetch from all others. keys [n]: of the blocks, in the order in which they
+    are to come; pages of further page groups count as blocks. places [n, 2] int32: lane and page of
+    each. source: another replica, which is asked for what lower tiers do not hold; there: its
+    blocks, where they are of another size. time_left: seconds until the first token of the request
+    is due.
     """
 
     ticket: int
