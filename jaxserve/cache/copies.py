@@ -71,7 +71,7 @@ class PrefixCopies:
         for block, page in enumerate(pages.tolist()):
             copies: Sequence[int] = self._pages.copies(page)
             if len(copies) > 1:
-                copies = self._seen.complete(copies, len(pages) - block)
+                copies = self._seen.complete(copies, len(pages) - block) or (page,)
                 by_lane = {copy // self._pages.per_lane: copy for copy in copies}
                 if home in by_lane:
                     lane = home

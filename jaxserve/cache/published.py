@@ -147,22 +147,21 @@ class PublishedBlocks:
     ) -> None:
         """Publishes pages of a sequence in the groups behind the first, on lanes that have a page
         which was published for the first group, and none for theirs. retention: of its request."""
-        allocator = self.pages
         new: list[tuple[int, bytes]] = []
         for part in parts:
             page = layout.page(part.block, part.group)
-            lane = page // allocator.per_lane
+            lane = page // self.pages.per_lane
             key = part.key(hashes)
-            if allocator.on_lane(hashes[part.block], lane) is None:
+            if self.pages.on_lane(hashes[part.block], lane) is None:
                 continue
-            there = allocator.on_lane(key, lane) is not None
-            if not there and allocator.publish(page, key):
+            if self.pages.on_lane(key, lane) is not None:
+                self.stores.retain_longer(self.pages.with_key[key], retention)
+            elif self.pages.publish(page, key):
                 new.append((page, key))
                 self.stores.retain(page, retention)
-                continue
-            if not there:
-                allocator.add_copy(page, key)
-            self.stores.retain_longer(allocator.with_key[key], retention)
+            else:
+                self.pages.add_copy(page, key)
+                self.stores.retain(page, retention)
         if self.stores.wanted:
             self.stores.published(new)
 

@@ -102,7 +102,7 @@ class SequenceLayout:
     def page_count(self) -> int:
         """Pages of all groups."""
         blocks = len(self.pages)
-        return blocks + sum(blocks - first for first in self.first_seen)
+        return blocks + sum(max(0, blocks - first) for first in self.first_seen)
 
     def page(self, block: int, group: int) -> int:
         """Returns the page of a block in a page group, which sees it."""

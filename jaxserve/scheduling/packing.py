@@ -66,7 +66,7 @@ class BatchPacker:
         """Returns batch `number` and its prefill chunks, issued as far as the slots go; None where
         nothing can run."""
         if self.copies is not None:
-            self.copies.advance(self.slots.issued)
+            self.copies.advance(self._computed())
         if self.prefill.chunks.planner is not None:
             self.prefill.chunks.history.advance(self.config)
         decodes = self._pick_decodes(number)
@@ -78,6 +78,15 @@ class BatchPacker:
         if not chunks and not decodes.size:
             return None
         return self._packed(number, decodes, chunks, budget)
+
+    def _computed(self) -> np.ndarray:
+        """Returns the tokens of each slot [slots] whose blocks may be read elsewhere: issued ones;
+        none while pages of the prefix are fetched."""
+        issued = self.slots.issued.copy()
+        for sequence in self.slots.prefilling:
+            if sequence.ticket is not None:
+                issued[sequence.slot] = 0
+        return issued
 
     def pack_beside(
         self, number: int, now: float, partial: Batch, prompts: list[Sequence]

@@ -221,14 +221,15 @@ class PageAdmission:
                 sequence.number, sequence.ttft_deadline, sequence.block_hashes, blocks
             )
 
-    def nearest(self, pages: np.ndarray, home: int) -> np.ndarray:
-        """Returns, for the pages that were matched last, the copies that a sequence with this home
-        lane should read; the pages themselves where it does not fit with these."""
+    def nearest(self, sequence: Sequence, pages: np.ndarray, home: int) -> np.ndarray:
+        """Returns, for the pages that were matched last, the copies that their sequence should read
+        with this home lane; the pages themselves where it does not fit with these."""
         if self.copies is None:
             return pages
         near = self.copies.nearest(pages, home)
-        cached = self.cache.pages.evictable
-        more = cached(near) - len(near) - (cached(pages) - len(pages))
+        evictable = self.cache.pages.evictable
+        here, there = (self._needed(sequence, each)[1] for each in (pages, near))
+        more = evictable(there) - len(there) - (evictable(here) - len(here))
         return near if more <= self._room else pages
 
     def _growth(self, sequence: Sequence) -> int:

@@ -107,7 +107,7 @@ class PrefillChunks:
             stop = min(start + step.config.chunk_tokens, sequence.prefill_len)
             need = cache.blocks(stop) - len(pages)
             home = cache.choose_home(pages, lanes, need * cache.needs.per_block, step.pending)
-        pages = self.admission.nearest(pages, home)
+        pages = self.admission.nearest(sequence, pages, home)
         start = max(len(pages) * cache.block_size, sequence.received)
         lanes_of_blocks = part.lanes or cache.dealt_over(
             home, pages, cache.blocks(sequence.prefill_len)
@@ -181,7 +181,8 @@ class PrefillChunks:
             self.checkpoints.admitted(sequence)
         if start or first.plan:
             sequence.prefill_seconds_left = step.seconds_left(sequence, start)
-        self.history.admitted(sequence)
+        if first.fetch is None:
+            self.history.admitted(sequence)
         step.count_pending(sequence, self.cache.prefill_lanes(sequence.slot))
         if sequence.started_at is None:
             sequence.started_at = step.now

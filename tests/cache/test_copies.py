@@ -267,13 +267,13 @@ class Copies(RuleBasedStateMachine):
         hashes = chain(range(document * 1000, document * 1000 + blocks * SIZE))
         match = cache.match(hashes, blocks)
         new = range(len(match.pages), blocks)
-        taken = np.concatenate([match.pages, *cache.published.seen.of(match.pages, hashes)])
+        taken = cache.published.matched(match.pages, hashes).on_pages
         lost = cache.pages.evictable(taken) + len(cache.windows) * LANES  # apart on lanes
         if len(new) * cache.needs.per_block + lost > cache.available:
             return
         cache.admit(slot, match.pages, document, blocks, hashes=hashes)
         comes = False
-        if fetched and new:
+        if fetched and new and not self.windows:
             comes = cache.fetch(slot, list(map(BlockPage, new)), hashes) is not None
         else:
             cache.extend(slot, len(new))
