@@ -51,11 +51,10 @@ def group_key(key: bytes, group: int) -> bytes:
     return group.to_bytes(PART_BYTES, "big") + key[PART_BYTES:]
 
 
-def state_keys(key: bytes, pages: int) -> list[bytes]:
-    """Returns the keys of the pages of a checkpoint: of the states after the block with this
-    key."""
-    parts = range(STATE_PART, STATE_PART + pages)
-    return [part.to_bytes(PART_BYTES, "big") + key[PART_BYTES:] for part in parts]
+def state_keys(key: bytes, pages: int) -> Iterator[bytes]:
+    """Yields the keys of the pages of a checkpoint: of the states after the block with this key."""
+    for part in range(STATE_PART, STATE_PART + pages):
+        yield part.to_bytes(PART_BYTES, "big") + key[PART_BYTES:]
 
 
 def is_block(key: bytes) -> bool:

@@ -80,7 +80,7 @@ class StateCheckpoints:
 
     def keys(self, blocks: int, hashes: BlockHashes) -> list[bytes]:
         """Returns the keys of the checkpoint's pages behind the first `blocks`."""
-        return state_keys(hashes[blocks - 1], self.parts) if blocks else []
+        return list(state_keys(hashes[blocks - 1], self.parts)) if blocks else []
 
     def behind(self, pages: list[int]) -> list[int]:
         """Returns the pages of the checkpoints behind the blocks published on these pages."""

@@ -34,11 +34,12 @@ def state_pages(
     most = 0
     for group in groups:
         taken = sum(_bytes(model, layer, kv_bytes, window_bytes) for layer in group)
+        if not taken:
+            continue
         pools = pool_count(model, windows, group)
-        if taken and not pools:
+        if not pools:
             return 0
-        if taken:
-            most = max(most, -(-taken // (pools * page)))
+        most = max(most, -(-taken // (pools * page)))
     return most
 
 

@@ -118,8 +118,6 @@ class StagePlan:
     def state_pages(self) -> int:
         """Pages of a checkpoint of a sequence's states; 0 where no layer has some, or none can be
         kept."""
-        if not self.model.has_states:
-            return 0
         return state_pages(
             self.model,
             self.groups,

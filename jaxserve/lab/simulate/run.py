@@ -210,8 +210,6 @@ class System:
 
     def state_pages(self, block_size: int, windows: Windows) -> int:
         """Pages of a checkpoint of a sequence's states; 0 where no layer has some."""
-        if not self.shape.has_states:
-            return 0
         stages = layers_of(self.shape, self.mesh.spp)
         groups = [group for stage in stages for group in split(stage, self.layer_groups)]
         return state_pages(self.shape, groups, windows, block_size, ITEM, ITEM)
