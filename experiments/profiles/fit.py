@@ -43,7 +43,7 @@ DEVICES = ("a100", "h100", "h200")  # SXM
 # tokens agree as `served` prints.
 LAUNCH = 2e-4  # seconds of a step in one stage
 SAMPLE = 1e-4  # seconds of a step's sampling
-TINY = 1e-14  # seconds that are left out of the table: what solvers leave of zero, machine by machine
+TINY = 1e-14  # seconds that are left out of the table: solvers may leave them of zero
 NONE = 1e15  # bytes/s that stand for a part that takes no time
 NODE = {
     "a100": "vidur/a100__old_p2p_inter_node (bytes/s), a100_dgx__send_recv (seconds): two DGX "

@@ -98,6 +98,7 @@ class CacheManager:
         self.block_size = config.block_size
         # without its state a sequence cannot go on from blocks that others computed
         self.prefix_caching = config.prefix_caching and (not rules.at_home or rules.state_pages > 0)
+        state_pages = rules.state_pages * self.prefix_caching
         self.copying = config.copies and lanes > 1
         self.identity = identity
         self.lower = lower
@@ -111,17 +112,17 @@ class CacheManager:
             identity,
             lower,
             [seen - 1 for seen in self.needs.seen],
+            state_pages,
         )
         self.pages = self.published.pages
         self.stores = self.published.stores
         self.events = self.published.events
         self.below = self.published.below
         self.states: StateCheckpoints | None = None
-        if rules.state_pages and self.prefix_caching:
-            spacing = config.checkpoint_tokens or 2 * rules.state_pages * self.block_size
-            self.states = StateCheckpoints(
-                self.pages, rules.state_pages, spacing, self.stores.renewed
-            )
+        if state_pages:
+            spacing = config.checkpoint_tokens or 2 * state_pages * self.block_size
+            take = functools.partial(_take, self)
+            self.states = StateCheckpoints(self.published, take, spacing)
         most_below = 0 if lower is None else lower.most_locked // 2
         most_promised = int(PROMISED_SHARE * self.total)
         self.promises = BlockLocks(self.pages, self.below, most_promised, most_below)
@@ -200,15 +201,7 @@ class CacheManager:
         found for it before, if that is known."""
         if not self.prefix_caching:
             return NO_MATCH
-        match = self.published.match(hashes, blocks, last)
-        published = len(match.pages)
-        while self.states is not None:
-            match = self.states.shortened(match, hashes)
-            with_states = len(match.pages)
-            match = self.published.seen.shortened(match, hashes)
-            if len(match.pages) == with_states:
-                return match._replace(published=published)
-        return match
+        return self.published.match(hashes, blocks, last)
 
     def promise(self, number: int, due: float, hashes: BlockHashes, blocks: int) -> PrefixMatch:
         """Locks the first blocks that are known of a waiting sequence, at most `blocks`, on the
@@ -217,10 +210,7 @@ class CacheManager:
         found = self.match(hashes, blocks)
         if self.prefix_caching:
             prefix = self.published.reachable(hashes, blocks, found.pages)
-            on_pages, below = self.published.keys_of(prefix, hashes)
-            if self.states is not None:
-                on_pages += self.states.keys(len(found.pages), hashes)
-            self.promises.lock(number, due, on_pages, below)
+            self.promises.lock(number, due, *self.published.keys_of(prefix, hashes))
         return found
 
     def publish(self, slot: int, first: int, last: int, hashes: BlockHashes) -> None:
@@ -237,15 +227,13 @@ class CacheManager:
             ]
             self.published.publish_further(layout, further, hashes, retention)
             if self.states is not None:
-                self.states.published(slot, range(first, last), hashes)
+                self.states.publish(slot, range(first, last), hashes, retention)
 
     def retract(self, slot: int) -> None:
         """Takes the keys from the slot's blocks: what its pages hold is damaged."""
         layout = self.layouts[slot]
         # windows have passed some of them
         behind = self.published.seen.beside(layout.pages)
-        if self.states is not None:
-            behind += self.states.behind(layout.pages)
         self.published.retract([*layout.held(), *behind])
 
     def flush(self) -> int:
@@ -324,10 +312,11 @@ class CacheManager:
         self._retention[slot] = retention
         if prefix is None and len(pages):
             prefix = self.published.matched(pages, hashes)
-            if self.states is not None and hashes is not None:
-                self.states.restore(slot, len(pages), hashes)
         if prefix is not None:
-            self.pages.ref(prefix.on_pages)  # before others are taken, which could evict them
+            if self.states is not None:
+                self.states.admit(slot, prefix)
+            held = prefix._replace(states=[]).on_pages
+            self.pages.ref(held)  # before others are taken, which could evict them
             self.stores.retain_longer(prefix.on_pages.tolist(), retention)
             firsts = self.published.seen.firsts(prefix.blocks)
             further = [
@@ -462,10 +451,16 @@ class CacheManager:
         first = len(layout.pages)
         keys = [part.key(hashes) for part in missing]
         self.below.keep(keys, self._retention[slot])
+        of_states: list[int] = []
+        last = max(missing)
+        if self.states is not None and any(part.of_states for part in missing):
+            of_states = self.states.fetch(slot, layout.home, last.block + 1)
         self.extend(slot, sum(not part.group for part in missing))
-        if self.moves.reads(layout.pages[first:]):
+        if self.moves.reads([*layout.pages[first:], *of_states]):
             return None
-        pages = np.array([layout.page(*part) for part in missing], np.int32)
+        parts = iter(of_states)
+        on = [next(parts) if part.of_states else layout.page(*part) for part in missing]
+        pages = np.array(on, np.int32)
         places = np.stack(divmod(pages, self.pages.per_lane), axis=1)
         return self.below.fetch(keys, places, source, far, time_left)
 

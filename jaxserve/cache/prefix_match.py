@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
 
-from jaxserve.cache.hashes import BlockHashes, group_key
+from jaxserve.cache.hashes import STATE_PART, BlockHashes, group_key, state_keys
 from jaxserve.cache.pages import PageAllocator
 
 
@@ -25,10 +26,16 @@ class PrefixMatch(NamedTuple):
 
 
 class BlockPage(NamedTuple):
-    """A page of a sequence: that of its `block` in a page group, by the numbers of both."""
+    """A page of a sequence: that of its `block` in a page group, by the numbers of both, or, from
+    STATE_PART on, a part of the checkpoint of the states after the block."""
 
     block: int
     group: int = 0
+
+    @property
+    def of_states(self) -> bool:
+        """Returns whether it is a part of a checkpoint."""
+        return self.group >= STATE_PART
 
     def key(self, hashes: BlockHashes | Sequence[bytes]) -> bytes:
         """Returns the page's key. hashes: of the sequence."""
@@ -42,18 +49,25 @@ class ReachablePrefix(NamedTuple):
     pages: that hold the first of them. blocks: how many they are. further: for each page group
     behind the first, its pages of the blocks that it sees, as far as these have `pages`; None for
     one that is missing. missing: what is to be fetched, in the order in which it is to come.
+    states: pages of the checkpoint behind it, in models with states; none where it is missing.
     """
 
     pages: np.ndarray
     blocks: int
     further: list[list[int | None]]
     missing: list[BlockPage]
+    states: list[int]
 
     @property
     def on_pages(self) -> np.ndarray:
         """All pages of it that are there."""
         further = [page for pages in self.further for page in pages if page is not None]
-        return np.concatenate([self.pages, np.array(further, np.intp)])
+        return np.concatenate([self.pages, np.array(further + self.states, np.intp)])
+
+    @property
+    def checkpoint_pages(self) -> int:
+        """Pages of the checkpoint behind it, there or missing."""
+        return len(self.states) + sum(part.of_states for part in self.missing)
 
     def keys(self, hashes: BlockHashes) -> list[bytes]:
         """Returns the keys of what is missing."""
@@ -95,32 +109,65 @@ def find_prefix(
 
 class SeenPages:
     """The pages that a prefix needs beside those of its blocks: those through which the page groups
-    behind the first see its last blocks. False where it needs none. reach: how many blocks before a
-    place in a prompt each of these groups sees."""
+    behind the first see its last blocks, and the checkpoint of the states after it. False where it
+    needs none. reach: how many blocks before a place in a prompt each of these groups sees. states:
+    pages of a checkpoint; 0 where layers have none."""
 
-    def __init__(self, pages: PageAllocator, reach: Sequence[int]):
+    def __init__(self, pages: PageAllocator, reach: Sequence[int], states: int = 0):
         self._pages = pages
         self._reach = reach
+        self.states = states
 
     def __bool__(self) -> bool:
-        return bool(self._reach)
+        return bool(self._reach) or self.states > 0
 
     def shortened(self, match: PrefixMatch, hashes: BlockHashes) -> PrefixMatch:
-        """Returns as much of a match as ends where each group sees published blocks alone."""
+        """Returns as much of a match as ends where each group sees published blocks alone, and
+        states have a checkpoint: with its lane."""
+        if not self:
+            return match
         pages = match.pages.tolist()
 
         def there(block: int, group: int) -> bool:
+            if group == STATE_PART:
+                return bool(self.checkpoint(hashes[block]))
             return self.page(group_key(hashes[block], group), pages[block]) is not None
 
         blocks = self.depth(len(pages), there)
-        if blocks == len(pages):
+        lane = None
+        states = self.checkpoint_after(blocks, hashes)
+        if states:
+            lane = states[0] // self._pages.per_lane
+        if blocks == len(pages) and lane is None:
             return match
-        return match._replace(pages=match.pages[:blocks], generation=match.generation[:blocks])
+        return PrefixMatch(match.pages[:blocks], match.generation[:blocks], len(pages), lane)
+
+    def checkpoint(self, key: bytes, lane: int | None = None) -> list[int]:
+        """Returns the pages of the checkpoint behind a block, all of one lane, of this one where
+        it is given; none where there are not all."""
+        pages = self._pages
+        for first in pages.with_key.get(group_key(key, STATE_PART), ()):
+            home = first // pages.per_lane
+            if lane not in (None, home):
+                continue
+            parts = (pages.on_lane(part, home) for part in state_keys(key, self.states))
+            found = [*itertools.takewhile(lambda page: page is not None, parts)]
+            if len(found) == self.states:
+                return [page for page in found if page is not None]
+        return []
+
+    def checkpoint_after(
+        self, blocks: int, hashes: BlockHashes, lane: int | None = None
+    ) -> list[int]:
+        """Returns the pages of the checkpoint behind the first `blocks` blocks, as `checkpoint`
+        does."""
+        return self.checkpoint(hashes[blocks - 1], lane) if blocks and self.states else []
 
     def depth(self, blocks: int, there: Callable[[int, int], bool]) -> int:
         """Returns the blocks of the longest prefix, of at most this many, behind which no group
-        lacks a page. there: returns whether a group has its page of a block, by the numbers of
-        both."""
+        lacks a page, nor the states their checkpoint. there: returns whether a group has its page
+        of a block, by the numbers of both; for STATE_PART, whether the checkpoint behind the block
+        is there."""
         # by group: the blocks from here on are there, of those before number `blocks`
         since = [blocks] * len(self._reach)
         while True:
@@ -132,6 +179,8 @@ class SeenPages:
                     if not there(block, place + 1):
                         blocks = block
                 since[place] = block
+            while self.states and blocks and not there(blocks - 1, STATE_PART):
+                blocks -= 1
             if blocks == before:
                 return blocks
 
@@ -167,27 +216,35 @@ class SeenPages:
         return pages[0] if len(pages) == 1 else min(pages, key=lacking)
 
     def beside(self, pages: Sequence[int]) -> list[int]:
-        """Returns the pages that the groups have of the blocks published on these pages."""
+        """Returns the pages that the groups, and checkpoints, have of the blocks published on these
+        pages."""
         keys = [key for key in map(self._pages.key_of.get, pages) if key is not None]
+        groups = [*range(1, len(self._reach) + 1), *self._parts]
         return [
             page
-            for group in range(1, len(self._reach) + 1)
+            for group in groups
             for key in keys
             for page in self._pages.with_key.get(group_key(key, group), ())
         ]
 
+    @property
+    def _parts(self) -> range:
+        return range(STATE_PART, STATE_PART + self.states)
+
     def parts(self, blocks: int) -> list[BlockPage]:
-        """Returns which pages the groups see behind the first `blocks`, block by block."""
+        """Returns which pages the groups see behind the first `blocks`, block by block, and those
+        of the checkpoint there."""
         firsts = self.firsts(blocks)
-        return [
+        seen = [
             BlockPage(block, group)
             for block in range(min(firsts, default=blocks), blocks)
             for group, first in enumerate(firsts, 1)
             if block >= first
         ]
+        return seen + [BlockPage(blocks - 1, part) for part in self._parts if blocks]
 
     def keys(self, blocks: int, hashes: BlockHashes | Sequence[bytes]) -> list[bytes]:
-        """Returns the keys of the pages through which groups see behind the first `blocks`."""
+        """Returns the keys of `parts`."""
         return [part.key(hashes) for part in self.parts(blocks)]
 
     def firsts(self, blocks: int) -> list[int]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from jaxserve.cache.block_events import BlockEvents, StoredBlocks
-from jaxserve.cache.hashes import BlockHashes, CacheIdentity, group_key
+from jaxserve.cache.hashes import STATE_PART, BlockHashes, CacheIdentity, group_key, state_keys
 from jaxserve.cache.lower_blocks import LowerBlocks
 from jaxserve.cache.pages import PageAllocator
 from jaxserve.cache.prefix_match import (
@@ -41,11 +41,12 @@ class PublishedBlocks:
         identity: CacheIdentity,
         tiers: LowerTiers | None,
         reach: Sequence[int] = (),
+        states: int = 0,
     ):
-        """reach: see `SeenPages`."""
+        """reach, states: see `SeenPages`."""
         self.events = BlockEvents(self._present)
         self.pages = PageAllocator(lanes, pages_per_lane, self.events)
-        self.seen = SeenPages(self.pages, reach)
+        self.seen = SeenPages(self.pages, reach, states)
         self.choose: ChooseCopy = self.seen.fullest if reach else OLDEST
         self.stores = PendingStores(self.pages)
         self.below = LowerBlocks(tiers, self.stores, self.events, identity, block_size)
@@ -64,15 +65,24 @@ class PublishedBlocks:
         """Returns the prefix that a match has found, of which nothing is to be fetched. received:
         first blocks that come with the request, if these are more."""
         blocks = max(len(pages), received)
-        further = [] if hashes is None else self.seen.behind(blocks, pages, hashes)
-        return ReachablePrefix(pages, blocks, further, [])
+        if hashes is None:
+            return ReachablePrefix(pages, blocks, [], [], [])
+        further = self.seen.behind(blocks, pages, hashes)
+        states = self.seen.checkpoint_after(len(pages), hashes)
+        return ReachablePrefix(pages, blocks, further, [], states)
 
     def reachable(
-        self, hashes: BlockHashes, blocks: int, pages: np.ndarray, far: int = 0
+        self,
+        hashes: BlockHashes,
+        blocks: int,
+        pages: np.ndarray,
+        far: int = 0,
+        home: int | None = None,
     ) -> ReachablePrefix:
         """Finds the longest prefix of a sequence, of at most `blocks` blocks, that can be had from
         pages and lower tiers. pages: a match of its first blocks. far: as many have another
-        replica, which is asked for what is not here, with what is seen behind them."""
+        replica, which is asked for what is not here, with what is seen behind them. home: the lane
+        that needs its states; None: any."""
         if self.seen:  # more blocks have pages than end where groups see published ones alone
             known = PrefixMatch(pages, self.pages.generation[pages])
             pages = find_prefix(self.pages, hashes, blocks, known, self.choose).pages
@@ -81,6 +91,10 @@ class PublishedBlocks:
         on_pages = pages.tolist()
 
         def there(block: int, group: int) -> bool:
+            if group == STATE_PART:
+                key = hashes[block]
+                on_lane = bool(self.seen.checkpoint(key, home))
+                return on_lane or all(map(below.holds, state_keys(key, self.seen.states)))
             key = group_key(hashes[block], group)
             beside = block < len(on_pages) and self.seen.page(key, on_pages[block]) is not None
             return beside or below.holds(key)
@@ -88,13 +102,18 @@ class PublishedBlocks:
         end = max(self.seen.depth(known_blocks, there), min(far, blocks))
         pages = pages[:end]
         further = self.seen.behind(end, pages, hashes)
+        states = self.seen.checkpoint_after(end, hashes, home)
         missing = [BlockPage(block) for block in range(len(pages), end)]
         firsts = self.seen.firsts(end)
         for part in self.seen.parts(end):
+            if part.of_states:
+                if not states:
+                    missing.append(part)
+                continue
             at = part.block - firsts[part.group - 1]
             if part.block >= len(pages) or further[part.group - 1][at] is None:
                 missing.append(part)
-        return ReachablePrefix(pages, end, further, sorted(missing))
+        return ReachablePrefix(pages, end, further, sorted(missing), states)
 
     def keys_of(
         self, prefix: ReachablePrefix, hashes: BlockHashes
@@ -136,7 +155,25 @@ class PublishedBlocks:
         if blocks:
             of_blocks = range(min(blocks), max(blocks) + 1)
             self.publish(layout.pages, of_blocks, hashes, retention)
-        self.publish_further(layout, (part for part in fetched if part.group), hashes, retention)
+        further = [part for part in fetched if part.group and not part.of_states]
+        self.publish_further(layout, further, hashes, retention)
+
+    def publish_states(self, pages: Sequence[int], key: bytes, retention: int) -> None:
+        """Publishes the pages of the checkpoint of the states after the block with this key, which
+        are all on one lane. retention: of its request."""
+        new: list[tuple[int, bytes]] = []
+        lane = pages[0] // self.pages.per_lane
+        for page, part in zip(pages, state_keys(key, len(pages))):
+            if self.pages.on_lane(part, lane) is not None:
+                self.stores.retain_longer(self.pages.with_key[part], retention)
+                continue
+            if self.pages.publish(page, part):
+                new.append((page, part))
+            else:
+                self.pages.add_copy(page, part)
+            self.stores.retain(page, retention)
+        if self.stores.wanted:
+            self.stores.published(new)
 
     def publish_further(
         self,

@@ -3,8 +3,9 @@ with the same prefix go on.
 
 Layers with states (Gated DeltaNet) know a prefix by the state after it alone: blocks of KV do not
 bring it back. A checkpoint lies on pages of the same pools as KV, under keys of its own, so that it
-is found, locked and evicted as blocks are, and takes memory only while it is worth it. All pages of
-one are on the lane that is home to its sequence.
+is found (`cache.prefix_match`), locked, evicted, kept below the devices and fetched as blocks are,
+and takes memory only while it is worth it. All pages of one are on the lane that is home to its
+sequence.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxserve.api.batch import NO_COPIES
-from jaxserve.cache.hashes import BlockHashes, state_keys
-from jaxserve.cache.pages import PageAllocator
-from jaxserve.cache.prefix_match import PrefixMatch
+from jaxserve.cache.hashes import BlockHashes
+from jaxserve.cache.prefix_match import ReachablePrefix
+from jaxserve.cache.published import PublishedBlocks
 
 
 class StateCopies(NamedTuple):
@@ -27,77 +28,63 @@ class StateCopies(NamedTuple):
     saves: np.ndarray = NO_COPIES
 
 
-class _Saved(NamedTuple):
-    """A checkpoint that an issued batch writes, and whose block is not published yet."""
+class _Checkpoint(NamedTuple):
+    """A checkpoint of a slot on pages that it holds meanwhile. blocks: of the sequence, that it is
+    behind."""
 
-    blocks: int  # of the sequence, that it is behind
+    blocks: int
     pages: list[int]
 
 
 class StateCheckpoints:
-    """The checkpoints of one cache. parts: pages of each. spacing: tokens of a sequence between two
-    of them, where nothing says that one will be used. renewed: is called with each page that gets
-    a part of one."""
+    """The checkpoints of sequences with slots. published: finds those that are published. take:
+    takes a page of a lane, to be written to. spacing: tokens of a sequence between two of them,
+    where nothing says that one will be used."""
 
-    def __init__(
-        self, pages: PageAllocator, parts: int, spacing: int, renewed: Callable[[int], None]
-    ):
-        self.parts = parts
+    def __init__(self, published: PublishedBlocks, take: Callable[[int], int], spacing: int):
+        self.parts = published.seen.states
         self.spacing = spacing
-        self._renewed = renewed
-        self._pages = pages
-        self._saved: dict[int, _Saved] = {}  # by slot
-        self._reached: dict[int, int] = {}  # by slot: blocks before its deepest checkpoint
-        self._restores: list[list[int]] = []
+        self._published = published
+        self._pages = published.pages
+        self._take = take
+        # by slot: what an issued batch writes, and whose block is not published yet; what the
+        # slot's fetch brings; what the next batch restores
+        self._saved: dict[int, _Checkpoint] = {}
+        self._awaited: dict[int, _Checkpoint] = {}
+        self._restores: dict[int, _Checkpoint] = {}
         self._saves: list[list[int]] = []
-        self._restored: list[int] = []  # pages, held until the next batch is made
+        self._reached: dict[int, int] = {}  # by slot: blocks before its deepest checkpoint
 
-    # --- what is there
+    def admit(self, slot: int, prefix: ReachablePrefix) -> None:
+        """Has the next batch give a slot the states behind its prefix, or, where other pages of
+        this are missing, holds their checkpoint until `fetched`."""
+        if prefix.blocks > len(prefix.pages) and not prefix.missing:
+            return  # they come with the request, as its blocks do
+        held = _Checkpoint(prefix.blocks, prefix.states)
+        self._pages.ref(np.array(prefix.states, np.intp))
+        if not prefix.missing:
+            assert prefix.states, "a matched prefix has no checkpoint"
+            self._restore(slot, held)
+        elif prefix.states:
+            self._awaited[slot] = held
 
-    def on_pages(self, key: bytes) -> list[int] | None:
-        """Returns the pages of the checkpoint behind a block; None if it has none."""
-        found = []
-        for part in state_keys(key, self.parts):
-            copies = self._pages.with_key.get(part)
-            if copies is None:
-                return None
-            found.append(copies[0])
-        return found
+    def _restore(self, slot: int, held: _Checkpoint) -> None:
+        self._reached[slot] = held.blocks
+        self._restores[slot] = held
 
-    def shortened(self, match: PrefixMatch, hashes: BlockHashes) -> PrefixMatch:
-        """Returns as much of a match as ends with a checkpoint, with its lane."""
-        for blocks in range(len(match.pages), 0, -1):
-            pages = self.on_pages(hashes[blocks - 1])
-            if pages is not None:
-                lane = pages[0] // self._pages.per_lane
-                return self._cut(match, blocks, lane)
-        return self._cut(match, 0, None)
+    def fetch(self, slot: int, lane: int, blocks: int) -> list[int]:
+        """Takes pages of a slot's home lane, which must be available, for the checkpoint behind its
+        first `blocks` blocks, which a fetch is to bring. Returns them."""
+        pages = [self._take(lane) for _ in range(self.parts)]
+        self._awaited[slot] = _Checkpoint(blocks, pages)
+        return pages
 
-    @staticmethod
-    def _cut(match: PrefixMatch, blocks: int, lane: int | None) -> PrefixMatch:
-        pages = match.pages[:blocks]
-        return PrefixMatch(pages, match.generation[:blocks], len(match.pages), lane)
-
-    def keys(self, blocks: int, hashes: BlockHashes) -> list[bytes]:
-        """Returns the keys of the checkpoint's pages behind the first `blocks`."""
-        return list(state_keys(hashes[blocks - 1], self.parts)) if blocks else []
-
-    def behind(self, pages: list[int]) -> list[int]:
-        """Returns the pages of the checkpoints behind the blocks published on these pages."""
-        keys = [key for key in map(self._pages.key_of.get, pages) if key is not None]
-        return [page for key in keys for page in self.on_pages(key) or ()]
-
-    # --- what is copied
-
-    def restore(self, slot: int, blocks: int, hashes: BlockHashes) -> None:
-        """Has the next batch give a slot the states of the checkpoint behind its first `blocks`
-        blocks."""
-        pages = self.on_pages(hashes[blocks - 1])
-        assert pages is not None, "a matched prefix has no checkpoint"
-        self._reached[slot] = blocks
-        self._pages.ref(np.array(pages))
-        self._restored += pages
-        self._restores.append(self._row(slot, pages))
+    def fetched(self, slot: int, hashes: BlockHashes, retention: int) -> None:
+        """Has the next batch give a slot the states for which it waited, as all of its prefix is on
+        pages now. retention: of its request."""
+        held = self._awaited.pop(slot)
+        self._published.publish_states(held.pages, hashes[held.blocks - 1], retention)
+        self._restore(slot, held)
 
     def save(self, slot: int, lane: int, blocks: int) -> bool:
         """Has the next batch, which fills the slot's first `blocks` blocks, keep the states behind
@@ -105,10 +92,8 @@ class StateCheckpoints:
         Returns whether there was room, beside locked pages and the slot's checkpoint before it."""
         if slot in self._saved or self._pages.available_unlocked()[lane] < self.parts:
             return False
-        pages = [self._pages.allocate(lane) for _ in range(self.parts)]
-        for page in pages:
-            self._renewed(page)
-        self._saved[slot] = _Saved(blocks, pages)
+        pages = [self._take(lane) for _ in range(self.parts)]
+        self._saved[slot] = _Checkpoint(blocks, pages)
         self._saves.append(self._row(slot, pages))
         return True
 
@@ -118,25 +103,23 @@ class StateCheckpoints:
 
     def take(self) -> StateCopies:
         """Returns the copies since the last call."""
+        restored = [self._row(slot, held.pages) for slot, held in self._restores.items()]
         restores, saves = (
-            np.array(rows, np.int32).reshape(-1, 2 + self.parts)
-            for rows in (self._restores, self._saves)
+            np.array(rows, np.int32).reshape(-1, 2 + self.parts) for rows in (restored, self._saves)
         )
-        self._pages.unref(self._restored)
-        self._restores = []
+        for slot in list(self._restores):
+            self._give_up(self._restores, slot)
         self._saves = []
-        self._restored = []
         return StateCopies(restores, saves)
 
-    def published(self, slot: int, blocks: range, hashes: BlockHashes) -> None:
+    def publish(self, slot: int, blocks: range, hashes: BlockHashes, retention: int) -> None:
         """Lets the checkpoint of a slot be found, if the last of its blocks is among these, which
-        are published now."""
+        are published now. retention: of its request."""
         saved = self._saved.get(slot)
         if saved is None or saved.blocks - 1 not in blocks:
             return
-        for page, key in zip(saved.pages, state_keys(hashes[saved.blocks - 1], self.parts)):
-            self._pages.publish(page, key)
-        self._give_up(slot)
+        self._published.publish_states(saved.pages, hashes[saved.blocks - 1], retention)
+        self._give_up(self._saved, slot)
         self._reached[slot] = saved.blocks
 
     def reached(self, slot: int) -> int:
@@ -146,16 +129,21 @@ class StateCheckpoints:
 
     def release(self, slot: int) -> None:
         """Forgets the checkpoints of a slot that is emptied; published ones stay cached."""
-        self._give_up(slot)
+        for held in (self._saved, self._awaited, self._restores):
+            self._give_up(held, slot)
         self._reached.pop(slot, None)
 
-    def _give_up(self, slot: int) -> None:
-        """Gives up the pages of a slot's checkpoint, which is published, or never will be."""
-        saved = self._saved.pop(slot, None)
-        if saved is not None:
-            self._pages.unref(saved.pages)
+    def _give_up(self, held: dict[int, _Checkpoint], slot: int) -> None:
+        """Gives up the pages of a slot's checkpoint, if it holds one of this kind."""
+        checkpoint = held.pop(slot, None)
+        if checkpoint is not None:
+            self._pages.unref(checkpoint.pages)
 
     def held(self) -> list[int]:
-        """Returns the pages that checkpoints hold which are not published, or are being
-        restored."""
-        return [page for saved in self._saved.values() for page in saved.pages] + self._restored
+        """Returns the pages that slots hold for checkpoints."""
+        return [
+            page
+            for kind in (self._saved, self._awaited, self._restores)
+            for held in kind.values()
+            for page in held.pages
+        ]

@@ -62,14 +62,19 @@ def pool_count(model: ModelConfig, windows: Windows, layers: range, parts: int =
     return sum(max((place.pool + 1 for place in part), default=0) for part in places)
 
 
-def page_layout(windows: Windows, parts: Sequence[range]) -> str:
+def page_layout(windows: Windows, parts: Sequence[range], states: int = 0) -> str:
     """Names the layers whose KV a page of each group has, in the order of the pools; "" for one
     group, whose pages have all layers in their order. parts: the layers that run one after the
-    other, each with pools of its own."""
-    if windows == ONE_GROUP:
-        return ""
-    pools = " ".join(f"{part.start}-{part.stop - 1}" for part in parts)
-    return f"windows {' '.join(map(str, windows))}; layers {pools}"
+    other, each with pools of its own. states: tensor-parallel ranks among which the states are
+    split of which pages have copies; 0 where layers have none."""
+    facts: list[str] = []
+    if windows != ONE_GROUP:
+        facts.append(f"windows {' '.join(map(str, windows))}")
+    if states:
+        facts.append(f"states of {states} ranks")
+    if facts:
+        facts.append("layers " + " ".join(f"{part.start}-{part.stop - 1}" for part in parts))
+    return "; ".join(facts)
 
 
 def window_blocks(window: int, size: int) -> int:

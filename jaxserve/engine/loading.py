@@ -60,7 +60,10 @@ def make_worker(
     if plan.attention is not None or DeviceRoom.here().platform != "cpu":
         plan = checked(plan, fails_over=this_member() is None)
     tiers = _tiers(config, checkpoint.config) if config.cache.host_cache_gib else None
-    worker = Worker(plan, tiers, checkpoint.config.kv_heads, peers)
+    kv_heads = checkpoint.config.kv_heads
+    if model.has_states:  # pages also have parts of these, of which each rank has its own
+        kv_heads = plan.model.kv_heads
+    worker = Worker(plan, tiers, kv_heads, peers)
     return worker, lambda declared, shardings: load(
         checkpoint, model, declared, shardings, plan.dtype, progress
     )
@@ -114,7 +117,7 @@ def cache_identity(config: EngineConfig, model: ModelConfig) -> CacheIdentity:
     windows = page_windows(model)
     stages = layers_of(model, config.mesh.spp)
     parts = [part for stage in stages for part in split(stage, config.layer_groups)]
-    layout = page_layout(windows, parts)
+    layout = page_layout(windows, parts, config.mesh.tp * model.has_states)
     return CacheIdentity(f"{model} {weights_id(config)}", types, layout)
 
 

@@ -16,7 +16,7 @@ from jaxserve.checkpoint.page_groups import page_windows, pool_count
 from jaxserve.engine.machine import fitted
 from jaxserve.engine.memory import DeviceRoom, claim, kv_bytes, state_bytes
 from jaxserve.engine.stage_plan import StagePlan
-from jaxserve.engine.state_limits import check_states, note_uncached_prefixes
+from jaxserve.engine.state_limits import check_checkpoints, check_states
 from jaxserve.engine.step_shapes import sample_sizes, shapes
 from jaxserve.group.member import this_member
 from jaxserve.kernels import ops
@@ -162,7 +162,7 @@ def make_plan(
             f"group of layers, and at least {least} are needed",
         )
     plan = dataclasses.replace(plan, width=min(blocks, plan.pages))
-    note_uncached_prefixes(config, plan)
+    check_checkpoints(config, plan)
     return plan
 
 

@@ -260,15 +260,17 @@ class Stages:
                 program = self.programs.get(*self.programs.restore_states(stage))
                 stage.caches = [*pools, *program(states, pools, ints)]
 
-    def save_states(self, copies: np.ndarray) -> None:
-        """Issues copies of states from slots to pages. copies [m, 2 + pages]: see `Batch`."""
+    def save_states(self, stage: Stage, copies: np.ndarray) -> None:
+        """Issues copies of a stage's states from slots to pages. copies [m, 2 + pages]: see
+        `Batch`."""
+        if not len(copies) or not self.plan.keeps_states(stage.layers):
+            return
         for lane, slot, *pages in copies.tolist():
             nowhere = NOWHERE + np.arange(len(pages), dtype=np.int32)
             ints = self._of_lane(lane, slot, pages, 0, nowhere)
-            for stage in self._with_states():
-                pools, states = self.plan.pools_and_states(stage.layers, stage.caches)
-                program = self.programs.get(*self.programs.save_states(stage))
-                stage.caches = [*program(pools, states, ints), *states]
+            pools, states = self.plan.pools_and_states(stage.layers, stage.caches)
+            program = self.programs.get(*self.programs.save_states(stage))
+            stage.caches = [*program(pools, states, ints), *states]
 
     def _of_lane(
         self,

@@ -14,18 +14,16 @@ notes = LogOnce(logging.getLogger(__name__))
 
 
 def check_states(config: EngineConfig, model: ModelConfig) -> None:
-    """Refuses settings by which blocks of KV would have to bring a sequence back without its state,
-    or by which several lanes would compute its tokens. Errors: ConfigError that names the
+    """Refuses settings by which blocks of KV would have to bring a sequence to a lane without its
+    state, or by which several lanes would compute its tokens. Errors: ConfigError that names the
     setting."""
     cache = config.cache
     scheduler = config.scheduler
-    blocks = f"{model.name} also keeps states, which do not come back with blocks of KV"
+    blocks = f"{model.name} also keeps states, which are not copied with blocks of KV"
     tokens = f"{model.name} keeps states, so that one lane computes all tokens of a sequence"
     at_home = [row.name for row in EXCHANGES.values() if not row.settled]
     for name, refused, reason in (
-        ("host_cache_gib", cache.host_cache_gib > 0, blocks),
         ("prefix_copies", cache.prefix_copies, blocks),
-        ("role", config.role != "mixed", blocks),
         ("planner", scheduler.planner != "none", tokens),
         (
             "exchange",
@@ -37,10 +35,22 @@ def check_states(config: EngineConfig, model: ModelConfig) -> None:
             raise ConfigError(name, reason)
 
 
-def note_uncached_prefixes(config: EngineConfig, plan: StagePlan) -> None:
-    """Logs where prefixes are computed again although the settings want them cached, for states
-    cannot be kept."""
-    if config.cache.prefix_caching and plan.model.has_states and not plan.state_pages:
+def check_checkpoints(config: EngineConfig, plan: StagePlan) -> None:
+    """Checks what needs copies of states where these cannot be kept, and logs that prefixes are
+    computed again. Errors: ConfigError that names the setting."""
+    if not plan.model.has_states or plan.state_pages:
+        return
+    for name, refused in (
+        ("host_cache_gib", config.cache.host_cache_gib > 0),
+        ("role", config.role != "mixed"),
+    ):
+        if refused:
+            raise ConfigError(
+                name,
+                f"{plan.model.name} keeps states, and a stage or group of its layers has no pages "
+                "to keep copies of them on, which would have to come with blocks of KV",
+            )
+    if config.cache.prefix_caching:
         notes.warning(
             "%s keeps states, and a stage or group of its layers has no pages to keep copies of "
             "them on: prefixes are computed again (no prefix caching)",

@@ -39,7 +39,7 @@ from jaxserve.engine.profiling.links import measure_links
 from jaxserve.engine.programs import Lower
 from jaxserve.engine.sampling_rows import VARIANTS
 from jaxserve.engine.stage_plan import StagePlan
-from jaxserve.engine.stages import HiddenStates, Loader, SampledTokens, Stages
+from jaxserve.engine.stages import HiddenStates, Loader, SampledTokens, Stage, Stages
 from jaxserve.engine.step_shapes import StepShape
 from jaxserve.lanes.rates import LaneLinks
 from jaxserve.store.peers import PeerBlocks
@@ -241,11 +241,16 @@ class Worker(CommandExecutor):
 
     def _run_layers(self, command: StepCommand) -> None:
         shape = self.plan.shapes[command.shape]
-        if len(command.computed):
-            with self._mover.storing(command.computed) as issued:
-                hidden = self.stages.step(shape, command.rows, command.reads, issued)
-        else:
-            hidden = self.stages.step(shape, command.rows, command.reads)
+        with contextlib.ExitStack() as stack:
+            store: Callable[[Stage], None] = lambda stage: None
+            if len(command.computed):
+                store = stack.enter_context(self._mover.storing(command.computed))
+
+            def after(stage: Stage) -> None:
+                self.stages.save_states(stage, command.saves)  # on pages that are stored too
+                store(stage)
+
+            hidden = self.stages.step(shape, command.rows, command.reads, after)
         self._leave(command, hidden)
 
     def _run_groups(self, count: int) -> None:
@@ -255,7 +260,8 @@ class Worker(CommandExecutor):
         assert step is not None, "no step is issued in part"
         shape = self.plan.shapes[step.command.shape]
         stop = step.next + count
-        x = self.stages.run(range(step.next, stop), shape, step.command.rows, step.x)
+        save = lambda stage: self.stages.save_states(stage, step.command.saves)
+        x = self.stages.run(range(step.next, stop), shape, step.command.rows, step.x, save)
         if stop == len(self.stages.meshes):
             self._partial = None
             self._leave(step.command, HiddenStates(*x))
@@ -274,7 +280,6 @@ class Worker(CommandExecutor):
 
     def _leave(self, command: StepCommand, hidden: HiddenStates | None) -> None:
         """Issues what follows the layers of a step."""
-        self.stages.save_states(command.saves)
         done = self.stages.newest if hidden is None else hidden.ints
         unsampled = None if command.variant == NO_SAMPLING else hidden
         step = _Pending(command.number, done, unsampled)

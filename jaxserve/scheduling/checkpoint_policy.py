@@ -8,6 +8,7 @@ are kept
 - where other sequences have left this one: behind the last block that it found published without a
   checkpoint, and behind a prompt whose further completions wait for it. That they will be used is
   known; a chunk ends there where one step costs less than the tokens do.
+- behind the prompt of a job: it is computed for another replica.
 - of long prompts, and of what follows them, at a distance in tokens, where a chunk ends or a block
   is full anyway: a document that is asked again, a conversation that goes on.
 
@@ -57,9 +58,10 @@ class CheckpointPolicy:
         met = sequence.prefix_match.published * size
         end = (sequence.prefill_len - 1) // size * size
         wanted = {met, end} if len(sequence.request.completions) > 1 else {met}
-        self._wanted[sequence.slot] = [
-            stop for stop in sorted(wanted) if self._is_worth_a_step(start, stop)
-        ]
+        wanted = {stop for stop in wanted if self._is_worth_a_step(start, stop)}
+        if sequence.request.job:
+            wanted.add(end)
+        self._wanted[sequence.slot] = sorted(wanted)
 
     def _is_worth_a_step(self, start: int, stop: int) -> bool:
         """Returns whether computing tokens `start` to before `stop` beside others takes longer than
@@ -79,7 +81,7 @@ class CheckpointPolicy:
             return stop
         size = self._cache.block_size
         full = stop // size * size
-        due = full - self._newest[sequence.slot] >= self._spacing
+        due = full - self._behind(sequence.slot) >= self._spacing
         return full if full > start and due else stop
 
     def copies(self, decodes: np.ndarray, chunks: Iterable[PrefillChunk]) -> StateCopies:
@@ -89,7 +91,7 @@ class CheckpointPolicy:
         size = self._cache.block_size
         for chunk in chunks:
             slot, stop = chunk.slot, chunk.stop
-            due = stop - self._newest[slot] >= self._spacing
+            due = stop - self._behind(slot) >= self._spacing
             if stop % size == 0 and (due or stop in self._wanted[slot]):
                 self._save(slot, stop)
         stops = self._slots.issued[decodes]
@@ -97,6 +99,12 @@ class CheckpointPolicy:
         for slot, stop in zip(decodes[due].tolist(), stops[due].tolist()):
             self._save(slot, stop)
         return self._states.take()
+
+    def _behind(self, slot: int) -> int:
+        """Returns the tokens before a slot's newest checkpoint, which may have been fetched."""
+        fetched = self._states.reached(slot) * self._cache.block_size
+        self._newest[slot] = max(self._newest[slot], fetched)
+        return int(self._newest[slot])
 
     def _save(self, slot: int, tokens: int) -> None:
         home = self._cache.layouts[slot].home

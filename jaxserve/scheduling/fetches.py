@@ -31,8 +31,8 @@ class Fetches:
     """Chooses what is fetched, and follows it until it is on its pages.
 
     Where a prefix is its blocks alone, a sequence goes on behind those that have come, whatever
-    becomes of the others. Where groups of layers see only its last blocks, less than all of a fetch
-    is of no use: the sequence is admitted again, with what is known then.
+    becomes of the others. Where groups of layers see only its last blocks, or know it by a state,
+    less than all of a fetch is of no use: the sequence is admitted again, with what is known then.
     """
 
     def __init__(self, cache: CacheManager, slots: SlotTable, predictor: Predictor):
@@ -40,9 +40,9 @@ class Fetches:
         self.slots = slots
         self.predictor = predictor
 
-    def choose(self, sequence: Sequence, pages: np.ndarray) -> Fetch | None:
-        """Returns the fetch for a waiting sequence with these matched pages; None if computing what
-        they lack is faster, or if nothing has it.
+    def choose(self, sequence: Sequence, pages: np.ndarray, home: int) -> Fetch | None:
+        """Returns the fetch for a waiting sequence with these matched pages and this home lane;
+        None if computing what they lack is faster, or if nothing has it.
 
         A source that has more blocks than this replica is always asked: the one who named it has
         compared.
@@ -54,12 +54,12 @@ class Fetches:
             return None
         last = (sequence.prefill_len - 1) // cache.block_size
         hashes = sequence.block_hashes
-        prefix = cache.published.reachable(hashes, last, pages)
+        prefix = cache.published.reachable(hashes, last, pages, 0, home)
         source = sequence.request.kv_source
         if source is not None and not sequence.failed_fetches:
             far = min(self._blocks_at(source, sequence), last)
             if prefix.blocks < far:
-                return Fetch(cache.published.reachable(hashes, last, pages, far), source)
+                return Fetch(cache.published.reachable(hashes, last, pages, far, home), source)
         if self._worth_it(sequence, prefix, len(pages)):
             return Fetch(prefix, None)
         return None
@@ -106,6 +106,8 @@ class Fetches:
         sequence.ticket = cache.fetch(sequence.slot, missing, hashes, source, there, time_left)
         sequence.fetch_seconds = SOURCE_SECONDS if source else FETCH_SECONDS
         sequence.fetch_deadline = now + sequence.fetch_seconds
+        if sequence.ticket is None and self._whole:
+            self._give_up(sequence)
 
     def waits(self, sequence: Sequence, now: float) -> bool:
         """Returns whether a sequence waits for its fetch at clock second `now`; blocks that have
@@ -148,7 +150,10 @@ class Fetches:
         cache = self.cache
         slot = sequence.slot
         retention = sequence.request.cache_retention
-        cache.published.publish_fetched(cache.layouts[slot], came, sequence.block_hashes, retention)
+        hashes = sequence.block_hashes
+        cache.published.publish_fetched(cache.layouts[slot], came, hashes, retention)
+        if cache.states is not None:
+            cache.states.fetched(slot, hashes, retention)
         start = int(self.slots.issued[slot])
         tokens = sum(not part.group for part in came) * cache.block_size
         self.slots.issued[slot] = start + tokens

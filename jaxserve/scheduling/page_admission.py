@@ -257,35 +257,40 @@ class PageAdmission:
         and those of them that are there: of all page groups, and of the checkpoint of states that
         it goes on from."""
         cache = self.cache
-        need = cache.needs.of(sequence.prefill_len)
         prefix = prefix or cache.published.matched(pages, sequence.block_hashes)
-        matched = prefix.on_pages
-        if cache.states is not None and len(pages):
-            states = cache.states.on_pages(sequence.block_hashes[len(pages) - 1])
-            assert states is not None, "a matched prefix has no checkpoint"
-            need += len(states)
-            matched = np.concatenate([matched, np.array(states, np.intp)])
-        return need, matched
+        return cache.needs.of(sequence.prefill_len) + prefix.checkpoint_pages, prefix.on_pages
 
-    def fits(self, sequence: Sequence, pages: np.ndarray, prefix: ReachablePrefix) -> bool:
+    def fits(
+        self, sequence: Sequence, pages: np.ndarray, prefix: ReachablePrefix, home: int
+    ) -> bool:
         """Returns whether a sequence that was matched last, with these pages, also fits where it
-        takes those of a prefix instead."""
+        takes those of a prefix instead, with this home lane."""
         evictable = self.cache.pages.evictable
-        here = prefix.on_pages
-        _, matched = self._needed(sequence, pages)
-        more = evictable(here) - len(here) - (evictable(matched) - len(matched))
-        return more <= self._room and self._has_pages_beside(prefix)
+        takes = [
+            need - len(there) + evictable(there)
+            for need, there in (
+                self._needed(sequence, pages, prefix),
+                self._needed(sequence, pages),
+            )
+        ]
+        return takes[0] - takes[1] <= self._room and self._has_pages_beside(prefix, home)
 
-    def _has_pages_beside(self, prefix: ReachablePrefix) -> bool:
+    def _has_pages_beside(self, prefix: ReachablePrefix, home: int) -> bool:
         """Returns whether the lanes that have pages of a prefix also have some for what is missing
-        beside these."""
+        beside these, and the home lane for the checkpoint of states behind it."""
         pages = self.cache.pages
-        beside = [part.block for part in prefix.missing if part.block < len(prefix.pages)]
-        if pages.lanes == 1 or not beside:
+        beside = [
+            part.block
+            for part in prefix.missing
+            if part.block < len(prefix.pages) and not part.of_states
+        ]
+        need = pages.count_by_lane(prefix.pages[beside])
+        need[home] += prefix.checkpoint_pages - len(prefix.states)
+        if pages.lanes == 1 or not need.any():
             return True
         taken = prefix.on_pages[pages.refs[prefix.on_pages] == 0]
         left = pages.available() - pages.count_by_lane(taken)
-        return bool((left >= pages.count_by_lane(prefix.pages[beside])).all())
+        return bool((left >= need).all())
 
     def admit(
         self,

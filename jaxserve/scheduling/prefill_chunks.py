@@ -114,8 +114,8 @@ class PrefillChunks:
         )
         dealt = self._dealt(step, home, part, sequence)
         place = self._place(home, cache.pages.count_by_lane(pages), lanes_of_blocks, dealt)
-        fetch = self.fetches.choose(sequence, pages)
-        if fetch is not None and not self.admission.fits(sequence, pages, fetch.prefix):
+        fetch = self.fetches.choose(sequence, pages, home)
+        if fetch is not None and not self.admission.fits(sequence, pages, fetch.prefix, home):
             fetch = None
         if fetch is not None:
             pages = fetch.prefix.pages

@@ -185,9 +185,9 @@ def test_memory_for_states_is_set_aside_before_that_for_pages():
 @pytest.mark.parametrize(
     "name, settings",
     [
-        ("host_cache_gib", {"host_cache_gib": 1.0}),
+        ("host_cache_gib", {"host_cache_gib": 1.0, "mesh": "spp=2"}),
         ("prefix_copies", {"prefix_copies": True, "mesh": "kvp=2"}),
-        ("role", {"role": "prefill"}),
+        ("role", {"role": "prefill", "mesh": "spp=2"}),
         ("planner", {"planner": "cdsp", "placement": "striped", "mesh": "kvp=2"}),
         ("exchange", {"exchange": "pass_kv", "mesh": "kvp=2"}),
         ("exchange", {"exchange": "auto", "mesh": "kvp=2"}),

@@ -165,8 +165,8 @@ def test_latents_outlast_a_restart_on_disk(tmp_path):
         real.close()
     blocks = (len(prompt) - 1) // 8
     assert found == [(found[0][0], 0), (found[0][0], blocks * 8)]
-    # a prompt that waits has its blocks brought to host memory, or they are read when it begins
-    assert counts.prefetched + counts.disk_reads == blocks
+    # a prompt that waits has its blocks brought to host memory, as far as there is time
+    assert counts.host_reads + counts.disk_reads == blocks
 
 
 def assert_equals_transformers(name: str, mesh: str, folder: Path, **settings) -> None:

@@ -95,11 +95,11 @@ def test_an_evicted_part_takes_the_whole_checkpoint_with_it():
     replica = make()
     system = some(1, 22)
     assert [cached(replica, system + some(tail, 9)) for tail in range(3)] == [0, 0, 20]
-    states = replica.cache.states
+    seen = replica.cache.published.seen
     key = replica.cache.block_hashes("", lambda a, b: np.array(system[a:b], np.int32))[4]
-    pages = states.on_pages(key)
+    pages = seen.checkpoint(key)
     replica.cache.pages.retract([pages[1]])
-    assert states.on_pages(key) is None
+    assert not seen.checkpoint(key)
     assert cached(replica, system + some(5, 9)) == 0
     assert cached(replica, system + some(6, 9)) == 20
 

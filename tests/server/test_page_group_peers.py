@@ -29,7 +29,8 @@ from tests.waiting import eventually
 
 PROMPT = prompts()[2]
 BLOCKS = (len(PROMPT) - 1) // BLOCK
-FAMILIES = ["gemma3", "gpt_oss", "deepseek_v3"]
+FAMILIES = ["gemma3", "gpt_oss", "deepseek_v3", "qwen3_5"]
+JOB = dict(max_tokens=1, rest=dict(job=True))  # a prompt that is computed for another replica
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -100,7 +101,7 @@ class Pair:
     def compute(self, job: str) -> None:
         """Has the far replica compute the prompt, once its blocks are asked for."""
         eventually(lambda: bool(self.far.scheduler.cache.stores.wanted))
-        Ran(self.far, PROMPT, job, max_tokens=1)
+        Ran(self.far, PROMPT, job, **JOB)
 
     @property
     def came(self) -> int:
@@ -117,12 +118,14 @@ def test_a_prompt_is_computed_there_and_decoded_here(stack, folder, family, expe
     pair = Pair(stack, folder)
     assert pair.ask("job", while_asked=lambda: pair.compute("job")) == (expected, BLOCKS * BLOCK)
     assert pair.came == pair.all
-    if family != "deepseek_v3":  # of windows only the last blocks
+    if pair.near.worker.plan.windows:  # only the last blocks of these
         assert BLOCKS < pair.came < BLOCKS * pair.near.worker.plan.page_groups
     assert_empty(pair.near)
 
 
-def test_layers_in_groups_send_their_pools_as_they_run(stack, folder, expected):
+def test_layers_in_groups_send_their_pools_as_they_run(stack, folder, family, expected):
+    if family == "qwen3_5":
+        pytest.skip("a half of its four layers has no pages to keep states on")
     pair = Pair(stack, folder, dict(layer_groups=2), dict(layer_groups=2))
     assert pair.ask("job", while_asked=lambda: pair.compute("job")) == (expected, BLOCKS * BLOCK)
     assert pair.came == pair.all and not pair.near.worker.lower_tiers.counts().wrong
@@ -132,11 +135,11 @@ def test_layers_in_groups_send_their_pools_as_they_run(stack, folder, expected):
 def test_what_is_there_already_comes_after_it_was_evicted_too(stack, folder, expected):
     """From its pages, and from its host memory."""
     pair = Pair(stack, folder)
-    Ran(pair.far, PROMPT, "before", max_tokens=1).wait()
+    Ran(pair.far, PROMPT, "before", **JOB).wait()
     assert pair.ask() == (expected, BLOCKS * BLOCK)
     assert pair.came == pair.all
     for number, other in enumerate(prompts(1)):
-        Ran(pair.far, other, f"other{number}", max_tokens=1).wait()
+        Ran(pair.far, other, f"other{number}", **JOB).wait()
     pair.near.scheduler.cache.flush()
     again = Pair(stack, folder)
     again.source = pair.source
@@ -158,7 +161,7 @@ def test_a_source_that_is_killed_in_the_midst_is_computed_without(stack, folder,
         return read(key, into, seconds)
 
     exporter.read = killed
-    Ran(pair.far, PROMPT, "before", max_tokens=1).wait()
+    Ran(pair.far, PROMPT, "before", **JOB).wait()
     found, hit = pair.ask()
     assert found == expected and hit < BLOCKS * BLOCK
     assert next(reads) > when
@@ -166,11 +169,12 @@ def test_a_source_that_is_killed_in_the_midst_is_computed_without(stack, folder,
     assert_empty(pair.near)
 
 
-def test_a_page_of_a_window_that_is_gone_there_is_computed_here(stack, folder, family, expected):
+def test_what_is_gone_there_beside_blocks_is_computed_here(stack, folder, expected):
+    """A page of a window, or of a checkpoint."""
     pair = Pair(stack, folder)
-    if not pair.near.worker.plan.windows:
+    if not pair.near.scheduler.cache.published.seen:
         pytest.skip("all of its layers see all")
-    Ran(pair.far, PROMPT, "before", max_tokens=1).wait()
+    Ran(pair.far, PROMPT, "before", **JOB).wait()
     cache = pair.far.scheduler.cache
     tokens = np.array(PROMPT, np.int32)
     hashes = cache.block_hashes("", lambda first, last: tokens[first:last])
@@ -186,11 +190,13 @@ def test_replicas_with_other_pools_read_nothing_of_each_other(
     stack, folder, family, expected, near
 ):
     """Where all layers see all, blocks are the same for every mesh, and made to size."""
+    if family == "qwen3_5":
+        near = dict(mesh="tp=2") if "mesh" in near else near
     pair = Pair(stack, folder, near=near)
-    Ran(pair.far, PROMPT, "before", max_tokens=1).wait()
+    Ran(pair.far, PROMPT, "before", **JOB).wait()
     found, hit = pair.ask()
     assert found == expected
-    assert (hit == 0) == bool(pair.near.worker.plan.windows)
+    assert (hit == 0) == bool(pair.near.scheduler.cache.published.seen)
     assert not pair.near.worker.lower_tiers.counts().wrong
     assert_empty(pair.near)
 
@@ -205,7 +211,7 @@ def test_a_router_s_ticket_stands_for_all_that_is_asked(stack, folder, length):
     hashes = pair.far.info.block_hashes(tokens, "")
     keys = exporter.keys_of(hashes, length // BLOCK)
     exporter.want(keys)
-    Ran(pair.far, prompt, "job", max_tokens=1).wait()
+    Ran(pair.far, prompt, "job", **JOB).wait()
     exporter.unwant(keys)
     eventually(lambda: pair.far.worker.mover.stored)
     pair.far.flush_cache()
