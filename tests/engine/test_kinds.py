@@ -115,7 +115,8 @@ def test_tokens_are_those_of_a_quiet_engine_and_of_transformers(kind, mesh, tmp_
     real = tiny(tmp_path / "real", kind, mesh)
     plan = real.worker.plan
     lanes = plan.mesh.kvp
-    short = int(1.5 * PageNeeds(BLOCK, plan.windows).of(MAX_LEN)) // lanes + 2 * plan.page_groups
+    longest = max(map(len, prompts)) + asked["max_tokens"]
+    short = int(1.5 * PageNeeds(BLOCK, plan.windows).of(longest)) // lanes + 2 * plan.page_groups
     serving = [("random" if lanes > 1 else "grow", None, short)]
     if plan.moves:
         serving += [
