@@ -167,8 +167,12 @@ class HostTier:
             self._behind.keep(key, block, until)
 
     def _verified(self, slot: int, key: bytes) -> np.ndarray | None:
-        """The bytes of a block in its slot; None where they are not what was put."""
-        return self.blocks.view(slot) if self.blocks.verify(slot, key) else None
+        """Returns the bytes of a block in its slot; None, and counts it, where they are not what
+        was put."""
+        if self.blocks.verify(slot, key):
+            return self.blocks.view(slot)
+        self._tally.add("wrong")
+        return None
 
     def keep(self, keys: Sequence[bytes], until: float) -> None:
         """Has blocks stay until a clock second, if not for longer."""

@@ -140,12 +140,13 @@ def test_a_flipped_bit_in_host_memory_is_a_miss_and_is_forgotten(bit):
     assert put(tiers, 1) and read(tiers, 1)
 
 
-def test_a_wrong_block_does_not_go_to_the_tier_behind(tiers, shelf):
+def test_a_wrong_block_is_counted_and_does_not_go_to_the_tier_behind(tiers, shelf):
     for number in range(4):
         put(tiers, number)
     flip_bit(tiers, slot_of(tiers, name(0)), 56)
     put(tiers, 4)
     assert not shelf.blocks and not read(tiers, 0)
+    assert tiers.counts().wrong == 1
 
 
 def test_a_block_that_could_not_be_written_is_not_there(tiers):
