@@ -9,13 +9,15 @@ import contextlib
 import itertools
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
 from jaxserve.api.request import KvSource
+from jaxserve.cache.hashes import PART_BYTES
 from jaxserve.engine.build import build
 from jaxserve.engine.engine import Engine
 from jaxserve.server.block_service import BlockService
@@ -31,19 +33,32 @@ from jaxserve.settings.schema import (
 from jaxserve.store.record import SECTOR, record_bytes
 from jaxserve.transfer import Window
 from jaxserve.transfer.frames import SLICE_BYTES
-from tests.engine.harness import Runner, assert_empty, generate, shared
+from tests.engine.harness import Runner, assert_empty, engine, generate, shared
 from tests.engine.test_peers import ended
+from tests.models.test_families import write_model
 from tests.store.fakes import descriptors_of, flip_bit, slot_of
 from tests.transfer.proxies import Proxy, flip
 from tests.waiting import eventually
 
 SECRET = b"of the tests of injected faults"
-BLOCK = 16  # tokens
-MAX_LEN = 512
-PAGES = MAX_LEN // BLOCK + 2  # so that the next prompt evicts the last
+BLOCKS = 32  # of the longest sequence
+ROOM = BLOCKS + 2  # blocks that devices have pages for, so that the next prompt evicts the last
 FILLER = 28  # blocks of a prompt of no interest
 HEADER = 1000  # bytes before which a connection has no block's bytes yet
 Case = tuple[list[int], list[int]]  # a prompt, and the tokens that it must give
+
+
+class Served(NamedTuple):
+    """A model, and how its KV is kept. block: tokens of a block. pages: that a block has, one in
+    each page group."""
+
+    model: str
+    block: int = 16
+    pages: int = 1
+
+    @property
+    def max_len(self) -> int:
+        return BLOCKS * self.block
 
 
 class Replicas:
@@ -51,16 +66,18 @@ class Replicas:
     that it may ask for KV: `far`, with the same model; the same under another secret; and one with
     another model."""
 
-    def __init__(self, stack: contextlib.ExitStack, folder: Path, model: str):
+    def __init__(self, stack: contextlib.ExitStack, folder: Path, served: Served):
         self._stack = stack
+        self.served = served
+        model = served.model
         self.far, self.transfer, self.source = self._source(model, SECRET)
         self.stranger = self._offered(self.far, b"of some other cluster, not of ours")[1]
         self.other = self._source("random:tiny-window", SECRET)[2]
         self.peers = PeerReplicas(SECRET)
         stack.callback(self.peers.close)
         block_bytes = self.far.worker.lower_tiers.block_bytes
-        gib = (FILLER + 8) * block_bytes / (1 << 30)
-        disk_gib = 100 * FILLER * record_bytes(block_bytes) / (1 << 30)
+        gib = (FILLER + 8) * served.pages * block_bytes / (1 << 30)
+        disk_gib = 100 * FILLER * served.pages * record_bytes(block_bytes) / (1 << 30)
         self.near = self._replica(model, self.peers, gib, f"{folder}:{disk_gib}")
         self.tiers = self.near.worker.lower_tiers
         # Learnt where others have the cores, a read takes longer than computing, and is left out.
@@ -71,9 +88,14 @@ class Replicas:
 
     def _replica(self, model: str, peers: PeerReplicas, gib: float, disk: str | None) -> Engine:
         config = EngineConfig(
-            ModelSource(model=model, max_model_len=MAX_LEN, dtype="float32"),
+            ModelSource(model=model, max_model_len=self.served.max_len, dtype="float32"),
             MeshConfig(),
-            CacheConfig(pages=PAGES, block_size=BLOCK, host_cache_gib=gib, disk_cache=disk),
+            CacheConfig(
+                pages=ROOM * self.served.pages,
+                block_size=self.served.block,
+                host_cache_gib=gib,
+                disk_cache=disk,
+            ),
             SchedulerConfig(max_seqs=2, chunk_tokens=128),
         )
         engine = build(config, progress=False, warm_up=False, peers=peers)
@@ -108,14 +130,14 @@ class Replicas:
         """Asks `near`, with another replica as source where there is an address; the tokens must be
         right. Returns how many blocks of the prompt it did not compute."""
         prompt, tokens = case
-        source = KvSource(address, len(prompt) // BLOCK) if address else None
+        source = KvSource(address, self.blocks(case)) if address else None
         runner = Runner(self.near)
         rest = dict(kv_source=source, cache_salt=salt)
         id = runner.submit(prompt, max_tokens=count or len(tokens), ignore_eos=True, rest=rest)
         runner.run()
         completion = runner.completion(id)
         assert completion.ids == tokens[:count]
-        return completion.finished.usage.cached // BLOCK
+        return completion.finished.usage.cached // self.served.block
 
     def far_says(self, case: Case, salt: str) -> None:
         """Has `far` compute the prompt's KV."""
@@ -124,19 +146,34 @@ class Replicas:
         eventually(lambda: ended(runner, id), 120)
         assert runner.ids(id) == case[1][:1]
 
-    def fill(self, count: int = 1) -> None:
-        """Runs prompts of no interest, until what was on devices is in host memory, and what was
-        there is on disk."""
-        for _ in range(count):
-            rng = random.Random(next(self.fillers))
-            prompt = [rng.randrange(1, 200) for _ in range(FILLER * BLOCK)]
-            generate(self.near, [prompt], max_tokens=1)
-            eventually(lambda: self.near.worker.mover.stored, 60)
+    def fill(self) -> None:
+        """Runs a prompt of no interest: what was on devices goes to host memory, and what was there
+        goes to disk."""
+        rng = random.Random(next(self.fillers))
+        prompt = [rng.randrange(1, 120) for _ in range(FILLER * self.served.block)]
+        generate(self.near, [prompt], max_tokens=1)
+        eventually(lambda: self.near.worker.mover.stored, 60)
+
+    def fill_until(self, find: Callable[[], list[bytes]]) -> list[bytes]:
+        """Runs prompts of no interest until there are such keys; returns these."""
+        for _ in range(4):
+            self.fill()
+            if keys := find():
+                return keys
+        raise AssertionError("no block went where it was to be harmed")
+
+    def blocks(self, case: Case) -> int:
+        """Returns how many full blocks a prompt has."""
+        return len(case[0]) // self.served.block
 
     def keys(self, case: Case, salt: str) -> list[bytes]:
+        """Returns the keys of all that a prompt can be continued with: of its full blocks, and of
+        what windows see at their end."""
         prompt = np.asarray(case[0], np.int32)
-        hashes = self.near.scheduler.cache.block_hashes(salt, lambda a, b: prompt[a:b])
-        return [hashes[block] for block in range(len(prompt) // BLOCK)]
+        cache = self.near.scheduler.cache
+        hashes = cache.block_hashes(salt, lambda a, b: prompt[a:b])
+        blocks = self.blocks(case)
+        return [*hashes.keys(0, blocks), *cache.published.seen.keys(blocks, hashes)]
 
     def assert_nothing_left(self) -> None:
         assert_empty(self.near)
@@ -158,6 +195,12 @@ def writes(replicas: Replicas, harm) -> Iterator[None]:
         del transfer.write
 
 
+def one_of(keys: list[bytes], dice: random.Random) -> bytes:
+    """Chooses a key, as often of each page group that there is."""
+    part = dice.choice(sorted({key[:PART_BYTES] for key in keys}))
+    return dice.choice([key for key in keys if key.startswith(part)])
+
+
 # --- the faults: each returns whether it was noticed
 
 
@@ -174,7 +217,7 @@ def flipped_on_the_wire(replicas: Replicas, case: Case, salt: str, dice: random.
         came = replicas.near_says(case, salt, replicas.source)
     for proxy in proxies:
         proxy.close()
-    return bool(proxies) and came < len(case[0]) // BLOCK
+    return bool(proxies) and came < replicas.blocks(case)
 
 
 def replayed(replicas: Replicas, case: Case, salt: str, dice: random.Random) -> bool:
@@ -210,9 +253,9 @@ def of_another_model(replicas: Replicas, case: Case, salt: str, dice: random.Ran
 
 def flipped_in_host_memory(replicas: Replicas, case: Case, salt: str, dice: random.Random) -> bool:
     replicas.near_says(case, salt, count=1)
-    replicas.fill()
     tiers = replicas.tiers
-    key = dice.choice([key for key in replicas.keys(case, salt) if key in tiers.host])
+    keys = replicas.keys(case, salt)
+    key = one_of(replicas.fill_until(lambda: [key for key in keys if key in tiers.host]), dice)
     flip_bit(tiers, slot_of(tiers, key), dice.randrange(8 * tiers.block_bytes))
     before = tiers.counts().wrong
     replicas.near_says(case, salt)
@@ -240,14 +283,11 @@ def torn(replicas: Replicas, case: Case, salt: str, dice: random.Random) -> bool
 
 def noticed_on_disk(replicas: Replicas, case: Case, salt: str, dice: random.Random, damage) -> bool:
     replicas.near_says(case, salt, count=1)
-    replicas.fill(2)
-    keys = [
-        key
-        for key in replicas.keys(case, salt)
-        if key in replicas.disk and key not in replicas.tiers.host
-    ]
+    host = replicas.tiers.host
+    keys = replicas.keys(case, salt)
+    on_disk = lambda: [key for key in keys if key in replicas.disk and key not in host]
+    key = one_of(replicas.fill_until(on_disk), dice)
     size = record_bytes(replicas.tiers.block_bytes)
-    key = dice.choice(keys)
     with open(replicas.file, "r+b") as file:
         for record, content in enumerate(iter(lambda: bytearray(file.read(size)), b"")):
             if key in content[:SECTOR]:
@@ -305,22 +345,48 @@ def inject(replicas: Replicas, cases: list[Case], count: int, seed: int) -> None
     print(dict(noticed), replicas.tiers.counts(), replicas.disk.counts())
 
 
-@pytest.mark.parametrize("count", [16, pytest.param(1000, marks=pytest.mark.matrix)])
-def test_each_fault_is_noticed_and_changes_no_token(tmp_path, count):
+def served(kind: str, folder: Path) -> Served:
+    """Returns a tiny model of a kind whose KV goes to other replicas and to lower tiers."""
+    match kind:
+        case "windows":  # three layers that see 20 tokens, each with pages of its own
+            return Served(str(write_model(folder, "gemma3")), block=8, pages=4)
+        case "latents":
+            return Served(str(write_model(folder, "deepseek_v3")), block=8)
+    return Served("random:tiny")
+
+
+@pytest.mark.parametrize(
+    "kind, count",
+    [
+        ("full", 2 * len(FAULTS)),
+        ("windows", len(FAULTS)),
+        *(
+            pytest.param(kind, 1000, marks=pytest.mark.matrix)
+            for kind in ("full", "windows", "latents")
+        ),
+    ],
+)
+def test_each_fault_is_noticed_and_changes_no_token(tmp_path, kind, count):
+    model = served(kind, tmp_path / "model")
     rng = random.Random(3)
-    prompts = [[rng.randrange(1, 200) for _ in range(size)] for size in (300, 420, 333)]
-    cases = [(prompt, generate(shared(), [prompt], max_tokens=6)[0]) for prompt in prompts]
+    lengths = [int(blocks * model.block) for blocks in (18.75, 26.25, 20.9)]
+    prompts = [[rng.randrange(1, 120) for _ in range(length)] for length in lengths]
+    plain = shared()
+    if kind != "full":
+        plain = engine(model.model, block=model.block, max_len=model.max_len)
+    cases = [(prompt, generate(plain, [prompt], max_tokens=6)[0]) for prompt in prompts]
     with contextlib.ExitStack() as stack:
-        inject(Replicas(stack, tmp_path, "random:tiny"), cases, count, seed=1)
+        inject(Replicas(stack, tmp_path, model), cases, count, seed=1)
 
 
 @pytest.mark.matrix
 def test_the_real_model_gives_its_tokens_whatever_fails(tmp_path, golden, smollm2_gguf):
+    model = Served(str(smollm2_gguf))
     cases = [
         (case["prompt_ids"], case["output_ids"])
         for case in golden["cases"]
-        if 300 < len(case["prompt_ids"]) < MAX_LEN - len(case["output_ids"])
+        if 300 < len(case["prompt_ids"]) < model.max_len - len(case["output_ids"])
     ]
     assert cases
     with contextlib.ExitStack() as stack:
-        inject(Replicas(stack, tmp_path, str(smollm2_gguf)), cases, 2 * len(FAULTS), seed=2)
+        inject(Replicas(stack, tmp_path, model), cases, 2 * len(FAULTS), seed=2)
