@@ -286,30 +286,50 @@ def _above(x: jax.Array, weights: jax.Array, goal: jax.Array) -> jax.Array:
     """
     # the bits of numbers >= 0 are ordered as the numbers are
     bits = lax.bitcast_convert_type(-x + 0.0, jnp.int32)
-
-    def search(found: jax.Array, step: int | jax.Array, width: int) -> jax.Array:
-        """Finds the next `width` bits, of which the last one counts `step`."""
-        tried = [found + (number * step - 1) for number in range(1, 1 << width)]
-        kept = [jnp.where(bits <= each[:, None], weights, 0) for each in tried]
-        too_few = [(total < goal).astype(jnp.int32) for total in _sums(kept)]
-        return found + step * sum(too_few)
-
-    def bit_by_bit(found: jax.Array) -> jax.Array:
-        top = jnp.int32(1) << (THRESHOLD_BITS - 1)
-        step = lambda at, found: search(found, top >> at, 1)
-        return lax.fori_loop(0, THRESHOLD_BITS, step, found)
-
-    def several(found: jax.Array) -> jax.Array:
-        left = THRESHOLD_BITS
-        while left:
-            width = min(PASS_BITS, left)
-            left -= width
-            found = search(found, 1 << left, width)
-        return found
-
-    found = jnp.zeros(x.shape[:1], jnp.int32)
-    found = lax.platform_dependent(found, cpu=bit_by_bit, default=several)
+    found = lax.platform_dependent(
+        bits,
+        cpu=lambda bits: _bit_by_bit(bits, weights, goal),
+        default=lambda bits: _several_bits(bits, weights, goal),
+    )
     return jnp.where(bits <= found[:, None], x, -jnp.inf)
+
+
+# Jitted so that they are traced once for each shape, not in each branch of each program, which took
+# most of the time of lowering one.
+@jax.jit
+def _bit_by_bit(bits: jax.Array, weights: jax.Array, goal: jax.Array) -> jax.Array:
+    """Finds the thresholds of `_above` [S], as bits, one bit in each pass."""
+    top = jnp.int32(1) << (THRESHOLD_BITS - 1)
+    step = lambda at, found: _search(bits, weights, goal, found, top >> at, 1)
+    return lax.fori_loop(0, THRESHOLD_BITS, step, jnp.zeros(len(bits), jnp.int32))
+
+
+@jax.jit
+def _several_bits(bits: jax.Array, weights: jax.Array, goal: jax.Array) -> jax.Array:
+    """Finds the thresholds of `_above` [S], as bits, `PASS_BITS` in each pass."""
+    found = jnp.zeros(len(bits), jnp.int32)
+    left = THRESHOLD_BITS
+    while left:
+        width = min(PASS_BITS, left)
+        left -= width
+        found = _search(bits, weights, goal, found, 1 << left, width)
+    return found
+
+
+def _search(
+    bits: jax.Array,
+    weights: jax.Array,
+    goal: jax.Array,
+    found: jax.Array,
+    step: int | jax.Array,
+    width: int,
+) -> jax.Array:
+    """Adds the next `width` bits, of which the last one counts `step`, to the thresholds found so
+    far [S]."""
+    tried = [found + (number * step - 1) for number in range(1, 1 << width)]
+    kept = [jnp.where(bits <= each[:, None], weights, 0) for each in tried]
+    too_few = [(total < goal).astype(jnp.int32) for total in _sums(kept)]
+    return found + step * sum(too_few)
 
 
 def _sums(rows: list[jax.Array]) -> Sequence[jax.Array]:
