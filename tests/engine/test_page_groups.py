@@ -3,6 +3,7 @@ keeps all pages, whatever is freed, evicted, preempted and found again, on any l
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import jax
@@ -23,7 +24,18 @@ from tests.models.test_families import CASES, write_model
 
 BLOCK = 4
 WINDOW = 20
-LANES = ["", "kvp=2", *(pytest.param(f"kvp={n}", marks=pytest.mark.matrix) for n in (4, 8))]
+ON_LANES = [
+    ("gemma3", ""),
+    ("gpt_oss", ""),
+    ("gemma3", "kvp=2"),
+    *(
+        pytest.param(*case, marks=pytest.mark.matrix)
+        for case in (
+            ("gpt_oss", "kvp=2"),
+            *itertools.product(("gemma3", "gpt_oss"), ("kvp=4", "kvp=8")),
+        )
+    ),
+]
 ASKED = dict(max_tokens=40, ignore_eos=True)
 
 
@@ -49,8 +61,7 @@ def tiny(folder, name: str, mesh: str = "", **settings):
     )
 
 
-@pytest.mark.parametrize("mesh", LANES)
-@pytest.mark.parametrize("name", ["gemma3", "gpt_oss"])
+@pytest.mark.parametrize("name, mesh", ON_LANES)
 def test_tokens_are_those_of_one_table_for_all_layers(name, mesh, tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(sizing, "page_windows", lambda _: ONE_GROUP)
