@@ -13,6 +13,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.executor import CommandExecutor
 from jaxserve.engine.loading import cache_identity, hello_of, make_worker
 from jaxserve.engine.profiling.profile_file import profile_for, replica_sizes
+from jaxserve.engine.sampling_rows import VARIANTS
 from jaxserve.engine.sizing import (
     for_this_machine,
     kept_weights,
@@ -124,19 +125,20 @@ def open_worker(
     warm_up: bool = True,
     peers: PeerBlocks | None = None,
     everything: bool = True,
+    variants: tuple[str, ...] = VARIANTS,
 ) -> tuple[Worker, ModelConfig]:
     """Loads the weights and compiles the programs of a replica, in this process. everything: all
-    programs, not only those that hold every batch. Also returns what the checkpoint says of its
-    model."""
+    programs, not only those that hold every batch. variants: of sampling, those that are compiled.
+    Also returns what the checkpoint says of its model."""
     checkpoint = open_checkpoint(config.source.model, config.source.revision)
     ensure_devices(config.mesh.devices)
     worker, load = make_worker(config, checkpoint, progress, peers)
     shapes: list[StepShape] = []
     if warm_up:
         shapes = worker.plan.shapes if everything else first_shapes(worker.plan.shapes)
-    count = len(worker.programs(shapes))
+    count = len(worker.programs(shapes, variants))
     with progress_bar("compiling programs", count, progress and warm_up) as step:
-        worker.start(load, shapes, step)
+        worker.start(load, shapes, step, variants)
     return worker, checkpoint.config
 
 

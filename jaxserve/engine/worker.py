@@ -147,12 +147,16 @@ class Worker(CommandExecutor):
         return None if self.mover is None else self.mover.tiers
 
     def start(
-        self, load: Loader, shapes: Collection[StepShape], done: Callable[[str], None]
+        self,
+        load: Loader,
+        shapes: Collection[StepShape],
+        done: Callable[[str], None],
+        variants: tuple[str, ...] = VARIANTS,
     ) -> None:
-        """Reads the weights, and compiles meanwhile what steps of these shapes can need, if there
-        are any; `done` is called with the name of each program. Pools are made last: what is tried
-        while programs are tuned then has the memory that pools will fill. Errors: those of `load`,
-        as soon as a program is compiled."""
+        """Reads the weights, and compiles meanwhile what steps of these shapes that sample in these
+        variants can need, if there are any shapes; `done` is called with the name of each program.
+        Pools are made last: what is tried while programs are tuned then has the memory that pools
+        will fill. Errors: those of `load`, as soon as a program is compiled."""
         with ThreadPoolExecutor(1, "weights") as reader:
             loading = reader.submit(self.stages.load, load)
 
@@ -162,7 +166,7 @@ class Worker(CommandExecutor):
                     loading.result()
 
             if shapes:
-                self.warm_up(compiled, shapes=shapes)
+                self.warm_up(compiled, variants, shapes)
             loading.result()
         self.stages.reset()
 

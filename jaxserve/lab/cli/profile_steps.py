@@ -49,12 +49,15 @@ PROFILE = [
 
 def run(values: dict[str, Any]) -> int:
     from jaxserve.engine.build import open_worker
+    from jaxserve.engine.command_builder import GREEDY
     from jaxserve.engine.profiling import profile_file
+    from jaxserve.engine.sampling_rows import VARIANTS
     from jaxserve.engine.sizing import for_this_machine, max_length
 
     config = for_this_machine(engine_config(values, profile="auto"))
     progress = sys.stderr.isatty()
-    worker, _ = open_worker(config, progress)
+    # all that is measured samples greedily
+    worker, _ = open_worker(config, progress, variants=(VARIANTS[GREEDY],))
     max_len = max_length(config, worker.plan.model)
     longest = min(values["longest"], max_len)
     measured = profile_file.measure_costs(worker, longest, values["repeats"], progress)
