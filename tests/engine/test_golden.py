@@ -236,7 +236,7 @@ def assert_golden_with_decodes_around_a_ring(source, cases, mesh, placement) -> 
     real = engine(
         source,
         mesh,
-        chunk=512,
+        chunk=64,
         seqs=8,
         pages=128,
         max_len=2048,
