@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
 from typing import NamedTuple
@@ -14,14 +13,17 @@ from jaxserve.cache.pages import PageAllocator
 
 
 class PrefixMatch(NamedTuple):
-    """Pages [n] that hold the first n blocks of a sequence, and their `generation` [n] when they
-    were found: as long as a page's is the same, it still holds its block. published: blocks of the
-    sequence that are on pages, where these are more than can be used: without a checkpoint of the
-    states after them. lane: that has the checkpoint after the n blocks, in models with states."""
+    """Pages that hold the first blocks of a sequence.
+
+    pages [n]: those that can be used. published [m]: these, and those that cannot, for what is seen
+    behind them is not there. generation [m]: of the published ones when they were found: as long as
+    a page's is the same, it still holds its block. lane: that has the checkpoint of the states
+    after the n blocks, in models with states.
+    """
 
     pages: np.ndarray
+    published: np.ndarray
     generation: np.ndarray
-    published: int = 0
     lane: int | None = None
 
 
@@ -74,7 +76,8 @@ class ReachablePrefix(NamedTuple):
         return [part.key(hashes) for part in self.missing]
 
 
-NO_MATCH = PrefixMatch(np.empty(0, np.intp), np.empty(0, np.int32))
+NO_PAGES = np.empty(0, np.intp)
+NO_MATCH = PrefixMatch(NO_PAGES, NO_PAGES, np.empty(0, np.int32))
 
 
 # chooses one of the pages that hold a block
@@ -92,8 +95,10 @@ def find_prefix(
     """Finds the pages of a sequence's first blocks, at most `blocks`. last: what was found before
     for the same sequence: only what changed since is looked up again. choose: which of several
     pages with a block is taken; one that was taken before stays as long as it has the block."""
-    unchanged = pages.generation[last.pages] == last.generation
-    known = len(last.pages) if unchanged.all() else int(unchanged.argmin())
+    unchanged = pages.generation[last.published] == last.generation
+    known = len(last.published)
+    if not unchanged.all():
+        known = int(unchanged.argmin())
     new: list[int] = []
     for key in hashes.keys(known, blocks):
         copies = pages.with_key.get(key)
@@ -101,10 +106,10 @@ def find_prefix(
             break
         new.append(choose(copies))
     known = min(known, blocks)
-    if not new and known == len(last.pages):
+    if not new and known == len(last.published):
         return last
-    together = np.concatenate([last.pages[:known], np.array(new, np.intp)])
-    return PrefixMatch(together, pages.generation[together])
+    together = np.concatenate([last.published[:known], np.array(new, np.intp)])
+    return PrefixMatch(together, together, pages.generation[together])
 
 
 class SeenPages:
@@ -126,21 +131,24 @@ class SeenPages:
         states have a checkpoint: with its lane."""
         if not self:
             return match
-        pages = match.pages.tolist()
+        pages = match.published.tolist()
+        keys = list(hashes.keys(0, len(pages)))
+        with_key = self._pages.with_key
 
         def there(block: int, group: int) -> bool:
+            key = group_key(keys[block], group)
+            if key not in with_key:  # most that is not there
+                return False
             if group == STATE_PART:
-                return bool(self.checkpoint(hashes[block]))
-            return self.page(group_key(hashes[block], group), pages[block]) is not None
+                return bool(self.checkpoint(keys[block]))
+            return self.page(key, pages[block]) is not None
 
         blocks = self.depth(len(pages), there)
         lane = None
         states = self.checkpoint_after(blocks, hashes)
         if states:
             lane = states[0] // self._pages.per_lane
-        if blocks == len(pages) and lane is None:
-            return match
-        return PrefixMatch(match.pages[:blocks], match.generation[:blocks], len(pages), lane)
+        return match._replace(pages=match.published[:blocks], lane=lane)
 
     def checkpoint(self, key: bytes, lane: int | None = None) -> list[int]:
         """Returns the pages of the checkpoint behind a block, all of one lane, of this one where
@@ -150,10 +158,10 @@ class SeenPages:
             home = first // pages.per_lane
             if lane not in (None, home):
                 continue
-            parts = (pages.on_lane(part, home) for part in state_keys(key, self.states))
-            found = [*itertools.takewhile(lambda page: page is not None, parts)]
+            parts = [pages.on_lane(part, home) for part in state_keys(key, self.states)]
+            found = [page for page in parts if page is not None]
             if len(found) == self.states:
-                return [page for page in found if page is not None]
+                return found
         return []
 
     def checkpoint_after(

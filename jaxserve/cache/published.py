@@ -84,18 +84,19 @@ class PublishedBlocks:
         replica, which is asked for what is not here, with what is seen behind them. home: the lane
         that needs its states; None: any."""
         if self.seen:  # more blocks have pages than end where groups see published ones alone
-            known = PrefixMatch(pages, self.pages.generation[pages])
+            known = PrefixMatch(pages, pages, self.pages.generation[pages])
             pages = find_prefix(self.pages, hashes, blocks, known, self.choose).pages
         below = self.below
         known_blocks = len(pages) + len(below.fetchable(hashes, len(pages), blocks))
         on_pages = pages.tolist()
+        keys = list(hashes.keys(0, known_blocks))
 
         def there(block: int, group: int) -> bool:
+            key = group_key(keys[block], group)
             if group == STATE_PART:
-                key = hashes[block]
-                on_lane = bool(self.seen.checkpoint(key, home))
-                return on_lane or all(map(below.holds, state_keys(key, self.seen.states)))
-            key = group_key(hashes[block], group)
+                parts = state_keys(keys[block], self.seen.states)
+                on_lane = bool(self.seen.checkpoint(keys[block], home))
+                return on_lane or all(map(below.holds, parts))
             beside = block < len(on_pages) and self.seen.page(key, on_pages[block]) is not None
             return beside or below.holds(key)
 

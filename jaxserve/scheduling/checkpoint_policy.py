@@ -55,7 +55,7 @@ class CheckpointPolicy:
         size = self._cache.block_size
         start = len(sequence.prefix_match.pages) * size
         self._newest[sequence.slot] = start
-        met = sequence.prefix_match.published * size
+        met = len(sequence.prefix_match.published) * size
         end = (sequence.prefill_len - 1) // size * size
         wanted = {met, end} if len(sequence.request.completions) > 1 else {met}
         wanted = {stop for stop in wanted if self._is_worth_a_step(start, stop)}
