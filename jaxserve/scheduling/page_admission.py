@@ -164,7 +164,7 @@ class PageAdmission:
         small = self.is_small(sequence)
         pages = self._cached_pages(sequence)
         need, matched = self._needed(sequence, pages)
-        reserve = self._reserve_for_small(self._claimant if small else sequence)
+        reserve = self._kept_for_small(sequence, need)
         left_to_small = max(0, reserve - self._of_small)
         growth = self._growth(sequence)
         claimed = small and self._claimant is not None
@@ -175,6 +175,12 @@ class PageAdmission:
             left_to_small = 0
         room = self._room_beside(matched, need, growth, left_to_small)
         while room < 0 and self._take_promised(sequence, -room):
+            room = self._room_beside(matched, need, growth, left_to_small)
+        if room < 0 and len(pages) and self._nothing_runs:
+            # what it would go on from is in its way: pages of the checkpoint beside its own
+            sequence.prefix_match = NO_MATCH
+            pages = NO_MATCH.pages
+            need, matched = self._needed(sequence, pages)
             room = self._room_beside(matched, need, growth, left_to_small)
         if room >= 0:
             self._room = room
@@ -325,13 +331,16 @@ class PageAdmission:
         if self._claimant is sequence:
             self._claimant = None
 
-    def _reserve_for_small(self, large: Sequence | None) -> int:
-        """Pages that small prompts may hold while this large one waits: all without one, and fewer
-        than SMALL_PROMPT_RESERVE if it could not run beside them."""
+    def _kept_for_small(self, sequence: Sequence, need: int) -> int:
+        """Pages that small prompts may hold while a large one waits, which is the sequence that
+        `need`s these pages, or the claimant: all without one, and fewer than SMALL_PROMPT_RESERVE
+        if it could not run beside them."""
         total = self.cache.usable
-        if large is None:
-            return total
-        beside = total - self.cache.needs.of(large.prefill_len) - self._reserve
+        if self.is_small(sequence):
+            if self._claimant is None:
+                return total
+            need = self.cache.needs.of(self._claimant.prefill_len)
+        beside = total - need - self._reserve
         return max(0, min(int(SMALL_PROMPT_RESERVE * total), beside))
 
     def check(self) -> None:

@@ -117,3 +117,14 @@ def test_a_sequence_runs_on_the_lane_that_has_its_state(lanes):
     replica.check_answers()
     found = [replica.heard[id][-1].usage.cached for id in ids]
     assert found == [0, 0] + [20] * 10
+
+
+@pytest.mark.parametrize("left", range(PAGES + 2))
+def test_a_prompt_that_takes_all_pages_is_not_in_the_way_of_itself(left):
+    """Where it has no room beside the checkpoint that it found, it is computed."""
+    replica = make(pages=32)
+    system = some(1, 22)
+    assert [cached(replica, system + some(tail, 9)) for tail in range(3)] == [0, 0, 20]
+    blocks = 32 - left
+    prompt = system + some(5, blocks * SIZE - len(system) - ASKED["max_tokens"] + 1)
+    assert cached(replica, prompt) == (20 if left >= PAGES else 0)
