@@ -1,6 +1,7 @@
-"""Faults of KV on its way and at rest, one after the other: bits that flip on the wire, in host
-memory and on disk, torn writes, a full disk, another model's blocks, replayed writes, a peer
-without the secret. Each is noticed, and the tokens are those of one process without any fault."""
+"""Faults of KV, and of checkpoints of states, on their way and at rest, one after the other: bits
+that flip on the wire, in host memory and on disk, torn writes, a full disk, another model's blocks,
+replayed writes, a peer without the secret. Each is noticed, and the tokens are those of one process
+without any fault."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 
 from jaxserve.api.request import KvSource
-from jaxserve.cache.hashes import PART_BYTES
+from jaxserve.cache.hashes import PART_BYTES, STATE_PART
 from jaxserve.engine.build import build
 from jaxserve.engine.engine import Engine
 from jaxserve.server.block_service import BlockService
@@ -50,15 +51,22 @@ Case = tuple[list[int], list[int]]  # a prompt, and the tokens that it must give
 
 class Served(NamedTuple):
     """A model, and how its KV is kept. block: tokens of a block. pages: that a block has, one in
-    each page group."""
+    each page group. spacing: tokens between checkpoints of states; checkpoints: pages of those of a
+    prompt."""
 
     model: str
     block: int = 16
     pages: int = 1
+    spacing: int | None = None
+    checkpoints: int = 0
 
     @property
     def max_len(self) -> int:
         return BLOCKS * self.block
+
+    def pages_of(self, blocks: int) -> int:
+        """Returns how many pages a prompt of this many blocks has."""
+        return blocks * self.pages + self.checkpoints
 
 
 class Replicas:
@@ -76,8 +84,8 @@ class Replicas:
         self.peers = PeerReplicas(SECRET)
         stack.callback(self.peers.close)
         block_bytes = self.far.worker.lower_tiers.block_bytes
-        gib = (FILLER + 8) * served.pages * block_bytes / (1 << 30)
-        disk_gib = 100 * FILLER * served.pages * record_bytes(block_bytes) / (1 << 30)
+        gib = served.pages_of(FILLER + 8) * block_bytes / (1 << 30)
+        disk_gib = 100 * served.pages_of(FILLER) * record_bytes(block_bytes) / (1 << 30)
         self.near = self._replica(model, self.peers, gib, f"{folder}:{disk_gib}")
         self.tiers = self.near.worker.lower_tiers
         # Learnt where others have the cores, a read takes longer than computing, and is left out.
@@ -91,8 +99,9 @@ class Replicas:
             ModelSource(model=model, max_model_len=self.served.max_len, dtype="float32"),
             MeshConfig(),
             CacheConfig(
-                pages=ROOM * self.served.pages,
+                pages=self.served.pages_of(ROOM),
                 block_size=self.served.block,
+                checkpoint_tokens=self.served.spacing,
                 host_cache_gib=gib,
                 disk_cache=disk,
             ),
@@ -128,11 +137,13 @@ class Replicas:
         self, case: Case, salt: str, address: str | None = None, count: int | None = None
     ) -> int:
         """Asks `near`, with another replica as source where there is an address; the tokens must be
-        right. Returns how many blocks of the prompt it did not compute."""
+        right. count: of the tokens; the prompt's KV is what matters. Returns how many blocks of the
+        prompt it did not compute."""
         prompt, tokens = case
         source = KvSource(address, self.blocks(case)) if address else None
         runner = Runner(self.near)
-        rest = dict(kv_source=source, cache_salt=salt)
+        # a job ends with a checkpoint of states
+        rest = dict(kv_source=source, cache_salt=salt, job=count is not None)
         id = runner.submit(prompt, max_tokens=count or len(tokens), ignore_eos=True, rest=rest)
         runner.run()
         completion = runner.completion(id)
@@ -142,7 +153,8 @@ class Replicas:
     def far_says(self, case: Case, salt: str) -> None:
         """Has `far` compute the prompt's KV."""
         runner = Runner(self.far)
-        id = runner.submit(case[0], max_tokens=1, ignore_eos=True, rest=dict(cache_salt=salt))
+        rest = dict(cache_salt=salt, job=True)
+        id = runner.submit(case[0], max_tokens=1, ignore_eos=True, rest=rest)
         eventually(lambda: ended(runner, id), 120)
         assert runner.ids(id) == case[1][:1]
 
@@ -168,7 +180,7 @@ class Replicas:
 
     def keys(self, case: Case, salt: str) -> list[bytes]:
         """Returns the keys of all that a prompt can be continued with: of its full blocks, and of
-        what windows see at their end."""
+        what windows see at their end, and of the checkpoint of states there."""
         prompt = np.asarray(case[0], np.int32)
         cache = self.near.scheduler.cache
         hashes = cache.block_hashes(salt, lambda a, b: prompt[a:b])
@@ -196,9 +208,13 @@ def writes(replicas: Replicas, harm) -> Iterator[None]:
 
 
 def one_of(keys: list[bytes], dice: random.Random) -> bytes:
-    """Chooses a key, as often of each page group that there is."""
-    part = dice.choice(sorted({key[:PART_BYTES] for key in keys}))
-    return dice.choice([key for key in keys if key.startswith(part)])
+    """Chooses a key, as often of each page group that there is, and of checkpoints."""
+
+    def part(key: bytes) -> int:
+        return min(int.from_bytes(key[:PART_BYTES], "big"), STATE_PART)
+
+    chosen = dice.choice(sorted(set(map(part, keys))))
+    return dice.choice([key for key in keys if part(key) == chosen])
 
 
 # --- the faults: each returns whether it was noticed
@@ -352,6 +368,9 @@ def served(kind: str, folder: Path) -> Served:
             return Served(str(write_model(folder, "gemma3")), block=8, pages=4)
         case "latents":
             return Served(str(write_model(folder, "deepseek_v3")), block=8)
+        case "states":  # checkpoints of eight pages: one of each chunk of a prompt
+            model = str(write_model(folder, "qwen3_5"))
+            return Served(model, block=8, spacing=64, checkpoints=2 * 8)
     return Served("random:tiny")
 
 
@@ -360,9 +379,10 @@ def served(kind: str, folder: Path) -> Served:
     [
         ("full", 2 * len(FAULTS)),
         ("windows", len(FAULTS)),
+        ("states", len(FAULTS)),
         *(
             pytest.param(kind, 1000, marks=pytest.mark.matrix)
-            for kind in ("full", "windows", "latents")
+            for kind in ("full", "windows", "latents", "states")
         ),
     ],
 )
