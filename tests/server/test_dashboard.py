@@ -369,7 +369,9 @@ def test_a_crowd_is_shown_in_part(driver):
         page.one("#filter").send_keys("runs-200")
         assert page.texts("#rows button") == ["runs-200"]
         page.one("#filter").clear()
-        assert len(driver.find_elements("css selector", "*")) < 1000
+        page.until(
+            lambda: len(driver.find_elements("css selector", "*")) < 1000, "few elements are drawn"
+        )
         assert page.faults() == []
 
 
