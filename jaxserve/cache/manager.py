@@ -313,10 +313,9 @@ class CacheManager:
         if prefix is None and len(pages):
             prefix = self.published.matched(pages, hashes)
         if prefix is not None:
+            self.pages.ref(prefix.on_pages)  # before others are taken, which could evict them
             if self.states is not None:
                 self.states.admit(slot, prefix)
-            held = prefix._replace(states=[]).on_pages
-            self.pages.ref(held)  # before others are taken, which could evict them
             self.stores.retain_longer(prefix.on_pages.tolist(), retention)
             firsts = self.published.seen.firsts(prefix.blocks)
             further = [

@@ -68,7 +68,9 @@ class PublishedBlocks:
         if hashes is None:
             return ReachablePrefix(pages, blocks, [], [], [])
         further = self.seen.behind(blocks, pages, hashes)
-        states = self.seen.checkpoint_after(len(pages), hashes)
+        states: list[int] = []
+        if blocks == len(pages):  # else states come with the request too
+            states = self.seen.checkpoint_after(blocks, hashes)
         return ReachablePrefix(pages, blocks, further, [], states)
 
     def reachable(
@@ -162,19 +164,7 @@ class PublishedBlocks:
     def publish_states(self, pages: Sequence[int], key: bytes, retention: int) -> None:
         """Publishes the pages of the checkpoint of the states after the block with this key, which
         are all on one lane. retention: of its request."""
-        new: list[tuple[int, bytes]] = []
-        lane = pages[0] // self.pages.per_lane
-        for page, part in zip(pages, state_keys(key, len(pages))):
-            if self.pages.on_lane(part, lane) is not None:
-                self.stores.retain_longer(self.pages.with_key[part], retention)
-                continue
-            if self.pages.publish(page, part):
-                new.append((page, part))
-            else:
-                self.pages.add_copy(page, part)
-            self.stores.retain(page, retention)
-        if self.stores.wanted:
-            self.stores.published(new)
+        self._publish_beside(zip(pages, state_keys(key, len(pages))), retention)
 
     def publish_further(
         self,
@@ -185,14 +175,19 @@ class PublishedBlocks:
     ) -> None:
         """Publishes pages of a sequence in the groups behind the first, on lanes that have a page
         which was published for the first group, and none for theirs. retention: of its request."""
-        new: list[tuple[int, bytes]] = []
+        beside: list[tuple[int, bytes]] = []
         for part in parts:
             page = layout.page(part.block, part.group)
-            lane = page // self.pages.per_lane
-            key = part.key(hashes)
-            if self.pages.on_lane(hashes[part.block], lane) is None:
-                continue
-            if self.pages.on_lane(key, lane) is not None:
+            if self.pages.on_lane(hashes[part.block], page // self.pages.per_lane) is not None:
+                beside.append((page, part.key(hashes)))
+        self._publish_beside(beside, retention)
+
+    def _publish_beside(self, parts: Iterable[tuple[int, bytes]], retention: int) -> None:
+        """Publishes pages by their keys, of parts beside a block, where their lanes have no page
+        with these. retention: of their request."""
+        new: list[tuple[int, bytes]] = []
+        for page, key in parts:
+            if self.pages.on_lane(key, page // self.pages.per_lane) is not None:
                 self.stores.retain_longer(self.pages.with_key[key], retention)
             elif self.pages.publish(page, key):
                 new.append((page, key))

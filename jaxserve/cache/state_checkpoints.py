@@ -53,20 +53,19 @@ class StateCheckpoints:
         self._awaited: dict[int, _Checkpoint] = {}
         self._restores: dict[int, _Checkpoint] = {}
         self._saves: list[list[int]] = []
-        self._reached: dict[int, int] = {}  # by slot: blocks before its deepest checkpoint
+        self._reached: dict[int, int] = {}  # by slot: blocks before its newest checkpoint
 
     def admit(self, slot: int, prefix: ReachablePrefix) -> None:
-        """Has the next batch give a slot the states behind its prefix, or, where other pages of
-        this are missing, holds their checkpoint until `fetched`."""
-        if prefix.blocks > len(prefix.pages) and not prefix.missing:
-            return  # they come with the request, as its blocks do
+        """Has the next batch give a slot the states behind its prefix, whose pages it holds, or,
+        where others of these are missing, keeps their checkpoint until `fetched`."""
         held = _Checkpoint(prefix.blocks, prefix.states)
-        self._pages.ref(np.array(prefix.states, np.intp))
-        if not prefix.missing:
-            assert prefix.states, "a matched prefix has no checkpoint"
-            self._restore(slot, held)
-        elif prefix.states:
+        if not prefix.states:  # a fetch brings them, or the request does
+            come = prefix.missing or prefix.blocks > len(prefix.pages)
+            assert come, "a matched prefix has no checkpoint"
+        elif prefix.missing:
             self._awaited[slot] = held
+        else:
+            self._restore(slot, held)
 
     def _restore(self, slot: int, held: _Checkpoint) -> None:
         self._reached[slot] = held.blocks
@@ -86,16 +85,16 @@ class StateCheckpoints:
         self._published.publish_states(held.pages, hashes[held.blocks - 1], retention)
         self._restore(slot, held)
 
-    def save(self, slot: int, lane: int, blocks: int) -> bool:
+    def save(self, slot: int, lane: int, blocks: int) -> None:
         """Has the next batch, which fills the slot's first `blocks` blocks, keep the states behind
         them on pages of its home lane, to be found once the last of the blocks is published.
-        Returns whether there was room, beside locked pages and the slot's checkpoint before it."""
+        Does nothing without room beside locked pages and the slot's checkpoint before it."""
         if slot in self._saved or self._pages.available_unlocked()[lane] < self.parts:
-            return False
+            return
         pages = [self._take(lane) for _ in range(self.parts)]
         self._saved[slot] = _Checkpoint(blocks, pages)
         self._saves.append(self._row(slot, pages))
-        return True
+        self._reached[slot] = blocks
 
     def _row(self, slot: int, pages: list[int]) -> list[int]:
         lane = pages[0] // self._pages.per_lane
@@ -120,11 +119,10 @@ class StateCheckpoints:
             return
         self._published.publish_states(saved.pages, hashes[saved.blocks - 1], retention)
         self._give_up(self._saved, slot)
-        self._reached[slot] = saved.blocks
 
     def reached(self, slot: int) -> int:
-        """Returns how many of a slot's blocks are before its deepest checkpoint: none goes on from
-        those behind it."""
+        """Returns how many of a slot's blocks are before its newest checkpoint, which it saved or
+        was given: none goes on from those behind it."""
         return self._reached.get(slot, 0)
 
     def release(self, slot: int) -> None:

@@ -46,15 +46,12 @@ class CheckpointPolicy:
         self._slots = slots
         self._predictor = predictor
         self._chunk = chunk
-        # by slot: tokens behind the newest checkpoint, and those where one is wanted, ascending
-        self._newest = np.zeros(len(slots.phase), np.int32)
-        self._wanted: dict[int, list[int]] = {}
+        self._wanted: dict[int, list[int]] = {}  # by slot: tokens behind which, ascending
 
     def admitted(self, sequence: Sequence) -> None:
         """Notes where a sequence that has just got its slot should leave checkpoints."""
         size = self._cache.block_size
         start = len(sequence.prefix_match.pages) * size
-        self._newest[sequence.slot] = start
         met = len(sequence.prefix_match.published) * size
         end = (sequence.prefill_len - 1) // size * size
         wanted = {met, end} if len(sequence.request.completions) > 1 else {met}
@@ -81,8 +78,7 @@ class CheckpointPolicy:
             return stop
         size = self._cache.block_size
         full = stop // size * size
-        due = full - self._behind(sequence.slot) >= self._spacing
-        return full if full > start and due else stop
+        return full if full > start and self._is_due(sequence.slot, full) else stop
 
     def copies(self, decodes: np.ndarray, chunks: Iterable[PrefillChunk]) -> StateCopies:
         """Returns the copies of states of the batch with these decodes, by slot, and chunks: it
@@ -91,22 +87,20 @@ class CheckpointPolicy:
         size = self._cache.block_size
         for chunk in chunks:
             slot, stop = chunk.slot, chunk.stop
-            due = stop - self._behind(slot) >= self._spacing
-            if stop % size == 0 and (due or stop in self._wanted[slot]):
+            wanted = stop in self._wanted[slot]
+            if stop % size == 0 and (wanted or self._is_due(slot, stop)):
                 self._save(slot, stop)
         stops = self._slots.issued[decodes]
-        due = (stops % size == 0) & (stops - self._newest[decodes] >= self._spacing)
-        for slot, stop in zip(decodes[due].tolist(), stops[due].tolist()):
-            self._save(slot, stop)
+        full = stops % size == 0
+        for slot, stop in zip(decodes[full].tolist(), stops[full].tolist()):
+            if self._is_due(slot, stop):
+                self._save(slot, stop)
         return self._states.take()
 
-    def _behind(self, slot: int) -> int:
-        """Returns the tokens before a slot's newest checkpoint, which may have been fetched."""
-        fetched = self._states.reached(slot) * self._cache.block_size
-        self._newest[slot] = max(self._newest[slot], fetched)
-        return int(self._newest[slot])
+    def _is_due(self, slot: int, tokens: int) -> bool:
+        """Returns whether these first tokens of a slot are far from its newest checkpoint."""
+        return tokens - self._states.reached(slot) * self._cache.block_size >= self._spacing
 
     def _save(self, slot: int, tokens: int) -> None:
         home = self._cache.layouts[slot].home
-        if self._states.save(slot, home, tokens // self._cache.block_size):
-            self._newest[slot] = tokens
+        self._states.save(slot, home, tokens // self._cache.block_size)
