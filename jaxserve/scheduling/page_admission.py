@@ -195,7 +195,7 @@ class PageAdmission:
     def _room_beside(self, pages: np.ndarray, need: int, growth: int, left_to_small: int) -> int:
         """Returns how many pages are to spare beside a prompt that needs `need`, the matched ones
         among them; less than 0 where it does not fit."""
-        takes = need - len(pages) + self.cache.pages.evictable(pages)
+        takes = self._taken(need, pages)
         spare = self._spare - growth
         if takes > self._small_pages:
             spare -= left_to_small
@@ -233,9 +233,8 @@ class PageAdmission:
         if self.copies is None:
             return pages
         near = self.copies.nearest(pages, home)
-        evictable = self.cache.pages.evictable
-        here, there = (self._needed(sequence, each)[1] for each in (pages, near))
-        more = evictable(there) - len(there) - (evictable(here) - len(here))
+        more = self._taken(*self._needed(sequence, near))
+        more -= self._taken(*self._needed(sequence, pages))
         return near if more <= self._room else pages
 
     def _growth(self, sequence: Sequence) -> int:
@@ -266,25 +265,26 @@ class PageAdmission:
         prefix = prefix or cache.published.matched(pages, sequence.block_hashes)
         return cache.needs.of(sequence.prefill_len) + prefix.checkpoint_pages, prefix.on_pages
 
+    def _taken(self, need: int, there: np.ndarray) -> int:
+        """Returns how many pages are no more to be had once a sequence has the `need` that it
+        takes, of which those that are `there` may be held already."""
+        return need - len(there) + self.cache.pages.evictable(there)
+
     def fits(
         self, sequence: Sequence, pages: np.ndarray, prefix: ReachablePrefix, home: int
     ) -> bool:
         """Returns whether a sequence that was matched last, with these pages, also fits where it
         takes those of a prefix instead, with this home lane."""
-        evictable = self.cache.pages.evictable
-        takes = [
-            need - len(there) + evictable(there)
-            for need, there in (
-                self._needed(sequence, pages, prefix),
-                self._needed(sequence, pages),
-            )
-        ]
-        return takes[0] - takes[1] <= self._room and self._has_pages_beside(prefix, home)
+        more = self._taken(*self._needed(sequence, pages, prefix))
+        more -= self._taken(*self._needed(sequence, pages))
+        return more <= self._room and self._has_pages_beside(prefix, home)
 
     def _has_pages_beside(self, prefix: ReachablePrefix, home: int) -> bool:
         """Returns whether the lanes that have pages of a prefix also have some for what is missing
         beside these, and the home lane for the checkpoint of states behind it."""
         pages = self.cache.pages
+        if pages.lanes == 1:
+            return True
         beside = [
             part.block
             for part in prefix.missing
@@ -292,7 +292,7 @@ class PageAdmission:
         ]
         need = pages.count_by_lane(prefix.pages[beside])
         need[home] += prefix.checkpoint_pages - len(prefix.states)
-        if pages.lanes == 1 or not need.any():
+        if not need.any():
             return True
         taken = prefix.on_pages[pages.refs[prefix.on_pages] == 0]
         left = pages.available() - pages.count_by_lane(taken)
@@ -312,7 +312,7 @@ class PageAdmission:
         blocks = cache.blocks(sequence.prefill_len)
         need, matched = self._needed(sequence, pages, prefix)
         growth = self.decode_reserve.of(sequence)  # also where nothing ran beside it so far
-        self._spare -= need - len(matched) + cache.pages.evictable(matched) + growth
+        self._spare -= self._taken(need, matched) + growth
         if small:
             self._of_small += need - self._held_by_small.among(matched) + growth
         slot = self.slots.admit(sequence, max(len(pages) * cache.block_size, sequence.received))
