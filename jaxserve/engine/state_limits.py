@@ -40,19 +40,15 @@ def check_checkpoints(config: EngineConfig, plan: StagePlan) -> None:
     computed again. Errors: ConfigError that names the setting."""
     if not plan.model.has_states or plan.state_pages:
         return
+    reason = (
+        f"{plan.model.name} keeps states, and a stage or group of its layers has no pages to keep "
+        "copies of them on"
+    )
     for name, refused in (
         ("host_cache_gib", config.cache.host_cache_gib > 0),
         ("role", config.role != "mixed"),
     ):
         if refused:
-            raise ConfigError(
-                name,
-                f"{plan.model.name} keeps states, and a stage or group of its layers has no pages "
-                "to keep copies of them on, which would have to come with blocks of KV",
-            )
+            raise ConfigError(name, f"{reason}, which would have to come with blocks of KV")
     if config.cache.prefix_caching:
-        notes.warning(
-            "%s keeps states, and a stage or group of its layers has no pages to keep copies of "
-            "them on: prefixes are computed again (no prefix caching)",
-            plan.model.name,
-        )
+        notes.warning("%s: prefixes are computed again (no prefix caching)", reason)
