@@ -46,8 +46,10 @@ BLOCKS_ALONE = "blocks alone"
 
 
 class Reuse(NamedTuple):
-    """What a replica reused. share: of prompt tokens. gib: of a device's memory that checkpoints
-    take at the end. ttft: mean, in seconds."""
+    """Figures of a replica that served the trace. share: prompt tokens that it reused, of all of
+    them. checkpoints: that it has at the end; gib: memory of a device that these take. restored:
+    sequences that went on from one. ttft: mean, in seconds. lost: requests that it did not
+    complete."""
 
     share: float
     checkpoints: int

@@ -557,8 +557,9 @@ def test_weights_quantised_while_loading_cost_little(method, most, golden, smoll
 
 
 def assert_eight_bits_cost_little(source, cases, plain, tokens: int, meshes) -> None:
-    """The mean log-probability of so many tokens; single ones differ by what 4 significant bits of
-    keys and values make of them. meshes: each with a placement of blocks."""
+    """Compares log-probabilities of more than `tokens` tokens with those of 32 bits: the mean, for
+    each differs by what 4 significant bits of keys and values make of it. meshes: each with a
+    placement of blocks."""
     right = log_probabilities(plain, cases)
     for mesh, placement in meshes:
         real = engine(source, mesh, placement=placement, kv_cache_dtype="fp8", **FIRST_LAYERS)

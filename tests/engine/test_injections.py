@@ -136,9 +136,9 @@ class Replicas:
     def near_says(
         self, case: Case, salt: str, address: str | None = None, count: int | None = None
     ) -> int:
-        """Asks `near`, with another replica as source where there is an address; the tokens must be
-        right. count: of the tokens; the prompt's KV is what matters. Returns how many blocks of the
-        prompt it did not compute."""
+        """Asks `near` for the tokens of a case, which must be right, or for the first `count` of
+        them. address: of a replica that it may fetch KV from. Returns how many blocks of the prompt
+        it did not compute."""
         prompt, tokens = case
         source = KvSource(address, self.blocks(case)) if address else None
         runner = Runner(self.near)

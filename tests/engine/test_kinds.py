@@ -203,7 +203,7 @@ def test_pools_and_states_have_the_bytes_of_the_formulas(model, token, states):
     ids=["gemma-3-27b", "gpt-oss-120b"],
 )
 def test_pools_of_windows_have_the_bytes_of_what_these_see(model, windowed, whole, layer):
-    """Of 128K tokens. layer: bytes of a token's keys and values in one."""
+    """Counts the bytes of 128K tokens. layer: bytes that one layer keeps of a token."""
     plan = made(model)
     page, _ = bytes_of(plan)
     window = max(filter(None, map(model.window, range(model.layers))))

@@ -76,6 +76,31 @@ def settled(real) -> None:
     eventually(lambda: real.worker.mover.stored)
 
 
+def store_all(real) -> None:
+    """Copies all that is on pages to host memory."""
+    cache = real.scheduler.cache
+    cache.stores.want(list(cache.pages.with_key), lambda key: False)
+    real.step()
+    settled(real)
+
+
+def assert_same_with_shared_prefixes(real, plain, asked: list[list[int]]) -> None:
+    """Asks four times for five prompts at once that begin like some of those `asked`, and compares
+    tokens with those of an engine with room for all."""
+    rng = random.Random(7)
+    for _ in range(4):
+        mixed = []
+        for _ in range(5):
+            prompt = rng.choice(asked)
+            kept = rng.randint(1, len(prompt))
+            mixed.append(prompt[:kept] + [7] * rng.randint(0, 20))
+        runner = Runner(real)
+        ids = [runner.submit(prompt, **ASKED) for prompt in mixed]
+        runner.run()
+        assert [runner.ids(id) for id in ids] == ask(plain, mixed)
+        settled(real)
+
+
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request) -> str:
     return request.param
@@ -117,9 +142,7 @@ def test_it_fetches_what_only_windows_lack(folder, family, expected):
     prompt = prompts()[2]
     assert ask(real, [prompt]) == [expected[2]]
     # host memory gets all of it; the devices keep the first group's pages
-    cache.stores.want(list(cache.pages.with_key), lambda key: False)
-    real.step()
-    settled(real)
+    store_all(real)
     further = [page for page, key in cache.pages.key_of.items() if not is_block(key)]
     cache.pages.retract(further)
     before = real.worker.lower_tiers.counts()
@@ -174,20 +197,9 @@ def test_on_every_mesh_and_placement(mesh, fields, tmp_path):
 
 def test_prompts_at_once_that_share_prefixes(folder, family):
     """With pages for hardly more than one: sequences are preempted and fetch what they had."""
-    rng = random.Random(7)
     real = fresh(tiny(folder, family, seqs=4), "grow", decode_reserve=0.0)
     plain = tiny(folder, family, seqs=4, pages=1500, host_cache_gib=0.0)
-    for _ in range(4):
-        asked = []
-        for _ in range(5):
-            prompt = rng.choice(prompts())
-            kept = rng.randint(1, len(prompt))
-            asked.append(prompt[:kept] + [7] * rng.randint(0, 20))
-        runner = Runner(real)
-        ids = [runner.submit(prompt, **ASKED) for prompt in asked]
-        runner.run()
-        assert [runner.ids(id) for id in ids] == ask(plain, asked)
-        settled(real)
+    assert_same_with_shared_prefixes(real, plain, prompts())
     counts = real.worker.lower_tiers.counts()
     assert counts.host_reads + counts.further_reads > 20
     assert_empty(real)

@@ -121,6 +121,10 @@ def ended(runner: Runner, id: str) -> bool:
     return any(isinstance(event, Finished) for event in runner.events[id])
 
 
+# a prompt that is computed for another replica
+JOB = dict(max_tokens=1, rest=dict(job=True))
+
+
 class Ran:
     """A request on an engine that runs on its own thread."""
 

@@ -4,7 +4,6 @@ tokens are those of an engine that computes all prompts, whatever is missing or 
 from __future__ import annotations
 
 import dataclasses
-import random
 
 import numpy as np
 import pytest
@@ -13,21 +12,22 @@ from jaxserve.api.errors import RequestError
 from jaxserve.engine.engine import Engine
 from jaxserve.store.kv_file import read_kv_file
 from tests.engine.harness import Runner, assert_empty, engine, fresh
-from tests.engine.test_page_group_tiers import ASKED, ask, cached, settled
-from tests.engine.test_peers import Ran
+from tests.engine.test_page_group_tiers import (
+    ASKED,
+    ask,
+    assert_same_with_shared_prefixes,
+    cached,
+    prompts,
+    settled,
+    store_all,
+)
+from tests.engine.test_peers import JOB, Ran
 from tests.models.test_families import write_model
 from tests.store.fakes import flip_bit, slot_of
 
 NAME = "qwen3_5"
 BLOCK = 8
 SPACING = 24  # tokens
-JOB = dict(max_tokens=1, rest=dict(job=True))
-LENGTHS = (100, 37, 130, 21, 90, 117)
-
-
-def prompts(seed: int = 0) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(120) for _ in range(length)] for length in LENGTHS]
 
 
 @pytest.fixture(scope="module")
@@ -66,11 +66,8 @@ def least(prompt: list[int]) -> int:
 
 def put_below(real: Engine) -> None:
     """Has all that is on pages in host memory alone."""
-    cache = real.scheduler.cache
-    cache.stores.want(list(cache.pages.with_key), real.worker.lower_tiers.holds)
-    real.step()
-    settled(real)
-    cache.flush()
+    store_all(real)
+    real.scheduler.cache.flush()
 
 
 def assert_found(real: Engine, expected: list[list[int]]) -> int:
@@ -106,9 +103,7 @@ def test_only_what_is_not_on_pages_is_fetched(folder, expected):
     _, most = cached(real, prompt)
     _, whole = cached(real, prompt)  # it left a checkpoint behind the last block that it met
     assert whole > most
-    cache.stores.want(list(cache.pages.with_key), lambda key: False)
-    real.step()
-    settled(real)
+    store_all(real)
     tokens = np.array(prompt, np.int32)
     hashes = cache.block_hashes("", lambda first, last: tokens[first:last])
     states = cache.published.seen.checkpoint(hashes[whole // BLOCK - 1])
@@ -159,20 +154,9 @@ def test_on_every_mesh_and_placement(mesh, fields, folder):
 
 def test_prompts_at_once_that_share_prefixes(folder):
     """With pages for hardly more than one: sequences are preempted and fetch what they had."""
-    rng = random.Random(7)
     real = fresh(replica(folder, seqs=4, pages=70), "grow", decode_reserve=0.0)
     plain = replica(folder, seqs=4, pages=400, host_cache_gib=0.0, prefix_caching=False)
-    for _ in range(4):
-        asked = []
-        for _ in range(5):
-            prompt = rng.choice(prompts())
-            kept = rng.randint(1, len(prompt))
-            asked.append(prompt[:kept] + [7] * rng.randint(0, 20))
-        runner = Runner(real)
-        ids = [runner.submit(prompt, **ASKED) for prompt in asked]
-        runner.run()
-        assert [runner.ids(id) for id in ids] == ask(plain, asked)
-        settled(real)
+    assert_same_with_shared_prefixes(real, plain, prompts())
     assert real.worker.lower_tiers.counts().further_reads > 20
     assert_empty(real)
     real.close()

@@ -400,7 +400,7 @@ def test_the_replicas_of_a_cluster_are_shown_with_their_roles(driver):
 
 
 class Storing:
-    """A replica with so many bytes of KV in host memory, that fetched blocks of a mebibyte."""
+    """A replica that shows `host_bytes` of KV in host memory, and fetches of blocks of 1 MiB."""
 
     def __init__(self, replica, host_bytes: int):
         self.replica = replica

@@ -22,7 +22,7 @@ from jaxserve.settings.schema import (
 )
 from tests.engine.harness import Runner, assert_empty
 from tests.engine.test_page_group_tiers import ASKED, BLOCK, prompts
-from tests.engine.test_peers import Ran, ended
+from tests.engine.test_peers import JOB, Ran, ended
 from tests.models.test_families import write_model
 from tests.server.test_layer_groups import SECRET, served
 from tests.waiting import eventually
@@ -30,7 +30,6 @@ from tests.waiting import eventually
 PROMPT = prompts()[2]
 BLOCKS = (len(PROMPT) - 1) // BLOCK
 FAMILIES = ["gemma3", "gpt_oss", "deepseek_v3", "qwen3_5"]
-JOB = dict(max_tokens=1, rest=dict(job=True))  # a prompt that is computed for another replica
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -87,7 +86,8 @@ class Pair:
         return KvSource(self.source.address, len(PROMPT) // block, job, block)
 
     def ask(self, job: str = "", block: int = BLOCK, while_asked=lambda: None):
-        """What the near replica says, with the far one as the source; and what became of it."""
+        """Asks the near replica, with the far one as source. Returns its tokens, and how many of
+        the prompt it did not compute."""
         runner = Runner(self.near)
         rest = dict(kv_source=self.kv(job, block))
         id = runner.submit(PROMPT, **ASKED, rest=rest)
@@ -203,7 +203,8 @@ def test_replicas_with_other_pools_read_nothing_of_each_other(
 
 @pytest.mark.parametrize("length", [len(PROMPT), 100])
 def test_a_router_s_ticket_stands_for_all_that_is_asked(stack, folder, length):
-    """What is read to host memory for it while the prompt is computed; 100 tokens end a block."""
+    """The far replica reads it all to host memory while it computes the prompt. A prompt of 100
+    tokens ends with a block."""
     pair = Pair(stack, folder)
     prompt = PROMPT[:length]
     tokens = np.array(prompt, np.int32)
