@@ -134,6 +134,18 @@ class Groups:
     room: float = 1.0
     attention: str | None = None
 
+    def on_part(self, part: int, parts: int) -> Groups:
+        """Returns the rows over pages that are one of `parts` equal parts of their own."""
+        if parts == 1:
+            return self
+        on_part = lambda rows: dataclasses.replace(rows, page=rows.page * parts + part)
+        return dataclasses.replace(
+            self,
+            local=tuple(map(on_part, self.local)),
+            spread=tuple(map(on_part, self.spread)),
+            table=self.table.at[0].set(self.table[0] * parts + part),
+        )
+
     def computed_here(self) -> list[Rows]:
         """Rows that this lane computes, in the order of its tokens."""
         lane = self.lanes.index()

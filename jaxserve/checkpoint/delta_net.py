@@ -18,6 +18,7 @@ class DeltaNetSpec:
     """
 
     has_pages: ClassVar[bool] = False
+    stores: ClassVar[bool] = False  # keys and values
 
     key_heads: int
     value_heads: int

@@ -13,9 +13,10 @@ from typing import Any
 from jaxserve.checkpoint import config_parts as parts
 from jaxserve.checkpoint import delta_parts as delta
 from jaxserve.checkpoint import expert_parts as experts
+from jaxserve.checkpoint import gemma4_parts as gemma4
 from jaxserve.checkpoint import latent_parts as latent
 from jaxserve.checkpoint import tensor_tables as tables
-from jaxserve.checkpoint.fields import HYBRID_TYPES, LAYER_TYPES
+from jaxserve.checkpoint.fields import FULL, HYBRID_TYPES, LAYER_TYPES, SLIDING
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.checkpoint.specs import AttentionSpec, MlpSpec, NormSpec
 
@@ -237,6 +238,39 @@ FAMILIES: dict[str, Family] = {
         ),
         full_every=6,
         local_rope="rope_local_base_freq",
+    ),
+    "gemma4": Family(
+        "Gemma4ForCausalLM",
+        multimodal=("Gemma4ForConditionalGeneration",),
+        specs=dict(
+            mixers=(gemma4.ATTENTION,),
+            mlps=(MlpSpec(gemma4.ACTIVATION),),
+            norms=NormSpec(before=True, after=True, scalar=True),
+        ),
+        parts=(gemma4.GEMMA4,),
+        tensors=tables.GEMMA4,
+        allowed=frozenset({"final_logit_softcapping", "use_bidirectional_attention"}),
+        defaults=dict(
+            vocab_size=262144,
+            hidden_size=2304,
+            intermediate_size=9216,
+            num_hidden_layers=30,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            head_dim=256,
+            max_position_embeddings=131072,
+            sliding_window=512,
+            tie_word_embeddings=True,
+            rope_parameters={
+                SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+                FULL: {
+                    "rope_type": "proportional",
+                    "partial_rotary_factor": 0.25,
+                    "rope_theta": 1e6,
+                },
+            },
+        ),
+        full_every=6,
     ),
     "glm": Family(
         "GlmForCausalLM",

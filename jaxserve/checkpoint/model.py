@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -20,11 +21,30 @@ from jaxserve.checkpoint.specs import (
     Dimensions,
     ExpertsSpec,
     LatentAttentionSpec,
+    LayerInputSpec,
     MlpSpec,
     Multipliers,
     NormSpec,
 )
 from jaxserve.settings.schema import ConfigError
+
+
+@dataclass(frozen=True)
+class LayerSizes:
+    """Sizes of one layer, in place of those of `Dimensions`."""
+
+    kv_heads: int
+    head_dim: int
+    d_ff: int
+
+    def share(self, tp: int) -> LayerSizes:
+        """Returns the sizes on one of `tp` ranks, rounded up."""
+        return replace(self, kv_heads=-(-self.kv_heads // tp), d_ff=-(-self.d_ff // tp))
+
+    def repeated(self, tp: int) -> LayerSizes:
+        """Returns the sizes with at least one kv head for each of `tp` ranks."""
+        return replace(self, kv_heads=max(self.kv_heads, tp))
+
 
 MixerSpec = AttentionSpec | LatentAttentionSpec | DeltaNetSpec
 FeedForwardSpec = MlpSpec | ExpertsSpec
@@ -38,10 +58,12 @@ class ModelConfig(Dimensions):
 
     family: a key of `families.FAMILIES`. mixers, mlps, ropes, windows: by layer, or one for all
     layers. None among the ropes: no positions. Window w: a token attends to itself and the w - 1
-    tokens before it (None: to all). tied: the LM head is the embedding. eos_ids: tokens that end a
-    completion. sampling: recommended values, by the names of `SamplingParams`. stored: the type in
-    which a checkpoint holds the weights; bfloat16 where it does not say. gguf: tensors have the
-    names and the order of rows of GGUF files, see `families.layout`.
+    tokens before it (None: to all). layer_sizes: by layer; () where all have those of `Dimensions`.
+    layer_input: what each layer gets of a token besides the hidden states; None: nothing. tied: the
+    LM head is the embedding. eos_ids: tokens that end a completion. sampling: recommended values,
+    by the names of `SamplingParams`. stored: the type in which a checkpoint holds the weights;
+    bfloat16 where it does not say. gguf: tensors have the names and the order of rows of GGUF
+    files, see `families.layout`.
     """
 
     family: str = "llama"
@@ -51,12 +73,32 @@ class ModelConfig(Dimensions):
     multipliers: Multipliers = field(default=Multipliers())
     ropes: tuple[Rope | None, ...] = (Rope(),)
     windows: tuple[int | None, ...] = (None,)
+    layer_sizes: tuple[LayerSizes, ...] = ()
+    layer_input: LayerInputSpec | None = None
     tied: bool = False
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
     sampling: Sampling = ()
     stored: str = "bfloat16"
     gguf: bool = False
+
+    def at(self, layer: int) -> ModelConfig:
+        """The model as a layer sees it: with all its layers like this one, where they differ in
+        size."""
+        if not self.layer_sizes:
+            return self
+        sizes = self.layer_sizes[layer % len(self.layer_sizes)]
+        return replace(
+            self,
+            kv_heads=sizes.kv_heads,
+            head_dim=sizes.head_dim,
+            d_ff=sizes.d_ff,
+            mixers=(self.mixer(layer),),
+            mlps=(self.mlp(layer),),
+            ropes=(self.rope(layer),),
+            windows=(self.window(layer),),
+            layer_sizes=(),
+        )
 
     def mixer(self, layer: int) -> MixerSpec:
         """Spec of what mixes the tokens of a sequence in a layer."""
@@ -84,11 +126,6 @@ class ModelConfig(Dimensions):
         """Returns True if a layer keeps a state of each sequence in place of keys and values."""
         return not all(spec.has_pages for spec in self.mixers)
 
-    def paged_layers(self, layers: range | None = None) -> int:
-        """Number of layers that keep keys and values on pages, among some or all."""
-        some = range(self.layers) if layers is None else layers
-        return sum(self.mixer(layer).has_pages for layer in some)
-
     @property
     def has_windows(self) -> bool:
         """Returns True if a layer has a sliding window."""
@@ -100,23 +137,30 @@ class ModelConfig(Dimensions):
         declared = declare(self, range(self.layers))
         if self.tied:
             del declared["head"]
-        tables = declared.keys() & {"embed", "head"}
-        padding = len(tables) * (padded_vocab(self, 1) - self.vocab) * self.d_model
+        rows = padded_vocab(self, 1)
+        tables = declared.keys() & {"embed", "head", "inputs.embed"}
+        padding = sum(declared[name].size for name in tables) * (rows - self.vocab) // rows
         return sum(parameter.size for parameter in declared.values()) - padding
 
     def block(self, layer: int) -> dict[str, Declared]:
         """Declares the parameters of a layer by path."""
-        return {
-            **self.norms.declare(self),
-            **_within("attention", self.mixer(layer).declare(self)),
-            **_within("mlp", self.mlp(layer).declare(self)),
+        sizes = self.at(layer)
+        declared = {
+            **self.norms.declare(sizes),
+            **_within("attention", self.mixer(layer).declare(sizes)),
+            **_within("mlp", self.mlp(layer).declare(sizes)),
         }
+        if self.layer_input is not None:
+            declared |= _within("input", self.layer_input.declare_block(sizes))
+        return declared
 
     def parts(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the parts, rows first, that a checkpoint's tensors can consist of."""
         D = self.d_model
         found = {"embed": (self.vocab, D), "head": (self.vocab, D), "norm": (D,)}
         found |= self.norms.parts(self)
+        if self.layer_input is not None:
+            found |= self.layer_input.parts(self)
         for spec in self.kinds:
             found |= spec.parts(self)
         return found
@@ -132,6 +176,7 @@ class ModelConfig(Dimensions):
             d_ff=-(-self.d_ff // tp),
             mixers=tuple(spec.share(tp) for spec in self.mixers),
             mlps=tuple(spec.share(tp) for spec in self.mlps),
+            layer_sizes=tuple(sizes.share(tp) for sizes in self.layer_sizes),
             vocab=-(-self.vocab // tp),
         )
 
@@ -165,11 +210,10 @@ class ModelConfig(Dimensions):
     def _elements(self, tp: int, experts: bool) -> int:
         """Elements of one layer's matrices, of experts or of all else, averaged over the layers."""
         share = self.share(tp)
-        kinds = Counter((share.mixer(i), share.mlp(i)) for i in range(self.layers))
         elements = 0
-        for specs, count in kinds.items():
+        for (*specs, layer), count in layer_kinds(share).items():
             for spec in specs:
-                declared = spec.declare(share).items()
+                declared = spec.declare(share.at(layer)).items()
                 some = [p for name, p in declared if name.startswith("expert_") == experts]
                 elements += count * matrix_elements(some)
         return elements // self.layers
@@ -177,7 +221,7 @@ class ModelConfig(Dimensions):
     def inner(self, tp: int = 1) -> int:
         """Most inner states of a token in an MLP, on one of `tp` ranks."""
         share = self.share(tp)
-        return max(spec.inner(share) for spec in share.mlps)
+        return max(mlp.inner(share.at(layer)) for _, mlp, layer in layer_kinds(share))
 
     def head_weights(self, tp: int = 1) -> int:
         """Elements of the product with the vocabulary on one of `tp` ranks."""
@@ -193,9 +237,14 @@ class ModelConfig(Dimensions):
         return max(sum(p.size * p.dtype(dtype).itemsize for p in stage) for stage in stages)
 
     def kv_bytes_per_token(self, itemsize: int = 2) -> int:
-        """Bytes of a token's keys and values, over all layers with pages, for numbers of `itemsize`
-        bytes."""
-        return itemsize * 2 * self.paged_layers() * self.kv_heads * self.kv_head_dim
+        """Bytes of a token's keys and values, over all layers that store some, for numbers of
+        `itemsize` bytes."""
+        total = 0
+        for (mixer, _, layer), count in layer_kinds(self).items():
+            sizes = self.at(layer)
+            if mixer.stores:
+                total += count * sizes.kv_heads * math.prod(sizes.page)
+        return itemsize * total
 
     def state_bytes(self, layers: range | None = None) -> int:
         """Bytes of the states of one sequence, in some or all layers; without the few last inputs
@@ -214,12 +263,6 @@ class ModelConfig(Dimensions):
         """Vectors of a token and kv head on a page, and the numbers of each."""
         return self.paged_mixer.page(self)
 
-    @property
-    def kv_head_dim(self) -> int:
-        """Numbers of a key, and of a value, on a page; half of those of a vector that is both."""
-        vectors, numbers = self.page
-        return vectors * numbers // 2
-
     def with_tp(self, tp: int, expert_lanes: int = 1, mlp_lanes: int = 1) -> ModelConfig:
         """The config for `tp` ranks: kv heads are repeated if there are fewer than ranks. Others:
         see `over`. Errors: ConfigError if heads, d_ff or experts do not divide, with the degrees
@@ -235,7 +278,15 @@ class ModelConfig(Dimensions):
                 f"{self.experts} experts); "
                 f"these can: {', '.join(map(str, works))}",
             )
-        return replace(self, kv_heads=max(self.kv_heads, tp))
+        return self.repeated(tp)
+
+    def repeated(self, tp: int) -> ModelConfig:
+        """Returns the config with at least one kv head for each of `tp` ranks."""
+        return replace(
+            self,
+            kv_heads=max(self.kv_heads, tp),
+            layer_sizes=tuple(sizes.repeated(tp) for sizes in self.layer_sizes),
+        )
 
     def over(self, expert_lanes: int = 1, mlp_lanes: int = 1) -> ModelConfig:
         """Returns the config for lanes that share out experts, and MLPs; 1: each has its own."""
@@ -244,7 +295,21 @@ class ModelConfig(Dimensions):
 
     def splits(self, tp: int) -> bool:
         """Returns True if `tp` ranks can share the model; kv heads may be repeated."""
-        return all(spec.splits(self, tp) for spec in self.kinds)
+        return all(
+            spec.splits(self.at(layer), tp) for *specs, layer in layer_kinds(self) for spec in specs
+        )
+
+
+def layer_kinds(model: ModelConfig) -> dict[tuple[MixerSpec, FeedForwardSpec, int], int]:
+    """Counts the layers of each kind: those with equal specs and sizes. Keys are the specs, and the
+    number of the first such layer, for `ModelConfig.at`."""
+    first: dict[Any, int] = {}
+    counts: Counter[int] = Counter()
+    sizes = model.layer_sizes or (None,)
+    for layer in range(model.layers):
+        kind = model.mixer(layer), model.mlp(layer), sizes[layer % len(sizes)]
+        counts[first.setdefault(kind, layer)] += 1
+    return {(model.mixer(layer), model.mlp(layer), layer): n for layer, n in counts.items()}
 
 
 def declare(model: ModelConfig, layers: range, tp: int = 1) -> dict[str, Declared]:
@@ -256,6 +321,8 @@ def declare(model: ModelConfig, layers: range, tp: int = 1) -> dict[str, Declare
     declared = {}
     if layers.start == 0:
         declared["embed"] = Declared((vocab, D), ("vocab", "embed"))
+        if model.layer_input is not None:
+            declared |= _within("inputs", model.layer_input.declare(model, vocab))
     for number in layers:
         declared |= _within(f"layers.{number}", model.block(number))
     if layers.stop == model.layers:

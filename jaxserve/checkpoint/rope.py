@@ -26,6 +26,7 @@ class RopeScaling:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    share: float = 1.0  # proportional: of the frequencies, the highest; the others are 0
     short: tuple[float, ...] = ()
     long: tuple[float, ...] = ()
 
@@ -176,10 +177,20 @@ def _longrope(
     return base / np.array(scaling.divisors(max_len)), factor
 
 
+def _proportional(
+    base: np.ndarray, theta: float, scaling: RopeScaling, max_len: int
+) -> tuple[np.ndarray, float]:
+    """The highest frequencies of a head that is rotated whole, and none in place of the others
+    (Gemma 4)."""
+    kept = int(scaling.share * len(base))
+    return np.where(np.arange(len(base)) < kept, base, 0.0) / scaling.factor, 1.0
+
+
 SCALINGS = {
     "linear": _linear,
     "dynamic": _dynamic,
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,
+    "proportional": _proportional,
 }

@@ -63,7 +63,7 @@ def write_ropes(model: ModelConfig) -> dict[str, Any]:
 
 def _parameters(rope: Rope) -> dict[str, Any]:
     scaling = _written(rope.scaling) or {"rope_type": "default"}
-    return scaling | {"rope_theta": rope.theta, "partial_rotary_factor": rope.share}
+    return {"partial_rotary_factor": rope.share} | scaling | {"rope_theta": rope.theta}
 
 
 def _rope(config: Mapping[str, Any], parameters: Mapping[str, Any], max_len: int) -> Rope:
@@ -71,11 +71,13 @@ def _rope(config: Mapping[str, Any], parameters: Mapping[str, Any], max_len: int
     outside = {key: config.get(key) for key in _OUTSIDE}
     fields = Fields({**outside, **{k: v for k, v in parameters.items() if v is not None}})
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
-    return Rope(
-        fields.number("rope_theta"),
-        _read_scaling(kind, fields, max_len),
-        fields.number("partial_rotary_factor", WHOLE),
-    )
+    theta = fields.number("rope_theta")
+    share = fields.number("partial_rotary_factor", WHOLE)
+    if kind == "proportional":
+        if share > WHOLE:
+            raise CheckpointError(f"partial_rotary_factor: {share} is above 1")
+        return Rope(theta, RopeScaling(kind, fields.number("factor", 1.0), share=share))
+    return Rope(theta, _read_scaling(kind, fields, max_len), share)
 
 
 def _read_scaling(kind: str, fields: Fields, max_len: int) -> RopeScaling | None:
@@ -129,6 +131,8 @@ def write_scaling(scaling: RopeScaling) -> dict[str, Any]:
         "rope_type": fields.pop("kind"),
         "original_max_position_embeddings": fields.pop("original_max_len") or None,
     }
+    if (share := fields.pop("share")) != WHOLE:
+        written["partial_rotary_factor"] = share
     for key in ("short", "long"):
         if divisors := fields.pop(key):
             written[f"{key}_factor"] = list(divisors)

@@ -62,7 +62,9 @@ class AttentionSpec:
     (OLMo 2). scale: factor on q k; None is head_dim ** -0.5. softcap: bound of the logits, see
     `kernels.reference` (Gemma 2); 0: none. sinks: every query sees a key without a value, whose
     logit is a parameter of the head (gpt-oss). gate: a head's output is multiplied by the sigmoid
-    of as many numbers (Qwen3-Next)."""
+    of as many numbers (Qwen3-Next). value_norm: RMSNorm of values, without weights. projected: what
+    the layer makes of hidden states: 'qkv'; 'qk', whose keys before their norm are the values too;
+    'q', of a layer that attends to the pages of another one, see `page_groups.source` (Gemma 4)."""
 
     has_pages: ClassVar[bool] = True
 
@@ -73,6 +75,13 @@ class AttentionSpec:
     softcap: float = 0.0
     sinks: bool = False
     gate: bool = False
+    value_norm: bool = False
+    projected: str = "qkv"
+
+    @property
+    def stores(self) -> bool:
+        """Returns whether the layer writes keys and values to pages."""
+        return self.projected != "q"
 
     def declare(self, sizes: Dimensions) -> dict[str, Declared]:
         """`qkv` has the G query heads, their gates, key and value of each kv head side by side, so
@@ -81,13 +90,13 @@ class AttentionSpec:
         K = sizes.kv_heads
         G = sizes.heads // sizes.kv_heads
         H = sizes.head_dim
-        rows = self.query_rows * G + 2
+        rows = self.query_rows * G + len(self.projected) - 1
         declared = {"qkv": Declared((D, K, rows, H), ("embed", "kv_heads", None, None), inputs=1)}
         if self.qkv_bias:
             declared["qkv_bias"] = Declared((K, rows, H), ("kv_heads", None, None))
         if self.qk_norm == "head":
-            norm = Declared((H,), (None,), wide=True)
-            declared |= {"q_norm": norm, "k_norm": norm}
+            names = ("q_norm", "k_norm") if "k" in self.projected else ("q_norm",)
+            declared |= dict.fromkeys(names, Declared((H,), (None,), wide=True))
         if self.qk_norm == "all":
             axes = ("kv_heads", None, None)
             declared["q_norm"] = Declared((K, G, H), axes, wide=True)
@@ -111,10 +120,12 @@ class AttentionSpec:
         queries = sizes.heads * sizes.head_dim
         keys = sizes.kv_heads * sizes.head_dim
         norms = (queries, keys) if self.qk_norm == "all" else (sizes.head_dim,) * 2
-        return {
+        projected = {
             "q": (self.query_rows * queries, D),
             "k": (keys, D),
             "v": (keys, D),
+        }
+        return {part: projected[part] for part in self.projected} | {
             "o": (D, queries),
             "q_bias": (self.query_rows * queries,),
             "k_bias": (keys,),
@@ -158,6 +169,7 @@ class LatentAttentionSpec:
     """
 
     has_pages: ClassVar[bool] = True
+    stores: ClassVar[bool] = True
 
     q_rank: int | None
     kv_rank: int
@@ -410,14 +422,105 @@ class ExpertsSpec:
 
 
 @dataclass(frozen=True)
+class ExpertsBesideMlpSpec(ExpertsSpec):
+    """Experts and a gated MLP, each computing every token, side by side: the MLP of the block's
+    normed hidden states, the experts of the same ones under a norm of their own. Their outputs have
+    a norm each and are summed. The router has a norm without weights, a factor for each number of
+    hidden states, and one for the weight of each expert (Gemma 4)."""
+
+    mlp: MlpSpec = field(default=MlpSpec())
+
+    def declare(self, sizes: Dimensions) -> dict[str, Declared]:
+        """Parameters of both, and those that join them."""
+        return {**super().declare(sizes), **self.mlp.declare(sizes), **self._joining(sizes)}
+
+    def _joining(self, sizes: Dimensions) -> dict[str, Declared]:
+        names = ("router_scale", "mlp_out_norm", "experts_norm", "experts_out_norm")
+        declared = dict.fromkeys(names, Declared((sizes.d_model,), ("embed",), wide=True))
+        return declared | {"expert_scale": Declared((self.count,), (None,), wide=True)}
+
+    def parts(self, sizes: Dimensions) -> dict[str, tuple[int, ...]]:
+        """Shapes of the parts, rows first, that the parameters are assembled of."""
+        joining = {name: declared.shape for name, declared in self._joining(sizes).items()}
+        return {**super().parts(sizes), **self.mlp.parts(sizes), **joining}
+
+    def splits(self, sizes: Dimensions, tp: int) -> bool:
+        """Returns True if `tp` ranks of each lane can share both."""
+        return super().splits(sizes, tp) and self.mlp.splits(sizes, tp)
+
+    def weights_for_others(self, sizes: Dimensions) -> int:
+        """Elements of the MLP by which a device multiplies tokens of other lanes, times these
+        lanes."""
+        return self.mlp.weights_for_others(sizes)
+
+    def over(self, expert_lanes: int, mlp_lanes: int) -> ExpertsBesideMlpSpec:
+        """Returns the spec for lanes that share experts, and the MLP, out."""
+        return replace(self, lanes=expert_lanes, mlp=self.mlp.over(expert_lanes, mlp_lanes))
+
+    def share(self, tp: int) -> ExpertsBesideMlpSpec:
+        """Returns the spec of one of `tp` ranks of a lane."""
+        held = -(-self.count // (tp * self.lanes))
+        return replace(self, held=held, mlp=self.mlp.share(tp))
+
+    def inner(self, sizes: Dimensions) -> int:
+        """Counts the inner states of a token in both."""
+        return super().inner(sizes) + self.mlp.inner(sizes)
+
+
+@dataclass(frozen=True)
+class LayerInputSpec:
+    """Inputs of layers besides the hidden states (Gemma 3n, Gemma 4): for each token and layer
+    `size` numbers of a table, joined with a projection of the token's embedding. A block multiplies
+    them by a gated projection of its hidden states, and adds a projection of the products.
+    activation: of the gate."""
+
+    size: int
+    activation: str = "gelu_pytorch_tanh"
+
+    def declare(self, sizes: Dimensions, vocab: int) -> dict[str, Declared]:
+        """Parameters beside the embedding, of all layers. vocab: rows of the table."""
+        L = sizes.layers
+        P = self.size
+        return {
+            "embed": Declared((vocab, L * P), ("vocab", None)),
+            "proj": Declared((sizes.d_model, L, P), ("embed", None, None), inputs=1),
+            "norm": Declared((P,), (None,), wide=True),
+        }
+
+    def declare_block(self, sizes: Dimensions) -> dict[str, Declared]:
+        """Parameters of a block."""
+        D = sizes.d_model
+        return {
+            "gate": Declared((D, self.size), ("embed", None), inputs=1),
+            "proj": Declared((self.size, D), (None, "embed"), inputs=1),
+            "norm": Declared((D,), ("embed",), wide=True),
+        }
+
+    def parts(self, sizes: Dimensions) -> dict[str, tuple[int, ...]]:
+        """Shapes of the parts, rows first, that the parameters are assembled of."""
+        D = sizes.d_model
+        P = self.size
+        return {
+            "inputs_embed": (sizes.vocab, sizes.layers * P),
+            "inputs_proj": (sizes.layers * P, D),
+            "inputs_norm": (P,),
+            "input_gate": (P, D),
+            "input_proj": (D, P),
+            "input_norm": (D,),
+        }
+
+
+@dataclass(frozen=True)
 class NormSpec:
     """RMSNorms of a block, before and after attention and MLP, and their epsilon. less_one:
-    checkpoints store the weights less 1."""
+    checkpoints store the weights less 1. scalar: what a block gives is multiplied by a parameter
+    (Gemma 4)."""
 
     eps: float = 1e-5
     before: bool = True
     after: bool = False
     less_one: bool = False
+    scalar: bool = False
 
     def declare(self, sizes: Dimensions) -> dict[str, Declared]:
         """Declares the weights of the norms."""
@@ -426,7 +529,10 @@ class NormSpec:
             names += ["attn_norm", "mlp_norm"]
         if self.after:
             names += ["attn_post_norm", "mlp_post_norm"]
-        return {name: Declared((sizes.d_model,), ("embed",), wide=True) for name in names}
+        declared = {name: Declared((sizes.d_model,), ("embed",), wide=True) for name in names}
+        if self.scalar:
+            declared["layer_scalar"] = Declared((1,), (None,), wide=True)
+        return declared
 
     def parts(self, sizes: Dimensions) -> dict[str, tuple[int, ...]]:
         """Shapes of the stored weights."""

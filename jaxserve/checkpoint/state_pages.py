@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from jaxserve.checkpoint.delta_net import DeltaNetSpec
 from jaxserve.checkpoint.model import ModelConfig
-from jaxserve.checkpoint.page_groups import Windows, pool_count
+from jaxserve.checkpoint.page_groups import Windows, pool_count, pool_page
 
 STATE_BYTES = 4  # of a number of a state, which is f32
 
@@ -29,8 +29,7 @@ def state_pages(
     most; 0 where no layer has states, or a group has states and no pages. groups: of layers that
     run together, see `StagePlan.groups`. kv_bytes, window_bytes: of a number on a page, and of one
     of the last inputs of a convolution. Any degree of `tp` splits both alike."""
-    vectors, numbers = model.page
-    page = model.kv_heads * vectors * block_size * numbers * kv_bytes
+    page = pool_page(model).size * block_size * kv_bytes
     most = 0
     for group in groups:
         taken = sum(_bytes(model, layer, kv_bytes, window_bytes) for layer in group)

@@ -109,12 +109,31 @@ MIXTRAL: Tensors = {
     _SPARSE + "experts.{experts}.w3.weight": ("expert_up",),
     _SPARSE + "experts.{experts}.w2.weight": ("expert_down",),
 }
+GEMMA4: Tensors = {
+    **GEMMA,
+    LAYER + "layer_scalar": ("layer_scalar",),
+    LAYER + "per_layer_input_gate.weight": ("input_gate",),
+    LAYER + "per_layer_projection.weight": ("input_proj",),
+    LAYER + "post_per_layer_input_norm.weight": ("input_norm",),
+    "model.embed_tokens_per_layer.weight": ("inputs_embed",),
+    "model.per_layer_model_projection.weight": ("inputs_proj",),
+    "model.per_layer_projection_norm.weight": ("inputs_norm",),
+    LAYER + "router.proj.weight": ("router",),
+    LAYER + "router.scale": ("router_scale",),
+    LAYER + "router.per_expert_scale": ("expert_scale",),
+    LAYER + "pre_feedforward_layernorm_2.weight": ("experts_norm",),
+    LAYER + "post_feedforward_layernorm_1.weight": ("mlp_out_norm",),
+    LAYER + "post_feedforward_layernorm_2.weight": ("experts_out_norm",),
+    LAYER + "experts.{experts}.gate_proj.weight": ("expert_gate",),
+    LAYER + "experts.{experts}.up_proj.weight": ("expert_up",),
+    LAYER + "experts.{experts}.down_proj.weight": ("expert_down",),
+}
 QWEN_MOE: Tensors = {**LLAMA, **_ROUTER, **_EXPERTS}
 
 
 def names_experts(tensors: Tensors) -> bool:
-    """Returns True if each expert has tensors of its own under the names of `_EXPERTS`."""
-    return tensors.keys() >= _EXPERTS.keys()
+    """Returns True if each expert has tensors of its own that `STACKED_EXPERTS` may replace."""
+    return any(name.endswith("experts.{experts}.gate_proj.weight") for name in tensors)
 
 
 GLM_MOE: Tensors = {**QWEN_MOE, **_SHARED_EXPERTS}

@@ -7,11 +7,14 @@ from jaxserve.lanes.work import ITEM, Heads, stored_bytes
 
 
 def heads_of(model: ModelConfig, tp: int, item: int = ITEM, fp8: bool = False) -> Heads:
-    """Returns the heads of one of `tp` ranks. item: bytes of an element of queries and of what they
-    attend to; fp8: pages hold the latter in FP8."""
-    heads, kv_heads = model.rank_heads(tp)
-    vectors, numbers = model.page
-    query, result = model.paged_mixer.attended_dims(model)
+    """Returns the heads of one of `tp` ranks. Where layers differ, they are those of one that sees
+    all tokens: they cost most at long contexts. item: bytes of an element of queries and of what
+    they attend to; fp8: pages hold the latter in FP8."""
+    paged = [layer for layer in range(model.layers) if model.mixer(layer).has_pages]
+    sizes = model.at(next((layer for layer in paged if model.window(layer) is None), paged[0]))
+    heads, kv_heads = sizes.rank_heads(tp)
+    vectors, numbers = sizes.page
+    query, result = sizes.paged_mixer.attended_dims(sizes)
     return Heads(
         heads,
         kv_heads,
@@ -20,5 +23,5 @@ def heads_of(model: ModelConfig, tp: int, item: int = ITEM, fp8: bool = False) -
         stored=stored_bytes(numbers, item, fp8),
         vectors=vectors,
         value_dim=result,
-        attending=model.paged_layers() / model.layers,
+        attending=len(paged) / model.layers,
     )

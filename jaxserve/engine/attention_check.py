@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.api.errors import ConfigError
+from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.kernels import ops
 from jaxserve.kernels.kv_pages import FP8, KVPages, quantize
@@ -155,22 +156,25 @@ Case = AttentionCase | WriteCase
 def cases(plan: StagePlan) -> list[AttentionCase]:
     """Lists the attention that steps of this plan compute, each kind once."""
     model = plan.model
-    _, _, _, *page = plan.pool().kv.shape
     module, _ = stage_modules(model, range(model.layers), plan.mesh.tp)
-    mixers = [layer.attention for layer in module.layers]
-    kinds = {mixer.attend for mixer in mixers if hasattr(mixer, "attend")}
+    mixers = [(layer.attention, model.at(number)) for number, layer in enumerate(module.layers)]
+    kinds = {
+        (mixer.attend, sizes.heads // sizes.kv_heads, _page(plan, sizes))
+        for mixer, sizes in mixers
+        if hasattr(mixer, "attend")
+    }
     rows = [group for shape in plan.shapes for group in shape.local if group.rows]
     widths = {min(group.width, WIDEST) for group in rows}
     return [
         AttentionCase(
             attend,
             width,
-            model.heads // model.kv_heads,
-            (model.kv_heads // plan.mesh.tp, *page),
+            group,
+            page,
             np.dtype(plan.dtype),
             np.dtype(plan.kv_dtype),
         )
-        for attend in sorted(kinds, key=str)
+        for attend, group, page in sorted(kinds, key=str)
         for width in sorted({min(widths), max(widths)})
     ]
 
@@ -178,30 +182,39 @@ def cases(plan: StagePlan) -> list[AttentionCase]:
 def writes(plan: StagePlan) -> list[WriteCase]:
     """Lists the writes before attention that steps of this plan do, each kind once."""
     model = plan.model
-    _, _, _, *page = plan.pool().kv.shape
     module, _ = stage_modules(model, range(model.layers), plan.mesh.tp)
     tokens = {sum(group.rows * group.width for group in shape.local) for shape in plan.shapes}
 
-    def case(block: Block, width: int) -> WriteCase:
+    def case(block: Block, sizes: ModelConfig, width: int) -> WriteCase:
         assert isinstance(block.attention, Attention)
         spec = block.attention.spec
-        group = model.heads // model.kv_heads
+        group = sizes.heads // sizes.kv_heads
         return WriteCase(
             width,
             group * spec.query_rows + 2,
             group,
-            block.rope.dims(model.head_dim) if block.rope else 0,
+            block.rope.dims(sizes.head_dim) if block.rope else 0,
             spec.qk_norm == "head",
             block.norms.eps,
-            (model.kv_heads // plan.mesh.tp, *page),
+            _page(plan, sizes),
             np.dtype(plan.dtype),
             np.dtype(plan.kv_dtype),
         )
 
-    blocks = [block for block in module.layers if isinstance(block.attention, Attention)]
+    blocks = [
+        (block, model.at(number))
+        for number, block in enumerate(module.layers)
+        if isinstance(block.attention, Attention) and block.attention.spec.stores
+    ]
     widths = {min(count, WIDEST) for count in tokens if count}
     few_and_many = sorted({min(widths), max(widths)})
-    return list(dict.fromkeys(case(block, width) for block in blocks for width in few_and_many))
+    return list(dict.fromkeys(case(*block, width) for block in blocks for width in few_and_many))
+
+
+def _page(plan: StagePlan, sizes: ModelConfig) -> tuple[int, ...]:
+    """Returns the shape of a page of a layer that sees a model of this size, on one rank."""
+    vectors, numbers = sizes.page
+    return sizes.kv_heads // plan.mesh.tp, vectors, plan.block_size, numbers
 
 
 def checked(plan: StagePlan, fails_over: bool) -> StagePlan:

@@ -21,7 +21,7 @@ from jaxserve.store.block_part import BlockPart, PartBytes
 
 class BlockLayout:
     """The bytes of a block, or of a part of it. kv_heads: the model's own, of which a plan for more
-    ranks than heads has several copies each."""
+    ranks than heads has several copies each; see `StagePlan.block_heads`."""
 
     def __init__(
         self,
@@ -32,10 +32,11 @@ class BlockLayout:
     ):
         """block_size: tokens of a block; None: of a page. part: None for all of it."""
         pool = plan.pool()
+        kv_heads = plan.block_heads(kv_heads)
         vectors, _, head_dim = pool.kv.shape[3:]
         self.whole = BlockPart(range(plan.pool_count), range(kv_heads))
         self.part = part or self.whole
-        self.copies = plan.model.kv_heads // kv_heads
+        self.copies = pool.kv.shape[2] // kv_heads
         self.block_size = block_size or plan.block_size
         extent = len(self.part.layers), len(self.part.heads)
         self._kv = (*extent, vectors, self.block_size, head_dim)

@@ -60,10 +60,7 @@ def make_worker(
     if plan.attention is not None or DeviceRoom.here().platform != "cpu":
         plan = checked(plan, fails_over=this_member() is None)
     tiers = _tiers(config, checkpoint.config) if config.cache.host_cache_gib else None
-    kv_heads = checkpoint.config.kv_heads
-    if model.has_states:  # pages also have parts of these, of which each rank has its own
-        kv_heads = plan.model.kv_heads
-    worker = Worker(plan, tiers, kv_heads, peers)
+    worker = Worker(plan, tiers, checkpoint.config.kv_heads, peers)
     return worker, lambda declared, shardings: load(
         checkpoint, model, declared, shardings, plan.dtype, progress
     )
@@ -114,10 +111,11 @@ def cache_identity(config: EngineConfig, model: ModelConfig) -> CacheIdentity:
     types = (
         f"{weights_dtype(config, model)} {config.source.quantization} {config.cache.kv_cache_dtype}"
     )
-    windows = page_windows(model)
+    ranks = config.mesh.tp
+    windows = page_windows(model.repeated(ranks))
     stages = layers_of(model, config.mesh.spp)
     parts = [part for stage in stages for part in split(stage, config.layer_groups)]
-    layout = page_layout(windows, parts, config.mesh.tp * model.has_states)
+    layout = page_layout(windows, parts, ranks * model.has_states, ranks * bool(model.layer_sizes))
     return CacheIdentity(f"{model} {weights_id(config)}", types, layout)
 
 

@@ -308,7 +308,7 @@ def _local_heads(stages: Stages) -> range:
     mesh = stages.stages[0].mesh
     here = [device.process_index == jax.process_index() for device in mesh.devices.flat]
     ranks = np.nonzero(np.reshape(here, mesh.devices.shape).any(0))[0]
-    each = stages.plan.model.kv_heads // mesh.devices.shape[1]
+    each = stages.plan.pool().kv.shape[2] // mesh.devices.shape[1]
     return range(int(ranks[0]) * each, (int(ranks[-1]) + 1) * each)
 
 

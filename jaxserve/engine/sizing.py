@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxserve.checkpoint.model import ModelConfig, declare, layers_of
-from jaxserve.checkpoint.page_groups import page_windows, pool_count
+from jaxserve.checkpoint.page_groups import page_windows, pool_count, pool_page, share_pages
 from jaxserve.engine.machine import fitted
 from jaxserve.engine.memory import DeviceRoom, claim, kv_bytes, state_bytes
 from jaxserve.engine.stage_plan import StagePlan
@@ -122,6 +122,7 @@ def make_plan(
     room = room or DeviceRoom.here()
     if model.has_states:
         check_states(config, model)
+    check_layers(config, model)
     model = dataclasses.replace(model, max_len=max_length(config, model))
     dtype = DTYPES[weights_dtype(config, model, room.platform)]
     size = config.cache.block_size
@@ -166,6 +167,34 @@ def make_plan(
     return plan
 
 
+def check_layers(config: EngineConfig, model: ModelConfig) -> None:
+    """Refuses settings that do not go with layers that differ in size, that read the pages of
+    others, or that have inputs of their own. Errors: ConfigError that names the setting."""
+    mesh = config.mesh
+    alone = "which are made of tokens, in the first stage alone"
+    reads = any(spec.has_pages and not spec.stores for spec in model.mixers)
+    for field, refused, reason in (
+        (
+            "kv_cache_dtype",
+            share_pages(model) and config.cache.kv_cache_dtype == "fp8",
+            "fp8 is not possible where layers with heads of several sizes share pages",
+        ),
+        (
+            "mesh",
+            model.layer_input is not None and (mesh.spp > 1 or config.layer_groups > 1),
+            f"layers of {model.name} have inputs of their own, {alone}: spp=1 and layer_groups=1",
+        ),
+        (
+            "mesh",
+            reads and mesh.kvp > 1,
+            f"layers of {model.name} read the keys and values of others, which are on one lane "
+            "only: kvp=1",
+        ),
+    ):
+        if refused:
+            raise ConfigError(field, reason)
+
+
 def _kept_parameters(
     kept: Kept | None, model: ModelConfig, mesh: MeshConfig
 ) -> dict[str, KeptParameter]:
@@ -180,9 +209,9 @@ def _pages(config: EngineConfig, plan: StagePlan, blocks: int, room: DeviceRoom)
     """Counts the pages of a lane, for sequences of at most `blocks` blocks. Errors: ConfigError
     where a device holds too few."""
     model = plan.model
-    vectors, numbers = model.page
-    heads = model.kv_heads // plan.mesh.tp
-    one = pool_shapes((vectors, heads, plan.block_size, numbers), plan.kv_dtype)
+    whole = pool_page(model)
+    heads = whole.heads // plan.mesh.tp
+    one = pool_shapes((whole.vectors, heads, plan.block_size, whole.numbers), plan.kv_dtype)
     page = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(one))
     given = config.cache.kv_memory_gib
     total = kv_bytes(plan, given, config.cache.gpu_memory_utilization, room)

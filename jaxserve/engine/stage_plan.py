@@ -19,6 +19,7 @@ from jaxserve.checkpoint.page_groups import (
     Windows,
     page_places,
     pool_count,
+    pool_page,
 )
 from jaxserve.checkpoint.specs import Declared
 from jaxserve.checkpoint.state_pages import state_pages
@@ -179,8 +180,16 @@ class StagePlan:
             return state_shapes(mixer, self.mesh.kvp, self.slots, self.dtype)
         return self.pool()
 
+    def block_heads(self, own: int) -> int:
+        """Returns the kv heads of a block outside the devices: the model's own, each once. Pages
+        that have parts of states, or of layers of several sizes, have all those of the pools, for
+        each rank has parts by itself."""
+        if self.model.has_states or self.model.layer_sizes:
+            return self.pool().kv.shape[2]
+        return own
+
     def pool(self) -> KVPages:
         """Shapes of the pages of a layer that has some, on all lanes."""
-        vectors, numbers = self.model.page
-        tokens = self.mesh.kvp, self.pages, self.model.kv_heads, vectors, self.block_size
-        return pool_shapes((*tokens, numbers), self.kv_dtype)
+        page = pool_page(self.model)
+        tokens = self.mesh.kvp, self.pages, page.heads, page.vectors, self.block_size
+        return pool_shapes((*tokens, page.numbers), self.kv_dtype)

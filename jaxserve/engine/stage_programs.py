@@ -206,7 +206,6 @@ class StagePrograms(Programs):
         return lowered(
             LayersProgram(
                 stage.weights,
-                plan.model,
                 shape,
                 last,
                 plan.dtype,

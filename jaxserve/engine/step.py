@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.checkpoint.page_groups import PagePlace
 from jaxserve.engine import sampling, sampling_rows
 from jaxserve.engine.step_shapes import StepShape, layout
@@ -55,7 +54,6 @@ class LayersProgram:
     places: of each layer, see `StagePlan.places`; None: each has a cache of its own."""
 
     weights: Weights
-    model: ModelConfig
     shape: StepShape
     last: bool
     dtype: Any
@@ -94,12 +92,16 @@ class LayersProgram:
         ]
         places = self.places or [PagePlace(0, number) for number in range(len(caches))]
         x = x[0]
+        inputs = None
         if stage.is_first:
-            x = stage.embed_tokens(_tokens(view, shape, x))
+            tokens = _tokens(view, shape, x)
+            x = stage.embed_tokens(tokens)
+            if stage.inputs is not None:
+                inputs = stage.inputs(tokens, x)
         moves = view["moves"] if shape.moves else None
         x = x.astype(self.dtype)
         positions = _positions(view, shape)
-        x, caches = run_layers(stage, self.model, x, positions, groups, caches, places, moves)
+        x, caches = run_layers(stage, x, positions, groups, caches, places, moves, inputs)
         if not self.last:
             return x[None], caches, tables
         samples = view["samples"]

@@ -9,7 +9,7 @@ from flax import nnx
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.checkpoint.specs import AttentionSpec
 from jaxserve.kernels.kv_pages import KVPages
-from jaxserve.kernels.qkv import Projected
+from jaxserve.kernels.qkv import Projected, rms_norm
 from jaxserve.models.parameters import create, matmul
 from jaxserve.sharding.attend import Attend
 from jaxserve.sharding.attention import attention
@@ -34,10 +34,11 @@ class Attention(nnx.Module):
         assert isinstance(spec, AttentionSpec)
         self.spec = spec
         self.eps = model.norms.eps
-        scale = spec.scale or model.head_dim**-0.5
+        sizes = model.at(layer)
+        scale = spec.scale or sizes.head_dim**-0.5
         self.attend = Attend(scale, model.window(layer), spec.softcap)
-        self.sizes = (model.heads * model.head_dim, model.kv_heads * model.head_dim)
-        create(self, spec.declare(model))
+        self.sizes = (sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim)
+        create(self, spec.declare(sizes))
 
     def __call__(
         self,
@@ -52,7 +53,9 @@ class Attention(nnx.Module):
         cos_sin: None for a layer without positions."""
         qkv, gate = self._project(x, positions, cos_sin)
         kv = None
-        if groups.spread:
+        if self.spec.projected == "q":  # keys and values are on the pages of another layer
+            q, _ = qkv.prepared()
+        elif groups.spread:
             q, kv = qkv.prepared()
         else:
             q, pages = write_qkv(pages, qkv, groups)
@@ -78,6 +81,7 @@ class Attention(nnx.Module):
         heads = matmul(x, self.qkv, 1, positions)
         if self.spec.qkv_bias:
             heads = heads + self.qkv_bias[...]
+        heads = self._with_keys_and_values(heads)
         group = heads.shape[2] - 2
         gate = None
         if self.spec.gate:
@@ -85,10 +89,21 @@ class Attention(nnx.Module):
             gate = heads[:, :, group:-2]
         norms = None
         if self.spec.qk_norm == "head":
-            norms = self.q_norm[...], self.k_norm[...]
+            k_norm = self.k_norm if "k" in self.spec.projected else self.q_norm
+            norms = self.q_norm[...], k_norm[...]
         elif self.spec.qk_norm == "all":
             heads = self._norm_over_heads(heads, group)
         return Projected(heads, group, norms, self.eps, cos_sin), gate
+
+    def _with_keys_and_values(self, heads: jax.Array) -> jax.Array:
+        """Returns heads [T, K, rows, H] of which the last two are keys and values, in any case."""
+        missing = 3 - len(self.spec.projected)
+        if missing:
+            heads = jnp.concatenate([heads, *[heads[:, :, -1:]] * missing], 2)
+        if not self.spec.value_norm:
+            return heads
+        values = rms_norm(heads[:, :, -1:], jnp.float32(1), self.eps)
+        return jnp.concatenate([heads[:, :, :-1], values], 2)
 
     def _norm_over_heads(self, heads: jax.Array, group: int) -> jax.Array:
         """RMSNorm of the queries and of the keys in heads [T, K, G + 2, H] over all heads of all

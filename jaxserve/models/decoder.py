@@ -19,27 +19,27 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxserve.checkpoint.delta_net import DeltaNetSpec
-from jaxserve.checkpoint.model import ModelConfig, declare
+from jaxserve.checkpoint.model import ModelConfig, declare, padded_vocab
 from jaxserve.checkpoint.page_groups import PagePlace
 from jaxserve.checkpoint.rope import Rope
 from jaxserve.checkpoint.specs import (
     AttentionSpec,
     Declared,
+    ExpertsBesideMlpSpec,
     ExpertsSpec,
     LatentAttentionSpec,
     MlpSpec,
 )
-from jaxserve.kernels import ops
 from jaxserve.kernels.kv_pages import KVPages
 from jaxserve.kernels.qkv import rms_norm
-from jaxserve.kernels.quantised import Quantised
 from jaxserve.models.attention import Attention
 from jaxserve.models.deltanet import GatedDeltaNet, States
-from jaxserve.models.experts import Experts
+from jaxserve.models.experts import Experts, ExpertsBesideMlp
 from jaxserve.models.latent import LatentAttention
+from jaxserve.models.layer_input import LayerInput, LayerInputs
 from jaxserve.models.layers import capped, rope_cos_sin
 from jaxserve.models.mlp import GatedMlp
-from jaxserve.models.parameters import create, matmul
+from jaxserve.models.parameters import create, look_up, matmul
 from jaxserve.sharding.mesh import TP, axis_sum
 from jaxserve.sharding.page_moves import move_pages
 from jaxserve.sharding.rows import Groups
@@ -50,7 +50,7 @@ MIXERS = {
     LatentAttentionSpec: LatentAttention,
     DeltaNetSpec: GatedDeltaNet,
 }
-MLPS = {MlpSpec: GatedMlp, ExpertsSpec: Experts}
+MLPS = {MlpSpec: GatedMlp, ExpertsSpec: Experts, ExpertsBesideMlpSpec: ExpertsBesideMlp}
 LayerCache = KVPages | States  # what a layer keeps of sequences
 
 
@@ -62,14 +62,19 @@ class Block(nnx.Module):
     attn_post_norm: nnx.Param
     mlp_norm: nnx.Param
     mlp_post_norm: nnx.Param
+    layer_scalar: nnx.Param
 
     def __init__(self, model: ModelConfig, layer: int):
         self.norms = model.norms
         self.residual = model.multipliers.residual
         create(self, model.norms.declare(model))
         self.rope = model.rope(layer)
+        self.head_dim = model.at(layer).head_dim
         self.attention = MIXERS[type(model.mixer(layer))](model, layer)
         self.mlp = MLPS[type(model.mlp(layer))](model, layer)
+        self.input: LayerInput | None = nnx.data(None)
+        if model.layer_input is not None:
+            self.input = LayerInput(model)
 
     def __call__(
         self,
@@ -78,9 +83,10 @@ class Block(nnx.Module):
         cos_sin: tuple[jax.Array, jax.Array] | None,
         groups: Groups,
         cache: LayerCache,
+        layer_input: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerCache]:
         """Hidden states [T, D] at positions [T] (-1: padding) and this layer's KV pages or states
-        (leading axis of 1) -> both, updated."""
+        (leading axis of 1) -> both, updated. layer_input: see `LayerInput`."""
         h = x
         if self.norms.before:
             h = rms_norm(x, self.attn_norm[...], self.norms.eps)
@@ -88,35 +94,48 @@ class Block(nnx.Module):
         out = axis_sum(out, TP)
         if self.norms.after:
             out = rms_norm(out, self.attn_post_norm[...], self.norms.eps)
-        x = h = x + _scaled(out, self.residual)
-        if self.norms.before:
-            h = rms_norm(x, self.mlp_norm[...], self.norms.eps)
-        out = axis_sum(self.mlp(h, positions), TP)
+        x = x + _scaled(out, self.residual)
+        out = self._feed_forward(x, positions)
         if self.norms.after:
             out = rms_norm(out, self.mlp_post_norm[...], self.norms.eps)
-        return x + _scaled(out, self.residual), cache
+        x = x + _scaled(out, self.residual)
+        if self.input is not None:
+            assert layer_input is not None
+            x = x + self.input(x, layer_input)
+        if self.norms.scalar:
+            x = (x * self.layer_scalar[...]).astype(x.dtype)
+        return x, cache
+
+    def _feed_forward(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+        """Computes the MLP or the experts of hidden states x [T, D], of all ranks."""
+        h = x
+        if self.norms.before:
+            h = rms_norm(x, self.mlp_norm[...], self.norms.eps)
+        if isinstance(self.mlp, ExpertsBesideMlp):
+            return self.mlp.joined(x, h, positions)
+        return axis_sum(self.mlp(h, positions), TP)
 
 
 class Stage(nnx.Module):
-    """The layers of one pipeline stage; the first stage also has the token embedding."""
+    """The layers of one pipeline stage; the first stage also has the token embedding, and what
+    `LayerInputs` are made of."""
 
     embed: nnx.Param
 
     def __init__(self, model: ModelConfig, layers: range, tp: int):
         self.is_first = layers.start == 0
         self.multiplier = model.multipliers.embedding
+        self.max_len = model.max_len
+        self.has_sizes = bool(model.layer_sizes)  # of layers
         create(self, _among(declare(model, layers, tp), ("embed",)))
+        self.inputs: LayerInputs | None = nnx.data(None)
+        if self.is_first and model.layer_input is not None:
+            self.inputs = LayerInputs(model, padded_vocab(model, tp))
         self.layers = nnx.List([Block(model, number) for number in layers])
 
     def embed_tokens(self, tokens: jax.Array) -> jax.Array:
-        """Looks up tokens [T] -> [T, D]. The vocabulary is split over tensor-parallel ranks."""
-        table = self.embed.get_value()
-        count = table.outputs if isinstance(table, Quantised) else len(table)
-        mine = tokens - jax.lax.axis_index(TP) * count
-        is_local = (mine >= 0) & (mine < count)
-        vectors = ops.rows(table, jnp.where(is_local, mine, 0))
-        vectors = jnp.where(is_local[:, None], vectors, 0)
-        return _scaled(axis_sum(vectors, TP), self.multiplier)
+        """Looks up tokens [T] -> [T, D]."""
+        return _scaled(look_up(self.embed, tokens), self.multiplier)
 
 
 class Head(nnx.Module):
@@ -163,13 +182,13 @@ def parameters(module: nnx.Module, first_layer: int = 0) -> Iterator[tuple[str, 
 
 def run_layers(
     stage: Stage,
-    model: ModelConfig,
     x: jax.Array,
     positions: jax.Array,
     groups: Sequence[Groups],
     caches: list[LayerCache],
     places: Sequence[PagePlace],
     moves: jax.Array | None = None,
+    inputs: jax.Array | None = None,
 ):
     """Runs hidden states x [T, D] at positions [T] (-1: padding) through the stage's layers.
 
@@ -177,28 +196,45 @@ def run_layers(
     page group and the number of its cache. moves [2, size, m]: pages to move between lanes before
     attention, as in `move_pages`. Those of a cache are issued beside the layer before the first
     that has it, on which they do not depend: in the order in which layers need them, and no
-    earlier, so that only one cache's are under way (Tetris, section 4.1). Returns x and the caches.
+    earlier, so that only one cache's are under way (Tetris, section 4.1). inputs [T, layers, P]:
+    see `LayerInputs`. Returns x and the caches.
     """
     clipped = jnp.maximum(positions, 0)
-    cos_sin: dict[Rope | None, tuple[jax.Array, jax.Array]] = {
-        rope: rope_cos_sin(clipped, rope, model.head_dim, model.max_len)
-        for rope in dict.fromkeys(block.rope for block in stage.layers)
+    cos_sin: dict[tuple[Rope | None, int], tuple[jax.Array, jax.Array]] = {
+        (rope, size): rope_cos_sin(clipped, rope, size, stage.max_len)
+        for rope, size in dict.fromkeys((block.rope, block.head_dim) for block in stage.layers)
         if rope is not None
+    }
+    of_part = {
+        place: groups[place.group].on_part(place.part, place.parts)
+        for place in dict.fromkeys(places)
     }
     caches = list(caches)
     numbers = [place.pool for place in places]
     if moves is not None:
         caches[numbers[0]] = move_pages(caches[numbers[0]], moves, groups[0].lanes)
-    for i, (block, (group, number)) in enumerate(zip(stage.layers, places)):
+    for i, (block, place) in enumerate(zip(stage.layers, places)):
         following = numbers[i + 1 : i + 2]
         if moves is not None and not set(following) <= set(numbers[: i + 1]):
             x, moves = jax.lax.optimization_barrier((x, moves))  # not before x is there
             caches[following[0]] = move_pages(caches[following[0]], moves, groups[0].lanes)
-        table = cos_sin.get(block.rope)
-        x, caches[number] = _run_block(
-            *nnx.split(block), x, positions, table, groups[group], caches[number]
-        )
+        table = cos_sin.get((block.rope, block.head_dim))
+        pool = caches[place.pool]
+        cache = pool
+        if isinstance(pool, KVPages) and stage.has_sizes:
+            cache = _as_parts(pool, place.parts, block.head_dim)
+        given = None if inputs is None else inputs[:, i]
+        x, cache = _run_block(*nnx.split(block), x, positions, table, of_part[place], cache, given)
+        caches[place.pool] = jax.tree.map(lambda new, old: new.reshape(old.shape), cache, pool)
     return x, caches
+
+
+def _as_parts(pool: KVPages, parts: int, head_dim: int) -> KVPages:
+    """Returns a pool [1, P, K, V, C, H] as one of pages that are equal parts of its own, with heads
+    of another size: [1, P * parts, ..., V, C, head_dim]. No byte moves."""
+    one, pages, heads, vectors, tokens, size = pool.kv.shape
+    heads = heads * size // (parts * head_dim)
+    return KVPages(pool.kv.reshape(one, pages * parts, heads, vectors, tokens, head_dim))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -210,10 +246,11 @@ def _run_block(
     cos_sin: tuple[jax.Array, jax.Array] | None,
     groups: Groups,
     cache: LayerCache,
+    layer_input: jax.Array | None,
 ):
     """Runs one block. Jitted by itself so that equal blocks are traced only once; the compiler
     inlines it."""
-    return nnx.merge(graphdef, state)(x, positions, cos_sin, groups, cache)
+    return nnx.merge(graphdef, state)(x, positions, cos_sin, groups, cache, layer_input)
 
 
 def _scaled(x: jax.Array, factor: float) -> jax.Array:

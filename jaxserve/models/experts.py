@@ -4,15 +4,19 @@ the tokens of all, and sends back what its experts made of them."""
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxserve.checkpoint.model import ModelConfig
-from jaxserve.checkpoint.specs import ExpertsSpec, RouterSpec
+from jaxserve.checkpoint.specs import ExpertsBesideMlpSpec, ExpertsSpec, RouterSpec
+from jaxserve.kernels.qkv import rms_norm
 from jaxserve.models.layers import gated
-from jaxserve.models.parameters import create, grouped, matmul
-from jaxserve.sharding.mesh import KVP, TP, over_lanes
+from jaxserve.models.mlp import gated_mlp
+from jaxserve.models.parameters import create, grouped
+from jaxserve.sharding.mesh import KVP, TP, axis_sum, over_lanes
 
 SCORES = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}  # by `RouterSpec.scores`
 _LEAST = 1e-20  # beside sums of sigmoids, which may all be zero
@@ -36,7 +40,7 @@ class Experts(nnx.Module):
         spec = model.mlp(layer)
         assert isinstance(spec, ExpertsSpec)
         self.spec = spec
-        create(self, spec.declare(model))
+        create(self, spec.declare(model.at(layer)))
 
     def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
         """Hidden states [T, D] at positions [T] (-1: padding) -> this rank's part of the output."""
@@ -94,12 +98,53 @@ class Experts(nnx.Module):
 
     def _shared(self, x: jax.Array, positions: jax.Array) -> jax.Array:
         """The MLP that computes every token."""
-        hidden = gated(matmul(x, self.shared_gate_up, 1, positions), self.spec.activation)
-        out = matmul(hidden, self.shared_down, 1, positions)
+        weights = self.shared_gate_up, self.shared_down
+        out = gated_mlp(x, positions, *weights, self.spec.activation)
         if self.spec.shared_gate:
             gate = jax.nn.sigmoid(x.astype(jnp.float32) @ self.shared_gate[...])
             out = (out * gate).astype(x.dtype)
         return out
+
+
+class ExpertsBesideMlp(Experts):
+    """Experts and an MLP side by side; parameters: see `ExpertsBesideMlpSpec`."""
+
+    gate_up: nnx.Param
+    down: nnx.Param
+    router_scale: nnx.Param
+    expert_scale: nnx.Param
+    mlp_out_norm: nnx.Param
+    experts_norm: nnx.Param
+    experts_out_norm: nnx.Param
+
+    def __init__(self, model: ModelConfig, layer: int):
+        super().__init__(model, layer)
+        self.eps = model.norms.eps
+
+    def joined(self, x: jax.Array, normed: jax.Array, positions: jax.Array) -> jax.Array:
+        """Computes the experts of hidden states x [T, D] and the MLP of `normed`, what the block's
+        norm made of them; returns the sum of both under their norms, of all ranks."""
+        assert isinstance(self.spec, ExpertsBesideMlpSpec)
+        mlp = self.spec.mlp
+        dense = functools.partial(
+            gated_mlp, gate_up=self.gate_up, down=self.down, activation=mlp.activation
+        )
+        weights, chosen = self._route(x)
+        chosen = jnp.where((positions >= 0)[:, None], chosen, -1)
+        inputs = rms_norm(x, self.experts_norm[...], self.eps)
+        parts = [
+            over_lanes(dense, mlp.lanes, normed, positions),
+            over_lanes(self._compute, self.spec.lanes, inputs, weights, chosen),
+        ]
+        norms = self.mlp_out_norm, self.experts_out_norm
+        both = zip(axis_sum(jnp.stack(parts), TP), norms)
+        first, second = (rms_norm(part, norm[...], self.eps) for part, norm in both)
+        return first + second
+
+    def _route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        scale = self.router_scale[...] * x.shape[1] ** -0.5
+        weights, chosen = super()._route(rms_norm(x.astype(jnp.float32), scale, self.eps))
+        return weights * self.expert_scale[...][chosen], chosen
 
 
 def route(

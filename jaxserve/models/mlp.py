@@ -23,12 +23,20 @@ class GatedMlp(nnx.Module):
         assert isinstance(spec, MlpSpec)
         self.activation = spec.activation
         self.lanes = spec.lanes
-        create(self, spec.declare(model))
+        create(self, spec.declare(model.at(layer)))
 
     def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
         """Hidden states [T, D] at positions [T] (-1: padding) -> this rank's part of the output."""
         return over_lanes(self._compute, self.lanes, x, positions)
 
     def _compute(self, x: jax.Array, positions: jax.Array) -> jax.Array:
-        hidden = gated(matmul(x, self.gate_up, 1, positions), self.activation)
-        return matmul(hidden, self.down, 1, positions)
+        return gated_mlp(x, positions, self.gate_up, self.down, self.activation)
+
+
+def gated_mlp(
+    x: jax.Array, positions: jax.Array, gate_up: nnx.Param, down: nnx.Param, activation: str
+) -> jax.Array:
+    """Computes a gated MLP of x [T, D] with weights [D, 2, F] and [F, D]. positions [T]: of the
+    rows (-1: padding)."""
+    hidden = gated(matmul(x, gate_up, 1, positions), activation)
+    return matmul(hidden, down, 1, positions)

@@ -14,6 +14,7 @@ from flax import nnx
 from jaxserve.checkpoint.specs import Declared
 from jaxserve.kernels import ops
 from jaxserve.kernels.quantised import Joined, Quantised
+from jaxserve.sharding.mesh import TP, axis_sum
 
 
 def create(module: nnx.Module, declared: Mapping[str, Declared]) -> None:
@@ -29,6 +30,17 @@ def matmul(
     positions [T]: of the rows (-1: padding); None: no row is padding."""
     product = functools.partial(_linear, x, positions, inputs)
     return _side_by_side(product, weight.get_value())
+
+
+def look_up(table: nnx.Param, tokens: jax.Array) -> jax.Array:
+    """Looks up tokens [T] in a table [vocabulary, N], which is split over tensor-parallel ranks by
+    its rows: [T, N]."""
+    rows = table.get_value()
+    count = rows.outputs if isinstance(rows, Quantised) else len(rows)
+    mine = tokens - jax.lax.axis_index(TP) * count
+    is_local = (mine >= 0) & (mine < count)
+    found = ops.rows(rows, jnp.where(is_local, mine, 0))
+    return axis_sum(jnp.where(is_local[:, None], found, 0), TP)
 
 
 def grouped(x: jax.Array, weight: nnx.Param, counts: jax.Array) -> jax.Array:

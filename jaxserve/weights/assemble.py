@@ -168,7 +168,6 @@ def _qkv_bias(sources: Sources, index: Index) -> np.ndarray:
 def _heads(sources: Sources, kv: slice, columns: slice | None) -> list[Rows]:
     """Rows of queries and their gates [K, G or 2 G, H], keys and values [K, 1, H] for the kv heads
     `kv`."""
-    query, key, value = sources.parts
     assert isinstance(sources.mixer, AttentionSpec)
     queries = _query_heads(sources, kv, sources.mixer.query_rows)
     keys = values = _kv_heads(sources, kv)
@@ -176,7 +175,8 @@ def _heads(sources: Sources, kv: slice, columns: slice | None) -> list[Rows]:
         dims = sources.rotated or sources.model.head_dim  # the order is that of all layers
         queries = _in_halves(queries, dims)
         keys = _in_halves(keys, dims)
-    return [Rows(query, queries, columns), Rows(key, keys, columns), Rows(value, values, columns)]
+    numbers = (queries, keys, values)[: len(sources.mixer.projected)]
+    return [Rows(part, rows, columns) for part, rows in zip(sources.parts, numbers)]
 
 
 def _in_halves(heads: np.ndarray, dims: int) -> np.ndarray:
@@ -305,6 +305,14 @@ def _plain(sources: Sources, index: Index) -> list[Rows]:
     return [Rows(sources.parts[0], _numbers(index[1]), index[0])]
 
 
+def _inputs_proj(sources: Sources, index: Index) -> list[Rows]:
+    """[D, layers, numbers of each]."""
+    _, layers, numbers = index
+    size = numbers.stop - numbers.start
+    rows = np.arange(layers.start * size, layers.stop * size).reshape(-1, size)
+    return [Rows("inputs_proj", rows, index[0])]
+
+
 def _expert_gate_up_bias(sources: Sources, index: Index) -> np.ndarray:
     """[E, 2, F]."""
     some = range(index[0].start, index[0].stop)
@@ -354,6 +362,15 @@ TABLE: dict[str, Assembly] = {
     "layers.{layers}.mlp_post_norm": Built(("mlp_post_norm",), _norm),
     "layers.{layers}.mlp.gate_up": Matrix(("gate", "up"), _gate_up),
     "layers.{layers}.mlp.down": Matrix(("down",), _plain),
+    "layers.{layers}.layer_scalar": Built(("layer_scalar",), _vector),
+    "layers.{layers}.input.gate": Matrix(("input_gate",), _plain),
+    "layers.{layers}.input.proj": Matrix(("input_proj",), _plain),
+    "layers.{layers}.input.norm": Built(("input_norm",), _vector),
+    "layers.{layers}.mlp.router_scale": Built(("router_scale",), _vector),
+    "layers.{layers}.mlp.expert_scale": Built(("expert_scale",), _vector),
+    "layers.{layers}.mlp.mlp_out_norm": Built(("mlp_out_norm",), _vector),
+    "layers.{layers}.mlp.experts_norm": Built(("experts_norm",), _vector),
+    "layers.{layers}.mlp.experts_out_norm": Built(("experts_out_norm",), _vector),
     "layers.{layers}.mlp.router": Matrix(("router",), _plain),
     "layers.{layers}.mlp.router_bias": Built(("router_bias",), _vector),
     "layers.{layers}.mlp.correction": Built(("correction",), _vector),
@@ -366,6 +383,9 @@ TABLE: dict[str, Assembly] = {
     "layers.{layers}.mlp.shared_gate_up": Matrix(("shared_gate_proj", "shared_up_proj"), _gate_up),
     "layers.{layers}.mlp.shared_down": Matrix(("shared_down_proj",), _plain),
     "layers.{layers}.mlp.shared_gate": Matrix(("shared_gate",), _plain),
+    "inputs.embed": Table(("inputs_embed",), _embed),
+    "inputs.proj": Matrix(("inputs_proj",), _inputs_proj),
+    "inputs.norm": Built(("inputs_norm",), _vector),
     "norm": Built(("norm",), _norm),
     "head": Matrix(("head",), _head),
 }

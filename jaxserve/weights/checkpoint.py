@@ -102,7 +102,8 @@ def check(checkpoint: Checkpoint | OrbaxFolder, config: ModelConfig) -> None:
     if isinstance(checkpoint, OrbaxFolder):
         return
     stored = checkpoint.tensors()
-    wanted = tensors_of(replace(config, kv_heads=checkpoint.config.kv_heads))
+    own = checkpoint.config
+    wanted = tensors_of(replace(config, kv_heads=own.kv_heads, layer_sizes=own.layer_sizes))
     both = [(name, *stored[name], shape) for name, shape in wanted.items() if name in stored]
     others = [name for name in stored if name not in wanted and not ignored(name, config)]
     biases = [name for name in others if _is_bias(name, stored)]

@@ -4,7 +4,7 @@ parameters built from them."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -33,11 +33,12 @@ def tensors_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     tensors: dict[str, tuple[int, ...]] = {}
     for path in declare(model, range(model.layers)):
         assembly, numbers = _assembly(path)
+        sizes = _at(model, numbers)
         for part in assembly.parts:
-            place = places(model).get(part)
+            place = places(sizes).get(part)
             if place is None:
-                continue  # the parameter is assembled of other parts in this model
-            several = range(model.experts) if "{experts}" in place.tensor else (None,)
+                continue  # the parameter is assembled of other parts in this layer
+            several = range(sizes.experts) if "{experts}" in place.tensor else (None,)
             for expert in several:
                 tensors[place.tensor.format(**numbers, experts=expert)] = place.shape
     return tensors
@@ -50,6 +51,7 @@ def folder_tensor(name: str, reader: Reader, model: ModelConfig) -> np.ndarray:
     folder = layout(replace(model, gguf=False))
     layer = _FOLDER_LAYER.search(name)
     numbers = {"layers": layer[0]} if layer else {}
+    model = _at(model, numbers)
     sources = Sources(reader, numbers, (), model, model, np.dtype(np.float32))
     parts = []
     for part in folder.tensors[_FOLDER_LAYER.sub("{layers}", name)]:
@@ -119,7 +121,15 @@ def sources_of(
 ) -> tuple[Assembly, Sources]:
     """Returns the assembly of a parameter, and what it reads; arguments as of `build`."""
     assembly, numbers = _assembly(path)
-    return assembly, Sources(reader, numbers, assembly.parts, stored, model, dtype)
+    both = _at(stored, numbers), _at(model, numbers)
+    return assembly, Sources(reader, numbers, assembly.parts, *both, dtype)
+
+
+def _at(model: ModelConfig, numbers: Mapping[str, str]) -> ModelConfig:
+    """Returns the model that the parameters with these numbers see, see `ModelConfig.at`."""
+    if "layers" not in numbers:
+        return model
+    return model.at(int(numbers["layers"]))
 
 
 def _assembly(path: str) -> tuple[Assembly, dict[str, str]]:

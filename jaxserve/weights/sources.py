@@ -172,7 +172,7 @@ class Sources:
         blocks = self.reader.blocks(
             self.tensor(rows.part, rows.expert), slice(0, 0), None, rows.expert
         )
-        if blocks is None and self.method and rows.part not in ("embed", "head"):
+        if blocks is None and self.method and rows.part not in ("embed", "head", "inputs_embed"):
             blocks = quantised(np.zeros((0, rows.width), np.float32), self.method)
         return None if blocks is None else blocks.encoding
 
@@ -190,7 +190,7 @@ class Sources:
         return found, np.where(numbers < count, numbers - found.start, found.stop - found.start)
 
 
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=64)
 def places(model: ModelConfig) -> dict[str, Place]:
     """Returns the places of a model's parts by name. model: before `with_tp`."""
     shapes = model.parts()

@@ -10,15 +10,18 @@ import pytest
 from jaxserve.cache import CacheManager, LaneRules
 from jaxserve.cache.page_needs import PageNeeds
 from jaxserve.checkpoint.model import layers_of
+from jaxserve.checkpoint.model_config import from_hf
 from jaxserve.checkpoint.page_groups import (
     ONE_GROUP,
+    layer_page,
     page_places,
     page_windows,
     pool_count,
+    pool_page,
     window_blocks,
 )
 from jaxserve.checkpoint.zoo import MODELS
-from jaxserve.settings.schema import CacheConfig
+from jaxserve.settings.schema import CacheConfig, ConfigError
 
 BLOCK = 16
 TOKENS = 128 * 1024
@@ -32,12 +35,67 @@ GEMMA = dataclasses.replace(
     windows=(1024,) * 5 + (None,),
 )
 GPT_OSS = MODELS["gpt-oss-120b"]
+GEMMA4_31B = {  # a config.json
+    "architectures": ["Gemma4ForCausalLM"],
+    "hidden_size": 5376,
+    "intermediate_size": 21504,
+    "num_hidden_layers": 60,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 16,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "num_global_key_value_heads": 4,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "sliding_window": 1024,
+}
+GEMMA4_SMALL = {  # the last 20 of 35 layers read the pages of two others
+    "architectures": ["Gemma4ForCausalLM"],
+    "hidden_size": 1536,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 35,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "num_kv_shared_layers": 20,
+    "use_double_wide_mlp": True,
+    "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+}
 
 
 @pytest.mark.parametrize("model, windows, pools", [(GEMMA, (1024,) * 6, 10), (GPT_OSS, (128,), 18)])
 def test_groups_of_a_window_are_as_large_as_the_group_that_sees_all(model, windows, pools):
     assert page_windows(model) == windows
     assert pool_count(model, windows, range(model.layers)) == pools
+
+
+@pytest.mark.parametrize(
+    "tp, windows, pools, parts",
+    # with 8 ranks there are copies of kv heads, and a layer that sees all fills a page
+    [(1, 10, 5, {2}), (4, 10, 5, {2}), (8, 5, 10, {1})],
+)
+def test_layers_with_smaller_heads_share_the_pages_of_larger_ones(tp, windows, pools, parts):
+    model = from_hf(GEMMA4_31B).with_tp(tp)
+    assert page_windows(model) == (1024,) * windows
+    assert pool_count(model, page_windows(model), range(60)) == pools
+    places = page_places(model, page_windows(model), range(60))
+    whole = [layer for layer in range(60) if model.window(layer) is None]
+    assert {places[layer].parts for layer in whole} == parts
+    assert len(set(places.values())) == 60
+    for layer, place in places.items():
+        page = layer_page(model, layer)
+        assert page.size * place.parts == pool_page(model).size and place.part < place.parts
+
+
+def test_layers_that_read_the_pages_of_others_have_their_places():
+    model = from_hf(GEMMA4_SMALL)
+    places = page_places(model, page_windows(model), range(35))
+    assert len({places[layer] for layer in range(15)}) == 15
+    for layer in range(15, 35):
+        assert places[layer] == places[14 if model.window(layer) is None else 13]
+    with pytest.raises(ConfigError, match=r"mesh: layer 17 of .* of layer 13"):
+        page_places(model, page_windows(model), range(17, 35))
 
 
 @pytest.mark.parametrize("windows", [(None,), (4096,), (None, None, 64)])

@@ -22,7 +22,7 @@ from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.kernels.kv_pages import KVPages
 from jaxserve.settings.options import make
 from jaxserve.settings.schema import EngineConfig
-from tests.checkpoint.test_page_groups import GEMMA
+from tests.checkpoint.test_page_groups import GEMMA, GEMMA4_31B, GEMMA4_SMALL
 from tests.engine.harness import Runner, assert_empty, engine, fresh, watch_batches
 from tests.lanes.plans import Plans
 from tests.models import oracle
@@ -36,6 +36,7 @@ KINDS = {
     "latent": "deepseek_v3",
     "states": "qwen3_next",
     "experts": "qwen3_moe",
+    "sizes": "gemma4",
 }
 MESHES = ("", "kvp=2", "kvp=4", "kvp=8", "spp=2,kvp=2,tp=2")
 DEFAULT = ("latent", "")
@@ -198,15 +199,23 @@ def test_pools_and_states_have_the_bytes_of_the_formulas(model, token, states):
 
 
 @pytest.mark.parametrize(
-    "model, windowed, whole, layer",
-    [(GEMMA, 52, 10, 2 * 16 * 128 * 2), (MODELS["gpt-oss-120b"], 18, 18, 2 * 8 * 64 * 2)],
-    ids=["gemma-3-27b", "gpt-oss-120b"],
+    "model, windowed, whole",
+    [
+        (GEMMA, 52 * 2 * 16 * 128 * 2, 10 * 2 * 16 * 128 * 2),
+        (MODELS["gpt-oss-120b"], 18 * 2 * 8 * 64 * 2, 18 * 2 * 8 * 64 * 2),
+        # two layers that see all tokens share a page, of the size of one with a window
+        (from_hf(GEMMA4_31B), 50 * 2 * 16 * 256 * 2, 10 * 2 * 4 * 512 * 2),
+        # the other way round; the last 20 layers keep nothing
+        (from_hf(GEMMA4_SMALL), 12 * 2 * 256 * 2, 3 * 2 * 512 * 2),
+    ],
+    ids=["gemma-3-27b", "gpt-oss-120b", "gemma-4-31b", "gemma-4-small"],
 )
-def test_pools_of_windows_have_the_bytes_of_what_these_see(model, windowed, whole, layer):
-    """Counts the bytes of 128K tokens. layer: bytes that one layer keeps of a token."""
+def test_pools_of_windows_have_the_bytes_of_what_these_see(model, windowed, whole):
+    """Counts the bytes of 128K tokens. windowed, whole: bytes of a token in all layers with a
+    window, and in those that see all tokens."""
     plan = made(model)
     page, _ = bytes_of(plan)
     window = max(filter(None, map(model.window, range(model.layers))))
-    formula = layer * (whole * TOKENS + windowed * window)
+    formula = whole * TOKENS + windowed * window
     taken = page * int(PageNeeds(plan.block_size, plan.windows).of(TOKENS))
     assert formula <= taken < formula * 1.01 + 2 * page * len(plan.windows)

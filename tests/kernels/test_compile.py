@@ -633,7 +633,7 @@ def model_step(
     stage, _ = stage_modules(model, range(model.layers), 1)
     sizes = (pool.pages, pool.block_size)
     with as_on_a_gpu(mosaic.attend, write_qkv=mosaic.write_qkv):
-        return LayersProgram(Weights.of(stage), model, shape, True, jnp.bfloat16, *sizes).run(
+        return LayersProgram(Weights.of(stage), shape, True, jnp.bfloat16, *sizes).run(
             values, pages, *rest
         )
 

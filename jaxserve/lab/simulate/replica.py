@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -345,7 +346,7 @@ def _info(
         layers=shape.layers,
         heads=shape.heads,
         kv_heads=shape.kv_heads,
-        head_dim=shape.kv_head_dim,
+        head_dim=math.prod(shape.page) // 2,
         d_model=shape.d_model,
         kv_bytes_per_token=shape.kv_bytes_per_token(1 if fp8 else 2),
         bos_id=None,

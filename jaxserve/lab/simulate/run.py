@@ -19,7 +19,7 @@ import numpy as np
 from jaxserve.api.errors import RequestError
 from jaxserve.api.request import Request, Slo
 from jaxserve.checkpoint.model import ModelConfig, layers_of, split
-from jaxserve.checkpoint.page_groups import ONE_GROUP, Windows, page_windows, pool_count
+from jaxserve.checkpoint.page_groups import ONE_GROUP, Windows, page_windows, pool_count, pool_page
 from jaxserve.checkpoint.state_pages import state_pages
 from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.clock import VirtualClock
@@ -205,8 +205,21 @@ class System:
         rank = self.shape.share(self.mesh.tp)
         stages = layers_of(self.shape, self.mesh.spp)
         states = slots * max(map(rank.state_bytes, stages))
-        pools = max(pool_count(self.shape, windows, stage, self.layer_groups) for stage in stages)
-        return max(0, int((free - states) / (pools * self.heads.kv_bytes)))
+        counts = [pool_count(self.split, windows, stage, self.layer_groups) for stage in stages]
+        return max(0, int((free - states) / (max(counts) * self.pool_bytes)))
+
+    @property
+    def split(self) -> ModelConfig:
+        """The model with a kv head for each rank."""
+        return self.shape.repeated(self.mesh.tp)
+
+    @property
+    def pool_bytes(self) -> float:
+        """Bytes of a token on a page of one pool, on one rank."""
+        heads = self.heads
+        if not self.shape.layer_sizes:
+            return heads.kv_bytes
+        return pool_page(self.split).size / self.mesh.tp * ITEM
 
     def state_pages(self, block_size: int, windows: Windows) -> int:
         """Pages of a checkpoint of a sequence's states; 0 where no layer has some."""
@@ -221,9 +234,9 @@ class System:
         if not cache.host_cache_gib:
             return None
         stages = layers_of(self.shape, self.mesh.spp)
-        pools = sum(pool_count(self.shape, windows, stage, self.layer_groups) for stage in stages)
-        token = self.heads.kv_bytes * self.mesh.tp * pools
-        block_bytes = token * cache.block_size
+        pools = sum(pool_count(self.split, windows, stage, self.layer_groups) for stage in stages)
+        token = self.pool_bytes * self.mesh.tp * pools
+        block_bytes = int(token * cache.block_size)
         _, disk = cache.disk_folder or (None, 0.0)
         sizes = TierSizes(
             block_bytes,
@@ -251,7 +264,7 @@ class System:
         system = self.with_cache(cache)
         system.check()
         check_lanes(self.mesh, cache, scheduler)
-        windows = page_windows(self.shape)
+        windows = page_windows(self.split)
         pages = cache.pages or system.kv_tokens(scheduler.max_seqs, windows) // cache.block_size
         cache = dataclasses.replace(cache, pages=pages)
         return VirtualReplica(

@@ -26,6 +26,8 @@ COMMON = {
     "dtype": "float32",
 }
 
+LESS_ONE = ("gemma2", "gemma3", "qwen3_next", "qwen3_5")  # types whose norms are stored less 1
+_QK_NORMS = ("q_norm.weight", "k_norm.weight")
 _BIASED = ("bias", "correction", "sinks")  # in names of vectors and biases
 
 
@@ -41,15 +43,33 @@ class Case:
         """Makes random tensors, f32, with which every part matters: logits of a few units, norms
         that are not one. A tied embedding is small and the last norm large: else a token is
         followed by itself for ever."""
-        less_one = self.config["model_type"].startswith(("gemma", "qwen3_next", "qwen3_5"))
+        less_one = self.config["model_type"].startswith(LESS_ONE)
         found = {}
         for name, shape in shapes.items():
             noise = np.random.default_rng([self.seed, zlib.crc32(name.encode())])
             mean, spread = _scale(name, shape, self.config["tie_word_embeddings"])
             if "norm" in name and "linear_attn" not in name and less_one:
                 mean -= 1
+            if self.config["model_type"] == "gemma4_text" and name.endswith(_QK_NORMS):
+                mean *= 0.7  # attention's scale is 1
             found[name] = (mean + spread * noise.standard_normal(shape)).astype(np.float32)
         return found
+
+
+def stacked(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of tensors with the experts of a layer in two, [experts, out, in]."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        prefix, expert, kind = name.partition(".experts.")
+        if not expert:
+            found[name] = shape
+            continue
+        number, part, _ = kind.split(".")
+        rows = 1 + (part != "down_proj")
+        together = "down_proj" if part == "down_proj" else "gate_up_proj"
+        size = (int(number) + 1, rows * shape[0], shape[1])
+        found[f"{prefix}.experts.{together}"] = size
+    return found
 
 
 def case(
@@ -75,6 +95,19 @@ _GEMMA = dict(
     hidden_activation="gelu_pytorch_tanh",
     query_pre_attn_scalar=24,
     sliding_window=20,
+)
+_GEMMA4 = dict(
+    head_dim=16,
+    num_key_value_heads=4,
+    global_head_dim=32,
+    num_hidden_layers=8,
+    layer_types=2 * (["sliding_attention"] * 3 + ["full_attention"]),
+    tie_word_embeddings=True,
+    hidden_act="gelu_pytorch_tanh",
+    hidden_activation="gelu_pytorch_tanh",
+    sliding_window=20,
+    vocab_size_per_layer_input=128,
+    hidden_size_per_layer_input=0,
 )
 _YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
 _LATENT = dict(
@@ -146,6 +179,34 @@ CASES = {
         rope_local_base_freq=1e4,
         sliding_window_pattern=3,
         **_GEMMA | {"rope_theta": 1e6, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    ),
+    "gemma4": case(
+        "Gemma4ForCausalLM",
+        "gemma4_text",
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+        final_logit_softcapping=10.0,
+        **_GEMMA4,
+    ),
+    # layers with an input of their own, and half of which read the pages of others
+    "gemma4-small": case(
+        "Gemma4ForCausalLM",
+        "gemma4_text",
+        num_kv_shared_layers=4,
+        use_double_wide_mlp=True,
+        **_GEMMA4 | {"num_key_value_heads": 1, "hidden_size_per_layer_input": 12},
+    ),
+    "gemma4-experts": case(
+        "Gemma4ForCausalLM",
+        "gemma4_text",
+        seed=2,
+        attention_k_eq_v=True,
+        num_global_key_value_heads=2,
+        enable_moe_block=True,
+        num_experts=8,
+        top_k_experts=3,
+        moe_intermediate_size=40,
+        **_GEMMA4,
     ),
     "mixtral": case("MixtralForCausalLM", "mixtral", num_local_experts=4, num_experts_per_tok=2),
     "qwen3_moe": case(
@@ -256,8 +317,10 @@ def _scale(name: str, shape: tuple[int, ...], tied: bool) -> tuple[float, float]
     """Mean and standard deviation of a tensor."""
     if name == "model.norm.weight":
         return 1 + 12 * tied, 0.2
-    if "norm" in name:
+    if "norm" in name or name.endswith(("scale", "scalar")):
         return 1, 0.2
+    if name == "model.embed_tokens_per_layer.weight":
+        return 0, 0.3
     if name == "model.embed_tokens.weight":
         return 0, 0.03 if tied else 1.0
     if name == "lm_head.weight":

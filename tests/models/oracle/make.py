@@ -66,7 +66,8 @@ class Gaps:
         self._routers = {
             layer: module
             for name, module in model.named_modules()
-            if name.endswith((".gate", ".router")) and getattr(module, "weight", None) is not None
+            if name.endswith((".gate", ".router", ".router.proj"))
+            and getattr(module, "weight", None) is not None
             for layer in [int(name.split(".")[2])]
             if len(module.weight) == self._model.experts
         }
