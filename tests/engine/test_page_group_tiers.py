@@ -26,7 +26,8 @@ from tests.waiting import eventually
 BLOCK = 4
 ASKED = dict(max_tokens=12, ignore_eos=True)
 LENGTHS = (100, 37, 130, 21, 90, 117)
-FAMILIES = ["gemma3", "gpt_oss"]
+FAMILIES = ["gemma3", "gpt_oss", pytest.param("gemma4", marks=pytest.mark.matrix)]
+PAGES = {"gemma4": 170}  # for one long prompt and little more, where 100 are not
 
 
 def prompts(seed: int = 0) -> list[list[int]]:
@@ -46,7 +47,7 @@ def tiny(folder, name: str, mesh: str = "", **settings):
             "seqs": 2,
             "block": BLOCK,
             "max_len": 160,
-            "pages": 100,
+            "pages": PAGES.get(name, 100),
             "host_cache_gib": 0.01,
             **settings,
         },

@@ -29,7 +29,13 @@ from tests.waiting import eventually
 
 PROMPT = prompts()[2]
 BLOCKS = (len(PROMPT) - 1) // BLOCK
-FAMILIES = ["gemma3", "gpt_oss", "deepseek_v3", "qwen3_5"]
+FAMILIES = [
+    "gemma3",
+    "gpt_oss",
+    "deepseek_v3",
+    "qwen3_5",
+    pytest.param("gemma4", marks=pytest.mark.matrix),
+]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
