@@ -33,6 +33,10 @@ class LaneGroups:
         """Gathers x [R, ...] of each lane of the group: [size * R, ...], on all of them."""
         return lax.all_gather(x, KVP, tiled=True, axis_index_groups=self._members())
 
+    def sum(self, x: jax.Array) -> jax.Array:
+        """Adds up x of each lane of the group, on all of them."""
+        return lax.psum(x, KVP, axis_index_groups=self._members())
+
     def all_to_all(self, x: jax.Array) -> Any:
         """Sends x[i], of x [size, ...], to lane i of the group; returns what each sent to this
         one."""

@@ -29,7 +29,7 @@ NO_PAGE = 2**30  # a page that no pool has: writes to it are dropped
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["slot", "pos", "entries", "page", "entries_per_lane"],
+    data_fields=["slot", "pos", "entries", "page", "entries_per_lane", "home"],
     meta_fields=["exchange", "settled", "apart"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +41,7 @@ class Rows:
     out of range: none. entries_per_lane [R, lanes]: `entries` of every lane, for spread rows.
     exchange: strategy of spread rows, a name in `sharding.exchange.EXCHANGES`. settled: the page of
     every token is on the lane that computes the token. apart: each row is of another sequence.
+    home [R]: home lane of a spread row's sequence; None: not known.
     """
 
     slot: jax.Array
@@ -51,6 +52,7 @@ class Rows:
     exchange: str = DEFAULT_EXCHANGE
     settled: bool = False
     apart: bool = False
+    home: jax.Array | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -78,12 +80,19 @@ class Rows:
         return (self.pos[:, 0] >= 0) & ~followed
 
     @property
+    def run_ends(self) -> jax.Array:
+        """The last row [R] of those of its sequence that follow each other, for each row."""
+        number = jnp.arange(len(self.slot))
+        return lax.cummin(jnp.where(self.ends, number, len(number) - 1), reverse=True)
+
+    @property
     def _follows(self) -> jax.Array:
         """Marks rows [R] that go on where the row before them ends."""
         if self.apart:
             return jnp.zeros(len(self.slot), bool)
         start = self.pos[:, 0]
-        goes_on = (self.slot[1:] == self.slot[:-1]) & (start[1:] == start[:-1] + self.shape[1])
+        stop = start + self.lengths
+        goes_on = (self.slot[1:] == self.slot[:-1]) & (start[1:] == stop[:-1])
         return jnp.concatenate([jnp.zeros(1, bool), goes_on & (start[1:] > 0)])
 
     def computed_by(self, lane: jax.Array) -> Rows:
@@ -146,10 +155,9 @@ class Groups:
             table=self.table.at[0].set(self.table[0] * parts + part),
         )
 
-    def computed_here(self) -> list[Rows]:
-        """Rows that this lane computes, in the order of its tokens."""
-        lane = self.lanes.index()
-        return [*self.local, *(rows.computed_by(lane) for rows in self.spread)]
+    def of_this_lane(self, rows: Rows) -> Rows:
+        """Returns the rows that this lane computes, of those of all lanes, or of its own."""
+        return rows if rows.entries_per_lane is None else rows.computed_by(self.lanes.index())
 
     def local_tokens(self) -> int:
         """Number of tokens in local rows, padding included."""

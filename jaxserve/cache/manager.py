@@ -47,15 +47,14 @@ class LaneRules(NamedTuple):
     stripe: consecutive blocks on a lane, of a prompt that is dealt out. most_moves: pages that a
     batch moves from a lane to another. ascending: the blocks of every row ascend, as for models
     with sliding windows. windows: of the page groups behind the first, see
-    `checkpoint.page_groups`. at_home: all tokens of a sequence are computed by its home lane, which
-    has its state, wherever its blocks are. state_pages: of a checkpoint of its states; 0 where
-    layers have none.
+    `checkpoint.page_groups`. has_states: layers keep states, without which a sequence cannot go on
+    from blocks. state_pages: of a checkpoint of a sequence's states; 0: none can be kept.
     """
 
     stripe: int = 1
     most_moves: int = 0
     ascending: bool = False
-    at_home: bool = False
+    has_states: bool = False
     windows: tuple[int, ...] = ()
     state_pages: int = 0
 
@@ -78,10 +77,10 @@ class CacheManager:
     `blocks_per_lane` [slots, lanes] and `capacity` (tokens for which the slot has pages).
     `published` has the blocks that can be found, `promises` locks those that waiting prompts found,
     `leases` those that operators asked for; `placement` chooses lanes, `prompt_lanes` says on which
-    ones prompts will lie; `copying`: blocks that many read are copied; `at_home`, `windows`: see
-    `LaneRules`; `needs` counts the pages of sequences; `usable`: the most of one; `states`: the
-    checkpoints of states, of a model with such layers. `table_updates`, `moves`, `stores` and what
-    `states` copies are taken with each batch. `watchers` see pages come and go.
+    ones prompts will lie; `copying`: blocks that many read are copied; `windows`: see `LaneRules`;
+    `needs` counts the pages of sequences; `usable`: the most of one; `states`: the checkpoints of
+    states, of a model with such layers. `table_updates`, `moves`, `stores` and what `states` copies
+    are taken with each batch. `watchers` see pages come and go.
     """
 
     def __init__(
@@ -96,8 +95,9 @@ class CacheManager:
         if config.pages is None:
             raise ConfigError("pages", "must be known before the cache is made")
         self.block_size = config.block_size
-        # without its state a sequence cannot go on from blocks that others computed
-        self.prefix_caching = config.prefix_caching and (not rules.at_home or rules.state_pages > 0)
+        self.prefix_caching = config.prefix_caching and (
+            not rules.has_states or rules.state_pages > 0
+        )
         state_pages = rules.state_pages * self.prefix_caching
         self.copying = config.copies and lanes > 1
         self.identity = identity
@@ -138,7 +138,6 @@ class CacheManager:
         pool = config.pool(lanes)
         self.placement = PLACEMENTS[config.placement](lanes, limit, rules.stripe, pool)
         self.prompt_lanes = PromptLanes(self.placement, self.block_size, config.pages)
-        self.at_home = rules.at_home
         self._layout = functools.partial(
             SequenceLayout,
             lanes=lanes,

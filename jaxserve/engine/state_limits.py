@@ -7,7 +7,6 @@ import logging
 from jaxserve.api.log_once import LogOnce
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.engine.stage_plan import StagePlan
-from jaxserve.lanes.exchange import EXCHANGES
 from jaxserve.settings.schema import ConfigError, EngineConfig
 
 notes = LogOnce(logging.getLogger(__name__))
@@ -15,24 +14,10 @@ notes = LogOnce(logging.getLogger(__name__))
 
 def check_states(config: EngineConfig, model: ModelConfig) -> None:
     """Refuses settings by which blocks of KV would have to bring a sequence to a lane without its
-    state, or by which several lanes would compute its tokens. Errors: ConfigError that names the
-    setting."""
-    cache = config.cache
-    scheduler = config.scheduler
-    blocks = f"{model.name} also keeps states, which are not copied with blocks of KV"
-    tokens = f"{model.name} keeps states, so that one lane computes all tokens of a sequence"
-    at_home = [row.name for row in EXCHANGES.values() if not row.settled]
-    for name, refused, reason in (
-        ("prefix_copies", cache.prefix_copies, blocks),
-        ("planner", scheduler.planner != "none", tokens),
-        (
-            "exchange",
-            scheduler.exchange not in at_home,
-            f"{tokens}; one of {', '.join(at_home)} does so",
-        ),
-    ):
-        if refused:
-            raise ConfigError(name, reason)
+    state. Errors: ConfigError that names the setting."""
+    if config.cache.prefix_copies:
+        reason = f"{model.name} also keeps states, which are not copied with blocks of KV"
+        raise ConfigError("prefix_copies", reason)
 
 
 def check_checkpoints(config: EngineConfig, plan: StagePlan) -> None:

@@ -222,11 +222,14 @@ def _groups(
     lanes = LaneGroups(shape.group_size)
     for exchange, group in shape.by_exchange:
         rows, width = group
-        held = view["held"][row - first : row - first + rows]
-        mine = jnp.concatenate([view["rows"][row : row + rows], held], 1)
+        these = slice(row - first, row - first + rows)
+        home = view["homes"][these, None]
+        mine = jnp.concatenate([view["rows"][row : row + rows], view["held"][these], home], 1)
         mine = lanes.gather_rows(mine)  # each lane of a group needs all its spread rows
         lane = lanes.index()
         apart = group is shape.spread_decode
-        spread.append(spread_rows(mine, lane, width, table, pages, size, exchange, apart))
+        pool = table, pages, size
+        each = spread_rows(mine[:, :-1], lane, width, *pool, exchange, apart)
+        spread.append(dataclasses.replace(each, home=mine[:, -1]))
         row += rows
     return Groups(tuple(local), tuple(spread), table, lanes, shape.room)

@@ -152,20 +152,25 @@ class StepDemand:
         return {chunk.number: chunk.holders for chunk in self.long}
 
     def dealt(self, group: RowGroup) -> Iterator[LaneSlice]:
-        """Deals rows of spread chunks, each to that of its lanes that has most left, the last one
-        to its home lane; chunks on fewer lanes first, which have less choice."""
+        """Deals rows of spread chunks to those of their lanes that have most left, the last one to
+        the home lane; chunks on fewer lanes first, which have less choice. A lane's rows of a chunk
+        follow each other, those at home come last, so that states pass from lane to lane once
+        (`sharding.states`)."""
         free = [group.rows] * self.lanes
         chunks = [chunk for chunk in self.long if chunk.spread]
         chunks.sort(key=lambda chunk: len(chunk.lanes))
         for chunk in chunks:  # kept for last rows
             free[chunk.lane] -= 1
         for chunk in chunks:
-            for part in cut(chunk, group.width):
-                if part.offset + part.size < chunk.length:
-                    lane = max(chunk.lanes, key=lambda lane: (free[lane], lane == chunk.lane))
-                    free[lane] -= 1
-                    part = part._replace(lane=lane)
-                yield part
+            parts = list(cut(chunk, group.width))
+            lanes = []
+            for _ in parts[1:]:
+                lane = max(chunk.lanes, key=lambda lane: (free[lane], lane == chunk.lane))
+                free[lane] -= 1
+                lanes.append(lane)
+            lanes.sort(key=lambda lane: (lane == chunk.lane, lane))
+            for part, lane in zip(parts, [*lanes, chunk.lane]):
+                yield part._replace(lane=lane)
 
 
 def cut(chunk: LongChunk, width: int) -> Iterator[LaneSlice]:

@@ -167,11 +167,13 @@ class StepRows:
         self._last[chunks] = np.arange(span.token, span.token + count)
 
     def _write_entries(self, chunks: np.ndarray, lane: int, row: int) -> None:
-        """Writes how many page-table entries each lane of the group has, from a spread row on."""
+        """Writes how many page-table entries each lane of the group has, and which one is home,
+        from a spread row on."""
         row -= self._spans.spread_decode.row
         group = group_around(lane, self._shape.group_size)
         entries = self._batch.blocks_per_lane[chunks, group.start : group.stop]
         self._view["held"][lane, row : row + len(chunks)] = entries
+        self._view["homes"][lane, row : row + len(chunks)] = self._batch.lane[chunks] - group.start
 
     # --- chunks of more tokens
 

@@ -386,9 +386,9 @@ def layout(shape: StepShape, block: int, page_groups: int = 1) -> Layout:
 
     deltas [m, 4]: slot, index, page, block, and a page of each further page group; with room for
     what the step's tokens and moves change. tokens: ids or FEED. rows [R, 3]: slot, start, length.
-    held [spread rows, lanes of a group]: page-table entries. samples [S, 3]: token (of the lane's
-    tokens) to sample after, slot, position of the sampled token. moves: see
-    `page_moves.move_pages`.
+    held [spread rows, lanes of a group]: page-table entries. homes [spread rows]: home lane, of its
+    group. samples [S, 3]: token (of the lane's tokens) to sample after, slot, position of the
+    sampled token. moves: see `page_moves.move_pages`.
     """
     spread = sum(group.rows for group in shape.spread)
     new_blocks = lambda groups: sum(
@@ -400,6 +400,7 @@ def layout(shape: StepShape, block: int, page_groups: int = 1) -> Layout:
         "tokens": (shape.tokens,),
         "rows": (shape.rows, 3),
         "held": (spread, shape.group_size),
+        "homes": (spread,),
         "samples": (shape.samples, 3),
         "moves": (2, shape.group_size, shape.moves),
     }

@@ -15,6 +15,7 @@ from jaxserve.kernels.delta_rule import DeltaTokens, advance, advance_row
 from jaxserve.kernels.qkv import rms_norm
 from jaxserve.models.parameters import create, matmul
 from jaxserve.sharding.rows import NO_PAGE, Groups, Rows
+from jaxserve.sharding.states import Chain, pass_inputs, pass_states
 
 EPS = 1e-6  # of the norms of queries and keys, whatever that of the layers is
 
@@ -22,7 +23,7 @@ EPS = 1e-6  # of the norms of queries and keys, whatever that of the layers is
 class States(NamedTuple):
     """States of the sequences in all slots, in one layer: states f32 [lanes, slots, K, G, key,
     value], and the last inputs of the convolution [lanes, slots, K, taps - 1, channels]. A sequence
-    has them on its home lane, which computes its tokens. Fields are arrays, or their shapes."""
+    has them on its home lane. Fields are arrays, or their shapes."""
 
     state: Any
     window: Any
@@ -70,15 +71,17 @@ class GatedDeltaNet(nnx.Module):
         beta, log_decay = self._gates(x, positions)
         outs = []
         first = 0
-        for rows in groups.computed_here():
-            some = slice(first, first + rows.pos.size)
+        for rows in (*groups.local, *groups.spread):
+            mine = groups.of_this_lane(rows)
+            shared = mine is not rows and not rows.apart  # sequences, with other lanes
+            chain = Chain(rows, groups.lanes) if shared else None
+            some = slice(first, first + mine.pos.size)
             first = some.stop
-            mixed, states = self._convolve(inputs[some], rows, states)
+            entering = inputs[some].reshape(*mine.shape, *inputs.shape[1:])
+            mixed, states = self._convolve(entering, mine, states, chain)
             tokens = self._tokens(mixed, beta[some], log_decay[some])
-            run = _run_singles if rows.apart else _run_rows
-            out, state = run(tokens, rows, states.state)
-            states = states._replace(state=state)
-            outs.append(out.reshape(rows.pos.size, *out.shape[2:]))
+            out, states = _run(tokens, mine, states, chain)
+            outs.append(out.reshape(mine.pos.size, *out.shape[2:]))
         out = jnp.concatenate(outs)  # [T, K, G, value]
         gate = jax.nn.silu(qkvz[..., self.spec.channels :].reshape(out.shape).astype(jnp.float32))
         out = (rms_norm(out, self.out_norm[...], self.eps) * gate).astype(x.dtype)
@@ -92,19 +95,26 @@ class GatedDeltaNet(nnx.Module):
         beta = jnp.where(live, jax.nn.sigmoid(ba[:, :, 0]), 0)
         return beta, jnp.where(live, -jnp.exp(self.a_log[...]) * step, 0)
 
-    def _convolve(self, x: jax.Array, rows: Rows, states: States) -> tuple[jax.Array, States]:
-        """Convolves inputs x [R * T, K, channels] with those before them, f32 [R, T, K, channels];
-        a sequence's last inputs are kept."""
-        R, T = rows.shape
-        kept = self.spec.taps - 1
-        before = _inputs_before(x, rows, jnp.moveaxis(states.window[0], 2, 1))
-        wide = jnp.concatenate([before, x.reshape(R, T, *x.shape[1:])], 1)  # [R, kept + T, ...]
+    def _convolve(
+        self, x: jax.Array, rows: Rows, states: States, chain: Chain | None
+    ) -> tuple[jax.Array, States]:
+        """Convolves inputs x [R, T, K, channels] with those before them, f32; a sequence's last
+        inputs are kept. chain: where other lanes compute rows of the same sequences."""
+        if chain is None:
+            before = _inputs_before(x, rows, states.window[0, rows.slot])
+            last = _last_inputs(before, x, rows.lengths)
+            where = jnp.where(rows.ends, rows.slot, NO_PAGE)
+            window = states.window.at[0, where].set(last, mode="drop")
+        else:
+            unknown = jnp.zeros((len(x), *states.window.shape[2:]), x.dtype)
+            tails = _last_inputs(_inputs_before(x, rows, unknown), x, rows.lengths)
+            passed, window = pass_inputs(chain, tails, states.window[0])
+            before = _inputs_before(x, rows, passed[rows.run_ends])
+            window = window[None]
+        T = rows.shape[1]
+        wide = jnp.concatenate([before, x], 1)  # [R, kept + T, K, channels]
         taps = jnp.moveaxis(self.conv[...], 2, 0)  # [taps, K, channels]
         mixed = sum(wide[:, i : i + T].astype(jnp.float32) * taps[i] for i in range(len(taps)))
-        cut = lambda inputs, length: lax.dynamic_slice_in_dim(inputs, length, kept)
-        last = jnp.moveaxis(jax.vmap(cut)(wide, rows.lengths), 1, 2)  # [R, K, kept, channels]
-        where = jnp.where(rows.ends, rows.slot, NO_PAGE)
-        window = states.window.at[0, where].set(last, mode="drop")
         return jax.nn.silu(mixed), states._replace(window=window)
 
     def _tokens(self, mixed: jax.Array, beta: jax.Array, log_decay: jax.Array) -> DeltaTokens:
@@ -122,18 +132,46 @@ def _unit(x: jax.Array) -> jax.Array:
 
 
 def _inputs_before(x: jax.Array, rows: Rows, window: jax.Array) -> jax.Array:
-    """The inputs just before each row, [R, kept, K, channels]: of rows before it in x [R * T, K,
-    channels], beyond these of the window [slots, kept, K, channels], 0 before a sequence begins."""
+    """The inputs just before each row, [R, kept, K, channels]: of rows before it in x [R, T, K,
+    channels], beyond these of its window [R, K, kept, channels], 0 before a sequence begins."""
     R, T = rows.shape
-    kept = window.shape[1]
+    kept = window.shape[2]
     place = jnp.arange(kept) - kept  # against the row's first token
+    row = jnp.arange(R)[:, None]
     in_step = rows.offset[:, None] + place  # token of the sequence's tokens in the step, or below 0
-    earlier = x[jnp.maximum(jnp.arange(R)[:, None] * T + place, 0)]
-    kept_inputs = window[rows.slot[:, None], jnp.clip(in_step + kept, 0, kept - 1)]
+    flat = x.reshape(R * T, *x.shape[2:])
+    earlier = flat[jnp.maximum(row * T + place, 0)]
+    kept_inputs = window[row, :, jnp.clip(in_step + kept, 0, kept - 1)]
     wide = (..., None, None)
     begins = (rows.pos[:, :1] - rows.offset[:, None] <= 0)[wide]
     kept_inputs = jnp.where(begins, 0, kept_inputs)
     return jnp.where((in_step >= 0)[wide], earlier, kept_inputs)
+
+
+def _last_inputs(before: jax.Array, x: jax.Array, lengths: jax.Array) -> jax.Array:
+    """The last inputs of rows of `lengths` [R] tokens, [R, K, kept, channels]: of x [R, T, K,
+    channels], and of what is before them [R, kept, K, channels]."""
+    R, kept = before.shape[:2]
+    row = jnp.arange(R)[:, None]
+    place = lengths[:, None] + jnp.arange(kept) - kept
+    inside = x[row, jnp.maximum(place, 0)]
+    outside = before[row, jnp.minimum(place + kept, kept - 1)]
+    return jnp.moveaxis(jnp.where((place >= 0)[..., None, None], inside, outside), 1, 2)
+
+
+def _run(
+    tokens: DeltaTokens, rows: Rows, states: States, chain: Chain | None
+) -> tuple[jax.Array, States]:
+    """Computes rows [R, T]: outputs [R, T, K, G, value], and the states after them. chain: see
+    `GatedDeltaNet._convolve`."""
+    if chain is not None:
+        out, state = pass_states(chain, tokens, states.state[0])
+        state = state[None]
+    elif rows.apart:
+        out, state = _run_singles(tokens, rows, states.state)
+    else:
+        out, state = _run_rows(tokens, rows, states.state)
+    return out, states._replace(state=state)
 
 
 def _run_singles(tokens: DeltaTokens, rows: Rows, states: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -152,9 +152,8 @@ class ReplicaSizes:
 @dataclasses.dataclass(frozen=True)
 class CachedModel:
     """A model as its cache and scheduler know it. ascending: rows of blocks must ascend, as for
-    sliding windows. states: layers keep states, so that blocks alone do not bring a prefix back,
-    and one lane computes all of a sequence. state_pages: of a checkpoint of these; 0: none can be
-    kept."""
+    sliding windows. states: layers keep states, so that blocks alone do not bring a prefix back.
+    state_pages: of a checkpoint of these; 0: none can be kept."""
 
     identity: CacheIdentity = ANONYMOUS
     ascending: bool = False

@@ -142,8 +142,6 @@ class PrefillChunks:
     ) -> range | None:
         """Returns the lanes that compute a chunk: those of its plan, also where its history is on
         the way to others; None: all that meet."""
-        if self.cache.at_home:
-            return range(home, home + 1)
         if part.lanes:
             return group_around(home, size_around((home, *part.lanes), self.cache.pages.lanes))
         return step.dealt.get(sequence.number)
@@ -216,10 +214,7 @@ class PrefillChunks:
         else:
             size = max(size, len(place.group))
         step.budget.add(place, candidate.start, length)
-        dealt = place.dealt
-        if self.cache.at_home:  # also where its blocks have just come to lie on other lanes
-            dealt = range(place.home, place.home + 1)
-        step.chunks.append(self._issue(step, sequence, length, size, dealt))
+        step.chunks.append(self._issue(step, sequence, length, size, place.dealt))
         return True
 
     def length_with_pages(self, sequence: Sequence, limit: int, reserve: int) -> int:

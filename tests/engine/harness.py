@@ -114,7 +114,7 @@ def fresh(
             rules=LaneRules(
                 most_moves=plan.moves,
                 ascending=plan.model.has_windows,
-                at_home=plan.model.has_states,
+                has_states=plan.model.has_states,
                 windows=plan.windows,
                 state_pages=plan.state_pages,
             ),

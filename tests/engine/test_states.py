@@ -191,9 +191,6 @@ def test_memory_for_states_is_set_aside_before_that_for_pages():
         ("host_cache_gib", {"host_cache_gib": 1.0, "mesh": "spp=2"}),
         ("prefix_copies", {"prefix_copies": True, "mesh": "kvp=2"}),
         ("role", {"role": "prefill", "mesh": "spp=2"}),
-        ("planner", {"planner": "cdsp", "placement": "striped", "mesh": "kvp=2"}),
-        ("exchange", {"exchange": "pass_kv", "mesh": "kvp=2"}),
-        ("exchange", {"exchange": "auto", "mesh": "kvp=2"}),
     ],
 )
 def test_settings_that_states_rule_out_are_refused_by_name(name, settings):

@@ -292,7 +292,7 @@ class Replica:
             rules=LaneRules(
                 most_moves=2 * (1 + len(windows)),
                 ascending=bool(windows),
-                at_home=state_pages > 0,
+                has_states=state_pages > 0,
                 windows=windows,
                 state_pages=state_pages,
             ),
