@@ -100,6 +100,12 @@ class DeltaNetSpec:
         return self.key_heads, self.group, self.key, self.value
 
     @property
+    def passed_bytes(self) -> int:
+        """Bytes of what tokens make of any state, f32: a matrix [key, key] and one [key, value] for
+        each value head (`kernels.delta_rule`)."""
+        return 4 * self.value_heads * self.key * (self.key + self.value)
+
+    @property
     def window(self) -> tuple[int, ...]:
         """Shape of the last inputs of the convolution, which a sequence keeps for its next
         tokens."""

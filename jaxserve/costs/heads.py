@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jaxserve.checkpoint.delta_net import DeltaNetSpec
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.lanes.work import ITEM, Heads, stored_bytes
 
@@ -15,6 +16,7 @@ def heads_of(model: ModelConfig, tp: int, item: int = ITEM, fp8: bool = False) -
     heads, kv_heads = sizes.rank_heads(tp)
     vectors, numbers = sizes.page
     query, result = sizes.paged_mixer.attended_dims(sizes)
+    deltas = [spec for spec in model.mixers if isinstance(spec, DeltaNetSpec)]
     return Heads(
         heads,
         kv_heads,
@@ -23,5 +25,6 @@ def heads_of(model: ModelConfig, tp: int, item: int = ITEM, fp8: bool = False) -
         stored=stored_bytes(numbers, item, fp8),
         vectors=vectors,
         value_dim=result,
+        passed=max((spec.share(tp).passed_bytes for spec in deltas), default=0),
         attending=len(paged) / model.layers,
     )

@@ -7,17 +7,21 @@ import logging
 from jaxserve.api.log_once import LogOnce
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.engine.stage_plan import StagePlan
+from jaxserve.lanes.planner import ELASTIC
 from jaxserve.settings.schema import ConfigError, EngineConfig
 
 notes = LogOnce(logging.getLogger(__name__))
 
 
 def check_states(config: EngineConfig, model: ModelConfig) -> None:
-    """Refuses settings by which blocks of KV would have to bring a sequence to a lane without its
-    state. Errors: ConfigError that names the setting."""
+    """Refuses settings by which blocks of KV would bring a sequence to a lane without its state.
+    Errors: ConfigError that names the setting."""
+    keeps = f"{model.name} also keeps states"
     if config.cache.prefix_copies:
-        reason = f"{model.name} also keeps states, which are not copied with blocks of KV"
-        raise ConfigError("prefix_copies", reason)
+        raise ConfigError("prefix_copies", f"{keeps}, which are not copied with blocks of KV")
+    if config.scheduler.planner == ELASTIC:
+        reason = f"{keeps}, and {ELASTIC} chooses lanes by the blocks of a prefix alone"
+        raise ConfigError("planner", reason)
 
 
 def check_checkpoints(config: EngineConfig, plan: StagePlan) -> None:

@@ -160,11 +160,21 @@ class ExchangeChooser(ExchangeTimes):
         return self.chooser
 
     def seconds(self, work: ExchangeWork) -> dict[str, float]:
-        """Seconds per layer of attention and what lanes send for it, by exchange; without
-        corrections."""
+        """Seconds per layer of attention and what lanes send for it, and for states, by exchange;
+        without corrections."""
         if self.lanes == 1:
             return dict.fromkeys(EXCHANGES, self.attention(work.pairs, work.shard, work.tokens))
-        return {name: row.of_chunks(work, self) for name, row in EXCHANGES.items()}
+        states = self._state_seconds()
+        return {name: row.of_chunks(work, self) + states for name, row in EXCHANGES.items()}
+
+    def _state_seconds(self) -> float:
+        """Seconds in which states pass between lanes, in one round (`sharding.states`), spread over
+        all layers: rates are those of messages of the layers that attend, spread likewise."""
+        heads = self.heads
+        if not heads.passed:
+            return 0.0
+        sent = self.rates.all_gather((self.lanes - 1) * heads.passed)
+        return (1 / heads.attending - 1) * sent
 
     def decodes(
         self,

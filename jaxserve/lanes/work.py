@@ -37,9 +37,10 @@ class Heads:
     bytes of an element of queries and vectors; partial: of partial outputs and their log-sum-exp, 4
     in our engine, `item` in the paper; stored: of one vector as it lies on pages, its scale
     included; 0: head_dim x item. vectors: of a token and kv head on pages: key and value, or the
-    latent that is both. value_dim: numbers of a head's output; 0: head_dim. attending: share of the
-    model's layers that have these heads; others keep states, and send nothing. Errors: ConfigError
-    for a field that cannot be."""
+    latent that is both. value_dim: numbers of a head's output; 0: head_dim. passed: bytes of
+    what a chunk makes of states, which a lane sends to each other one in a layer that keeps these.
+    attending: share of the model's layers that have these heads; others keep states. Errors:
+    ConfigError for a field that cannot be."""
 
     heads: int
     kv_heads: int
@@ -49,13 +50,14 @@ class Heads:
     stored: int = 0
     vectors: int = 2
     value_dim: int = 0
+    passed: int = 0
     attending: float = 1.0
 
     def __post_init__(self) -> None:
         require(0 < self.attending <= 1, "attending", self.attending, "a share of the layers")
         for field in dataclasses.fields(self)[:-1]:
             value = getattr(self, field.name)
-            low = int(field.name not in ("stored", "value_dim"))
+            low = int(field.name not in ("stored", "value_dim", "passed"))
             require(value >= low, field.name, value, f"{low} or more")
 
     @property

@@ -78,10 +78,13 @@ class ReplicaSizes:
 
     def stripe(self, profile: ReplicaProfile | None) -> int:
         """Returns the consecutive blocks on a lane of a prompt that is dealt out: those of a row of
-        a step; of a segment, where prompts are dealt out by these. profile: None if it is not
-        known what steps cost."""
+        a step; with states, which pass to the next lane behind each stripe, those of all rows; of a
+        segment, where prompts are dealt out by these. profile: None if it is not known what steps
+        cost."""
         cache = self.cache
         row = self.scheduler.stripe(cache.block_size)
+        if self.heads.attending < 1:
+            row = max(row, self.scheduler.chunk_tokens // cache.block_size)
         if not PLACEMENTS[cache.placement].pools:
             return row
         tokens = cache.segment_tokens

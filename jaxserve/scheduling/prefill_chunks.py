@@ -90,8 +90,15 @@ class PrefillChunks:
         pages = self.admission.match(sequence)
         if pages is None or self.prefetch.waits(sequence, step.now):
             return None
+        of_states = sequence.prefix_match.lane  # of those after these blocks: it has to be home
+        if of_states is not None:
+            lanes = [of_states] if of_states in lanes else []
+            if not lanes:
+                return None
         start = max(len(pages) * cache.block_size, sequence.received)
         plan = self._plan(step, start, sequence.prefill_len)
+        if plan and of_states is not None and of_states not in plan[0].lanes:
+            plan = self._around(of_states, plan)
         part = part_at(plan, start, sequence.prefill_len)
         if plan:
             lanes = [lane for lane in part.lanes if lane in lanes]
@@ -99,11 +106,6 @@ class PrefillChunks:
                 return None
             home = lanes[0]
         else:
-            lane = sequence.prefix_match.lane
-            if lane is not None:  # that of the states after these blocks
-                lanes = [lane] if lane in lanes else []
-                if not lanes:
-                    return None
             stop = min(start + step.config.chunk_tokens, sequence.prefill_len)
             need = cache.blocks(stop) - len(pages)
             home = cache.choose_home(pages, lanes, need * cache.needs.per_block, step.pending)
@@ -137,14 +139,26 @@ class PrefillChunks:
             return ()
         return plan
 
+    def _around(self, lane: int, plan: tuple[PlanPart, ...]) -> tuple[PlanPart, ...]:
+        """Returns a plan whose parts are on groups of as many lanes as those of this one, around a
+        lane."""
+        return tuple(
+            part._replace(lanes=tuple(group_around(lane, self._size_of(part.lanes))))
+            for part in plan
+        )
+
     def _dealt(
         self, step: PrefillStep, home: int, part: PlanPart, sequence: Sequence
     ) -> range | None:
         """Returns the lanes that compute a chunk: those of its plan, also where its history is on
         the way to others; None: all that meet."""
         if part.lanes:
-            return group_around(home, size_around((home, *part.lanes), self.cache.pages.lanes))
+            return group_around(home, self._size_of((home, *part.lanes)))
         return step.dealt.get(sequence.number)
+
+    def _size_of(self, lanes: tuple[int, ...]) -> int:
+        """Returns the lanes of the smallest group that has these."""
+        return size_around(lanes, self.cache.pages.lanes)
 
     def _place(
         self, home: int, per_lane: np.ndarray, lanes: tuple[int, ...], dealt: range | None

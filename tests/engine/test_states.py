@@ -26,7 +26,7 @@ from jaxserve.settings.schema import (
     ModelSource,
     SchedulerConfig,
 )
-from tests.engine.harness import Runner, assert_empty, fresh, watch_batches
+from tests.engine.harness import Runner, assert_empty, fresh, shapes_of, watch_batches
 from tests.models import oracle
 from tests.models.oracle.cases import CASES
 from tests.models.test_families import write_model
@@ -156,6 +156,56 @@ def test_prompts_that_go_on_from_checkpoints_say_the_same(mesh, dtype, tmp_path)
     assert restored[400] > 20 and (restored[100 // lanes] or lanes > 2)
 
 
+SPREAD = [
+    ("kvp=2", "pass_kv", "zigzag"),
+    ("kvp=2", "visit", "random"),
+    ("kvp=4", "pass_q", "striped"),
+    ("kvp=4", "visit", "random"),
+    ("kvp=4", "gather", "zigzag"),
+    ("spp=2,kvp=2,tp=2", "pass_kv", "striped"),
+    ("kvp=8", "pass_kv", "zigzag"),
+]
+
+
+@pytest.mark.parametrize(
+    "mesh, exchange, placement",
+    [SPREAD[0], *(pytest.param(*case, marks=pytest.mark.matrix) for case in SPREAD[1:])],
+)
+def test_chunks_on_several_lanes_say_what_one_lane_says(
+    mesh, exchange, placement, tiny, answer, tmp_path
+):
+    """Rows are short, so that lanes have several, and lie as exchanges and placements have them;
+    prompts are computed beside each other and beside decodes."""
+    rng = random.Random(exchange)
+    prompts = [[rng.randrange(120) for _ in range(count)] for count in (41, 30)]
+    asked = dict(max_tokens=len(answer.tokens), ignore_eos=True)
+    right = [answer.tokens]
+    for prompt in prompts:
+        alone = Runner(tiny)
+        id = alone.submit(prompt, **asked)
+        alone.run()
+        right.append(alone.ids(id))
+    lane_tokens = None if placement == "random" else 16
+    config = EngineConfig(
+        ModelSource(str(write_model(tmp_path / "model", NAME)), max_model_len=80, dtype="float32"),
+        MeshConfig.parse(mesh),
+        CacheConfig(block_size=4, pages=60, placement=placement, lane_tokens=lane_tokens),
+        SchedulerConfig(max_seqs=2, chunk_tokens=16, min_chunk=4, exchange=exchange),
+        profile="none",
+    )
+    real = build(config, progress=False, warm_up=False, profiled=False)
+    spread: list[int] = []
+    watch_batches(real, lambda batch: spread.extend(batch.length[batch.spread].tolist()))
+    shapes = shapes_of(real)
+    runner = Runner(real)
+    ids = [runner.submit(prompt, **asked) for prompt in (answer.prompt, *prompts)]
+    runner.run(chunks=(16, 6), seed=1)
+    assert [runner.ids(id) for id in ids] == right
+    assert max(spread) > 8 and any(shape.spread_prefill.rows > 1 for shape in shapes)
+    assert exchange in {shape.exchange for shape in shapes}
+    assert_empty(real)
+
+
 def test_a_checkpoint_takes_the_pages_of_its_bytes():
     model = from_hf(NEXT_80B)
     plan = planned(model, mesh="tp=2", pages=100, max_seqs=4, dtype="bfloat16", block_size=64)
@@ -191,6 +241,7 @@ def test_memory_for_states_is_set_aside_before_that_for_pages():
         ("host_cache_gib", {"host_cache_gib": 1.0, "mesh": "spp=2"}),
         ("prefix_copies", {"prefix_copies": True, "mesh": "kvp=2"}),
         ("role", {"role": "prefill", "mesh": "spp=2"}),
+        ("planner", {"planner": "elastic", "placement": "hashed", "mesh": "kvp=2"}),
     ],
 )
 def test_settings_that_states_rule_out_are_refused_by_name(name, settings):

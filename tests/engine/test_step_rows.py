@@ -176,7 +176,8 @@ def row_tokens(
 
 def check_held(batch: Batch, arrays: StepArrays, view: dict[str, np.ndarray]) -> None:
     """Every row of a spread sequence knows how many of its blocks each lane of its group holds, and
-    no other lane holds any."""
+    which one is home; no other lane holds any."""
+    home = dict(zip(batch.slot.tolist(), batch.lane.tolist()))
     held = {int(slot): row.tolist() for slot, row in zip(batch.slot, batch.blocks_per_lane)}
     local = sum(rows for rows, _ in arrays.shape.local)
     for lane in range(len(view["rows"])):
@@ -185,6 +186,7 @@ def check_held(batch: Batch, arrays: StepArrays, view: dict[str, np.ndarray]) ->
                 group = group_around(lane, arrays.shape.group_size)
                 assert view["held"][lane, row].tolist() == held[slot][group.start : group.stop]
                 assert sum(held[slot][lane] for lane in group) == sum(held[slot])
+                assert group[view["homes"][lane, row]] == home[slot]
 
 
 def cheapest(compiled: list[StepShape], demand: StepDemand) -> StepShape:
@@ -263,7 +265,8 @@ def test_every_batch_may_copy_pages_to_any_lane(lanes, pool, placement):
 @pytest.mark.parametrize("dealt", [range(2), range(2, 4), range(3, 4), range(4)])
 @pytest.mark.parametrize("home", range(4))
 def test_a_chunk_is_dealt_over_the_lanes_that_a_plan_says(dealt, home):
-    """All but its last row, which is at home, wherever its blocks are."""
+    """All but its last row, which is at home, wherever its blocks are. A lane's rows follow each
+    other, those at home come last."""
     lanes = 4
     config = SchedulerConfig(max_seqs=4, chunk_tokens=64, min_chunk=16)
     cache = CacheManager(CacheConfig(BLOCK, 60, placement="round_robin"), lanes, 4)
@@ -278,6 +281,8 @@ def test_a_chunk_is_dealt_over_the_lanes_that_a_plan_says(dealt, home):
     check_message(batch, arrays, lanes)
     *parts, last = [part.lane for part in arrays.slices]
     assert last == home and len(parts) == 3 and set(parts) <= set(dealt)
+    runs = [lane for lane, _ in itertools.groupby([*parts, last])]
+    assert len(runs) == len({*parts, last})
 
 
 def test_spread_decodes_of_a_pool_take_a_program_of_its_group():

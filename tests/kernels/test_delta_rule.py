@@ -7,7 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.kernels.delta_rule import PIECE, DeltaTokens, advance, advance_row
+from jaxserve.kernels.delta_rule import (
+    PIECE,
+    DeltaTokens,
+    advance,
+    advance_row,
+    complete,
+    follow,
+    no_tokens,
+    of_any_state,
+)
 
 K, G, KEY, VALUE = 2, 3, 8, 5
 
@@ -87,3 +96,20 @@ def test_tokens_that_change_nothing_leave_the_bits_of_a_state():
     np.testing.assert_array_equal(advance_row(nothing, state)[1], state)
     one = DeltaTokens(*(x[:1] for x in nothing))
     np.testing.assert_array_equal(advance(one, state[None])[1][0], state)
+
+
+@pytest.mark.parametrize("decay", [0.01, 0.3])
+def test_tokens_computed_before_their_state_is_known_are_completed_by_it(decay):
+    """In two rows, as on a lane."""
+    given = tokens(3 * PIECE - 5, decay=decay)
+    wanted, after = defined(given, random_state())
+    change = no_tokens((K, G, KEY, VALUE))
+    np.testing.assert_array_equal(follow(change, random_state()), random_state())
+    outs = []
+    for first, last in ((0, PIECE + 3), (PIECE + 3, len(given.q))):
+        row = of_any_state(DeltaTokens(*(field[first:last] for field in given)))
+        out, change = advance_row(row, change)
+        outs.append(out)
+    completed = complete(jnp.concatenate(outs), jnp.asarray(random_state()))
+    np.testing.assert_allclose(completed, wanted, atol=1e-4)
+    np.testing.assert_allclose(follow(change, random_state()), after, atol=1e-4)

@@ -68,7 +68,7 @@ class Traffic(RuleBasedStateMachine):
             cache = dataclasses.replace(
                 cache, prefix_copies=False, checkpoint_tokens=cache.pages, pages=4 * cache.pages
             )
-        elif plans is not None and mesh.kvp > 1:
+        if plans is not None and mesh.kvp > 1:
             placement = PLANNED[plans % len(PLANNED)]
             planner = Plans(plans, mesh.kvp, longest=4 * cache.block_size)
         self.replica = Replica(
