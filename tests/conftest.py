@@ -15,6 +15,7 @@ import hypothesis
 import pytest
 
 from tests.examples import examples
+from tests.programs_once import ProgramsOnce
 from tests.times import LABORATORY, Times
 
 HERE = Path(__file__).parent
@@ -115,6 +116,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Times())
+    config.pluginmanager.register(ProgramsOnce())
 
 
 @pytest.fixture(scope="session")
