@@ -124,8 +124,22 @@ def test_a_kernel_that_does_not_end_is_said(monkeypatch):
     ends.set()
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gemma3", "gpt_oss", "deepseek_v2", "qwen3_next"])
-@pytest.mark.parametrize("settings", [{}, {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}])
+FAMILIES = ["gemma2", "gemma3", "gpt_oss", "deepseek_v2", "qwen3_next"]
+SMALL = {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}
+
+
+@pytest.mark.parametrize(
+    "family, settings",
+    [
+        *((family, {}) for family in FAMILIES),
+        ("deepseek_v2", SMALL),
+        *(
+            pytest.param(family, SMALL, marks=pytest.mark.matrix)
+            for family in FAMILIES
+            if family != "deepseek_v2"
+        ),
+    ],
+)
 def test_the_kernels_of_this_machine_pass_with_every_kind_of_layer(tmp_path, family, settings):
     model = str(write_model(tmp_path / family, family))
     made = plan(model, **settings)

@@ -37,7 +37,7 @@ LONGEST = {"1": 40, "7": 400, "64": 2000, "512": 8000, "mixed": 2000, "slack": 2
 SLACK = dict(policy="slack", chunking="adaptive", tpot=2.2e-2, step_time=3e-2)
 # with these a step takes 128 to 448 prompt tokens
 SIMPLE = Costs(layers=30, linear_token=2e-6, pair=1e-9, decode_kv=1e-8)
-FEW = [(3, 2, 1)]
+FEW = [(2, 2, 3)]
 PLAIN = dict(chunk=64, seqs=8, pages=640, max_len=8192)
 FIRST_LAYERS = dict(chunk=64, seqs=8, pages=640, max_len=2048)
 SMALL = dict(chunk=64, seqs=2, pages=64, max_len=512)  # few programs
@@ -98,14 +98,8 @@ def test_the_first_layers_say_what_the_reference_says_on_every_mesh(
     assert_first_words(engine(smollm2_first_layers, name_of(mesh), **SMALL), mesh, first_words)
 
 
-@pytest.mark.parametrize(
-    "mesh",
-    [
-        pytest.param(m, id=str(m), marks=[] if m in FEW else pytest.mark.matrix)
-        for m in MESHES
-        if m[1] > 1
-    ],
-)
+@pytest.mark.matrix
+@pytest.mark.parametrize("mesh", [mesh for mesh in MESHES if mesh[1] > 1], ids=str)
 def test_the_first_layers_say_what_the_reference_says_with_mlps_over_lanes(
     mesh, first_words, smollm2_first_layers
 ):
@@ -131,6 +125,7 @@ def assert_first_words(real, mesh, first_words) -> None:
     assert_empty(real)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "mesh, modes",
     [
@@ -138,10 +133,9 @@ def assert_first_words(real, mesh, first_words) -> None:
             (1, 1, 1),
             [("1", "grow"), ("512", "grow"), ("mixed", "grow"), ("slack", "grow")],
             id="alone",
-            marks=pytest.mark.matrix,
         ),
         pytest.param((2, 2, 3), [("mixed", "random")], id="all-axes"),
-        pytest.param((2, 2, 3), [("slack", "grow")], id="all-axes-slack", marks=pytest.mark.matrix),
+        pytest.param((2, 2, 3), [("slack", "grow")], id="all-axes-slack"),
     ],
 )
 def test_the_first_layers_say_what_the_reference_says_in_chunks_of_all_sizes(
@@ -198,13 +192,8 @@ def assert_golden_around_a_ring(source, cases, mesh, exchange, placement, chunks
     assert_empty(real)
 
 
-@pytest.mark.parametrize(
-    "mesh, exchange, placement, chunks",
-    [
-        RINGS[1],
-        *(pytest.param(*ring, marks=pytest.mark.matrix) for ring in (RINGS[0], ALL_AXES_RING)),
-    ],
-)
+@pytest.mark.matrix
+@pytest.mark.parametrize("mesh, exchange, placement, chunks", [*RINGS, ALL_AXES_RING])
 def test_the_first_layers_say_what_the_reference_says_around_a_ring(
     mesh, exchange, placement, chunks, first_words, smollm2_first_layers
 ):
@@ -275,10 +264,8 @@ def assert_golden_with_decodes_around_a_ring(source, cases, mesh, placement) -> 
     assert_empty(real)
 
 
-@pytest.mark.parametrize(
-    "mesh, placement",
-    [DECODE_RING, *(pytest.param(*ring, marks=pytest.mark.matrix) for ring in DECODE_RINGS)],
-)
+@pytest.mark.matrix
+@pytest.mark.parametrize("mesh, placement", [DECODE_RING, *DECODE_RINGS])
 def test_the_first_layers_say_what_the_reference_says_with_decodes_around_a_ring(
     mesh, placement, golden_first_layers, smollm2_first_layers
 ):

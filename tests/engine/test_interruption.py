@@ -56,8 +56,8 @@ def of_length(cases: list[dict], tokens: int) -> dict:
 @pytest.mark.parametrize(
     "groups, mesh",
     [
-        pytest.param(5, "", id="a layer each"),
-        pytest.param(2, "", id="two groups", marks=MATRIX),
+        pytest.param(5, "", id="a layer each", marks=MATRIX),
+        pytest.param(2, "", id="two groups"),
         pytest.param(3, "kvp=2,tp=3", id="lanes and ranks", marks=MATRIX),
     ],
 )

@@ -26,8 +26,13 @@ from tests.waiting import eventually
 BLOCK = 4
 ASKED = dict(max_tokens=12, ignore_eos=True)
 LENGTHS = (100, 37, 130, 21, 90, 117)
-FAMILIES = ["gemma3", "gpt_oss", pytest.param("gemma4", marks=pytest.mark.matrix)]
+FAMILIES = [
+    "gemma3",
+    pytest.param("gpt_oss", marks=pytest.mark.matrix),
+    pytest.param("gemma4", marks=pytest.mark.matrix),
+]
 PAGES = {"gemma4": 170}  # for one long prompt and little more, where 100 are not
+MANY = 1500  # pages: no sequence lacks any
 
 
 def prompts(seed: int = 0) -> list[list[int]]:
@@ -115,7 +120,7 @@ def folder(family, tmp_path_factory):
 @pytest.fixture(scope="module")
 def expected(folder, family) -> list[list[int]]:
     """Tokens of an engine without tiers, with room for all."""
-    real = tiny(folder, family, pages=1000, host_cache_gib=0.0)
+    real = tiny(folder, family, pages=MANY, host_cache_gib=0.0)
     return ask(real, prompts())
 
 
@@ -138,7 +143,7 @@ def test_pages_that_were_evicted_come_back_from_host_memory(folder, family, expe
 
 def test_it_fetches_what_only_windows_lack(folder, family, expected):
     """Where the blocks of the first page group are all on the devices."""
-    real = tiny(folder, family, pages=400)
+    real = tiny(folder, family, pages=MANY)
     cache = real.scheduler.cache
     prompt = prompts()[2]
     assert ask(real, [prompt]) == [expected[2]]
@@ -181,7 +186,7 @@ def test_on_every_mesh_and_placement(mesh, fields, tmp_path):
     real = tiny(tmp_path / "model", name, mesh, pages=100 // int(lanes) + 3, **fields)
     plain = real
     if "kv_cache_dtype" not in fields:
-        plain = tiny(tmp_path / "model", name, pages=1000, host_cache_gib=0.0)
+        plain = tiny(tmp_path / "model", name, pages=MANY, host_cache_gib=0.0)
     expected = ask(plain, prompts())
     assert ask(real, prompts()) == expected
     settled(real)
@@ -199,7 +204,7 @@ def test_on_every_mesh_and_placement(mesh, fields, tmp_path):
 def test_prompts_at_once_that_share_prefixes(folder, family):
     """With pages for hardly more than one: sequences are preempted and fetch what they had."""
     real = fresh(tiny(folder, family, seqs=4), "grow", decode_reserve=0.0)
-    plain = tiny(folder, family, seqs=4, pages=1500, host_cache_gib=0.0)
+    plain = tiny(folder, family, pages=MANY, host_cache_gib=0.0)
     assert_same_with_shared_prefixes(real, plain, prompts())
     counts = real.worker.lower_tiers.counts()
     assert counts.host_reads + counts.further_reads > 20
@@ -256,7 +261,7 @@ def test_what_windows_lack_below_makes_the_match_shorter(folder, family, expecte
 
 def test_a_file_has_what_windows_see_at_its_end(folder, family, expected):
     """So that who takes it need not compute the prompt, also where it ends with a block."""
-    real = tiny(folder, family, pages=400)
+    real = tiny(folder, family, pages=MANY)
     real.start()
     for prompt, tokens in ((prompts()[2], expected[2]), (prompts()[0], expected[0])):
         Ran(real, prompt, f"of {len(prompt)}", **ASKED).wait()
@@ -292,7 +297,7 @@ def test_a_replica_finds_what_another_one_has_put_into_a_shared_store(
     begun = prompts()[5][:81]
     found, hit = cached(other, begun)
     assert hit == 80
-    assert [found] == ask(tiny(folder, family, pages=400, host_cache_gib=0.0), [begun])
+    assert [found] == ask(tiny(folder, family, pages=MANY, host_cache_gib=0.0), [begun])
     assert other.worker.lower_tiers.counts().shared_reads > 20
     assert_empty(other)
     other.close()
@@ -302,7 +307,7 @@ def test_a_replica_finds_what_another_one_has_put_into_a_shared_store(
 @pytest.mark.parametrize("mesh", ["spp=2", "kvp=2"])
 def test_every_process_of_a_replica_keeps_its_part_of_all_pages(mesh, tmp_path, monkeypatch):
     folder = tmp_path / "model"
-    plain = tiny(folder, "gemma3", pages=1000, host_cache_gib=0.0)
+    plain = tiny(folder, "gemma3", pages=MANY, host_cache_gib=0.0)
     fields = dict(
         chunk_tokens=24,
         max_seqs=2,

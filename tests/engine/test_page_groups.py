@@ -62,10 +62,10 @@ def tiny(folder, name: str, mesh: str = "", **settings):
 
 
 @pytest.mark.parametrize("name, mesh", ON_LANES)
-def test_tokens_are_those_of_one_table_for_all_layers(name, mesh, tmp_path, monkeypatch):
-    with monkeypatch.context() as patched:
+def test_tokens_are_those_of_one_table_for_all_layers(name, mesh, tmp_path):
+    with pytest.MonkeyPatch.context() as patched:
         patched.setattr(sizing, "page_windows", lambda _: ONE_GROUP)
-        whole = tiny(tmp_path / "whole", name, pages=400)
+        whole = tiny(tmp_path / "whole", name, pages=800)
     assert whole.worker.plan.windows == ONE_GROUP
     runner = Runner(whole)
     some = prompts(8)
@@ -73,7 +73,7 @@ def test_tokens_are_those_of_one_table_for_all_layers(name, mesh, tmp_path, monk
     for prompt in some:
         right.append(runner.submit(prompt, **ASKED))
         runner.run()
-    groups = tiny(tmp_path / "groups", name, mesh, pages=400)
+    groups = tiny(tmp_path / "groups", name, mesh, pages=800)
     assert groups.worker.plan.windows
     lanes = groups.worker.plan.mesh.kvp
     windows = groups.worker.plan.windows
@@ -114,10 +114,11 @@ def test_tokens_stay_while_blocks_move_and_are_copied(name, mesh, exchange, tmp_
     """By random plans, while pages are short, and to where several read a prefix."""
     crowd = [[*range(48), number, 7, 7] for number in range(8)]
     some = prompts(5) + crowd
+    asked = {**ASKED, "max_tokens": WINDOW + BLOCK}
     quiet = Runner(tiny(tmp_path / "quiet", name, pages=800))
     right = []
     for prompt in some:
-        right.append(quiet.submit(prompt, **ASKED))
+        right.append(quiet.submit(prompt, **asked))
         quiet.run()
     real = tiny(
         tmp_path / "lanes",
@@ -133,17 +134,18 @@ def test_tokens_stay_while_blocks_move_and_are_copied(name, mesh, exchange, tmp_
     assert plan.windows and plan.moves
     short = int(1.5 * PageNeeds(BLOCK, plan.windows).of(160)) // lanes + 2 * plan.page_groups
     moved = []
-    for placement, planner, pages in (
-        ("striped", Plans(1, lanes, longest=40), short),
-        ("zigzag", Plans(2, lanes, longest=40), short),
-        ("grow", None, 400),
+    whole, parts = (), (5, 24)
+    for placement, planner, pages, rounds in (
+        ("striped", Plans(1, lanes, longest=40), short, (whole, parts)),
+        ("zigzag", Plans(2, lanes, longest=40), short, (parts,)),
+        ("grow", None, 400, (whole,)),
     ):
         tight = fresh(real, placement, pages, planner, decode_reserve=0.0)
         moved.append(0)
         watch_batches(tight, lambda batch: moved.append(moved.pop() + len(batch.moves)))
         runner = Runner(tight)
-        for chunks in ((), (5, 24)):
-            ids = [runner.submit(prompt, **ASKED) for prompt in some]
+        for chunks in rounds:
+            ids = [runner.submit(prompt, **asked) for prompt in some]
             runner.run(chunks=chunks, seed=lanes)
             for id, one in zip(ids, right):
                 assert runner.ids(id) == quiet.ids(one)

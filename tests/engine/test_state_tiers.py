@@ -96,7 +96,7 @@ def test_evicted_checkpoints_come_back_from_host_memory(folder, expected):
 def test_only_what_is_not_on_pages_is_fetched(folder, expected):
     """A checkpoint behind blocks that are all on the devices, and the last blocks before one that
     is."""
-    real = replica(folder, pages=200)
+    real = replica(folder, pages=400)
     cache = real.scheduler.cache
     prompt = prompts()[2]
     assert ask(real, [prompt]) == [expected[2]]
@@ -155,7 +155,7 @@ def test_on_every_mesh_and_placement(mesh, fields, folder):
 def test_prompts_at_once_that_share_prefixes(folder):
     """With pages for hardly more than one: sequences are preempted and fetch what they had."""
     real = fresh(replica(folder, seqs=4, pages=70), "grow", decode_reserve=0.0)
-    plain = replica(folder, seqs=4, pages=400, host_cache_gib=0.0, prefix_caching=False)
+    plain = replica(folder, pages=400, host_cache_gib=0.0, prefix_caching=False)
     assert_same_with_shared_prefixes(real, plain, prompts())
     assert real.worker.lower_tiers.counts().further_reads > 20
     assert_empty(real)

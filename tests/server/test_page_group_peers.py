@@ -31,7 +31,7 @@ PROMPT = prompts()[2]
 BLOCKS = (len(PROMPT) - 1) // BLOCK
 FAMILIES = [
     "gemma3",
-    "gpt_oss",
+    pytest.param("gpt_oss", marks=pytest.mark.matrix),
     "deepseek_v3",
     "qwen3_5",
     pytest.param("gemma4", marks=pytest.mark.matrix),
@@ -70,7 +70,7 @@ def replica(
 
 @pytest.fixture(scope="module")
 def expected(folder) -> list[int]:
-    alone = replica(folder, gib=0.0, pages=400)
+    alone = replica(folder, gib=0.0)
     runner = Runner(alone)
     id = runner.submit(PROMPT, **ASKED)
     runner.run()
