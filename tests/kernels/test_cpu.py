@@ -276,8 +276,9 @@ def test_why_there_are_no_kernels_is_said():
 
 
 FILES = [f"tests/kernels/test_{name}.py" for name in ("attend", "cpu", "grouped", "quantised")]
-OTHERS = "process or library or said"  # tests that are not of products and attention
-LONG = "soft_cap or any_order or ten_million"  # what those that are left say of each shape, too
+OTHERS = "process or library or said or sources"  # tests that are not of products and attention
+# what those that are left say of each shape, too, and types whose like is left
+LONG = "soft_cap or any_order or ten_million or float32-fp8 or bfloat16-pages"
 
 
 def this_suite(without: str) -> str:
