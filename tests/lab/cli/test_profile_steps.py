@@ -15,7 +15,6 @@ from jaxserve.settings.schema import ConfigError
 
 FLAGS = (
     "--model=random:tiny",
-    "--mesh=kvp=4",
     "--planner=cdsp",
     "--placement=striped",
     "--max_model_len=300",
@@ -30,20 +29,22 @@ FLAGS = (
 )
 
 
-def test_a_profile_of_four_lanes_says_what_moves_of_pages_take(tmp_path, capsys):
+@pytest.mark.parametrize("lanes", [2, pytest.param(4, marks=pytest.mark.matrix)])
+def test_a_profile_of_lanes_says_what_moves_of_pages_take(lanes, tmp_path, capsys):
     """Steps that move pages run in turn with the same ones without, and the errors of predictions
     of them are printed; a profile from before they were measured is refused."""
     file = tmp_path / "profile.json"
-    assert cli.main(["profile", f"--out={file}", *FLAGS]) == 0
+    assert cli.main(["profile", f"--out={file}", f"--mesh=kvp={lanes}", *FLAGS]) == 0
     out = capsys.readouterr().out
     table = out.split("steps with moves of pages on several lanes")[1]
-    assert re.search(r"gather +2 +\S+%\ngather +4 +\S+%\n", table)
+    sizes = [size for size in (2, 4) if size <= lanes]
+    assert re.search("".join(rf"gather +{size} +\S+%\n" for size in sizes), table)
     assert "and the same without" in table
     kept = json.loads(file.read_text())
     moved = [point for point in kept["points"] if point["moves"]]
-    assert {point["group_size"] for point in moved} == {2, 4}
+    assert {point["group_size"] for point in moved} == {*sizes}
     assert all(point["unmoved"] > 0 and "moves" in point["shape"] for point in moved)
-    assert set(kept["move_held_out_error"]) == {"gather on 2", "gather on 4"}
+    assert set(kept["move_held_out_error"]) == {f"gather on {size}" for size in sizes}
     times = kept["move_times"]
     expected = None
     if times is not None:  # else links say as much

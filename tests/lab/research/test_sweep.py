@@ -24,7 +24,10 @@ from jaxserve.settings.schema import ConfigError, MeshConfig
 
 SIMULATED = Runner("simulated", "h100")
 BASE = {"model": "llama3-8b", "prompt": "512", "output": "8", "requests": 5, "qps": 2.0}
-TINY = "model=random:tiny;max_model_len=512;pages=64;prompt=100;output=4;requests=4;concurrency=2"
+TINY = (
+    "model=random:tiny;max_model_len=512;pages=64;max_seqs=2;chunk_tokens=64;prompt=100;output=4;"
+    "requests=4;concurrency=2"
+)
 
 
 def test_a_grid_has_every_combination_and_says_the_same_in_flags_and_in_a_file(tmp_path):
