@@ -22,6 +22,7 @@ _UNUSED = (
     ".k_scale",
     ".v_scale",
 )
+_STORED = (".k_proj.weight", ".v_proj.weight", ".k_norm.weight")  # of what layers store
 _ROTATED = ("q", "k", "q_bias", "k_bias")  # parts whose rows RoPE pairs
 _FOLDER_LAYER = re.compile(r"(?<=\.layers\.)\d+")
 _LAYER = re.compile(r"(?:model\.layers|blk)\.(\d+)\.")
@@ -90,13 +91,18 @@ def family_names(stored: Iterable[str], model: ModelConfig) -> dict[str, str]:
 
 def ignored(name: str, model: ModelConfig) -> bool:
     """Returns True for a tensor that a checkpoint may hold without need: RoPE frequencies, scales
-    of activations and KV, the copy of the embedding as the head of a tied model, and layers that
-    predict further tokens."""
+    of activations and KV, the copy of the embedding as the head of a tied model, layers that
+    predict further tokens, and keys and values of layers that read those of others."""
     if name.endswith(_UNUSED) or (model.tied and name == "lm_head.weight"):
         return True
     layer = _LAYER.match(name)
-    further = FAMILIES[model.family].further_layers
-    return further and layer is not None and int(layer[1]) >= model.layers
+    if layer is None:
+        return False
+    number = int(layer[1])
+    if number >= model.layers:
+        return FAMILIES[model.family].further_layers
+    mixer = model.mixer(number)
+    return mixer.has_pages and not mixer.stores and name.endswith(_STORED)
 
 
 def build(
