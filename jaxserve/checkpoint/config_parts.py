@@ -120,11 +120,14 @@ def _read_gemma(fields: Fields, model: ModelConfig) -> ModelConfig:
     softcap = fields.optional("attn_logit_softcapping") or 0.0
     return replace(
         with_mixers(model, scale=fields.number("query_pre_attn_scalar") ** -0.5, softcap=softcap),
-        multipliers=Multipliers(
-            embedding=model.d_model**0.5,
-            logits_softcap=fields.optional("final_logit_softcapping") or 0.0,
-        ),
+        multipliers=gemma_multipliers(fields, model),
     )
+
+
+def gemma_multipliers(fields: Fields, model: ModelConfig) -> Multipliers:
+    """Reads the soft cap of the logits; embeddings are scaled by sqrt(d_model)."""
+    softcap = fields.optional("final_logit_softcapping") or 0.0
+    return Multipliers(embedding=model.d_model**0.5, logits_softcap=softcap)
 
 
 def _write_gemma(model: ModelConfig) -> dict[str, Any]:

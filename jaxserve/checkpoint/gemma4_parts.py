@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from jaxserve.checkpoint.config_parts import ConfigPart
+from jaxserve.checkpoint.config_parts import ConfigPart, gemma_multipliers
 from jaxserve.checkpoint.fields import FULL, SLIDING, Fields
 from jaxserve.checkpoint.model import LayerSizes, ModelConfig
 from jaxserve.checkpoint.model_paths import CheckpointError
@@ -17,7 +17,6 @@ from jaxserve.checkpoint.specs import (
     ExpertsBesideMlpSpec,
     LayerInputSpec,
     MlpSpec,
-    Multipliers,
     RouterSpec,
 )
 
@@ -55,10 +54,7 @@ def _read(fields: Fields, model: ModelConfig) -> ModelConfig:
         windows=tuple(window if kind == SLIDING else None for kind in types),
         layer_sizes=_read_sizes(fields, model, types, first),
         layer_input=_read_layer_input(fields, model),
-        multipliers=Multipliers(
-            embedding=model.d_model**0.5,
-            logits_softcap=fields.optional("final_logit_softcapping") or 0.0,
-        ),
+        multipliers=gemma_multipliers(fields, model),
     )
 
 

@@ -83,12 +83,19 @@ _ROUTER: Tensors = {
     MLP + "gate.weight": ("router",),
     MLP + "gate.e_score_correction_bias": ("correction",),
 }
-_EXPERT = MLP + "experts.{experts}."
-_EXPERTS: Tensors = {
-    _EXPERT + "gate_proj.weight": ("expert_gate",),
-    _EXPERT + "up_proj.weight": ("expert_up",),
-    _EXPERT + "down_proj.weight": ("expert_down",),
-}
+
+
+def _experts(prefix: str) -> Tensors:
+    """Returns the tensors of each expert, under a prefix."""
+    expert = prefix + "experts.{experts}."
+    return {
+        expert + "gate_proj.weight": ("expert_gate",),
+        expert + "up_proj.weight": ("expert_up",),
+        expert + "down_proj.weight": ("expert_down",),
+    }
+
+
+_EXPERTS = _experts(MLP)
 # tensors [experts, outputs, inputs] in which a checkpoint may hold `_EXPERTS` of a layer, and the
 # parts of these names that are stacked in an expert's outputs
 STACKED_EXPERTS = {
@@ -124,9 +131,7 @@ GEMMA4: Tensors = {
     LAYER + "pre_feedforward_layernorm_2.weight": ("experts_norm",),
     LAYER + "post_feedforward_layernorm_1.weight": ("mlp_out_norm",),
     LAYER + "post_feedforward_layernorm_2.weight": ("experts_out_norm",),
-    LAYER + "experts.{experts}.gate_proj.weight": ("expert_gate",),
-    LAYER + "experts.{experts}.up_proj.weight": ("expert_up",),
-    LAYER + "experts.{experts}.down_proj.weight": ("expert_down",),
+    **_experts(LAYER),
 }
 QWEN_MOE: Tensors = {**LLAMA, **_ROUTER, **_EXPERTS}
 

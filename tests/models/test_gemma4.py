@@ -94,7 +94,8 @@ def test_settings_that_do_not_go_with_its_layers_are_refused(name, mesh, fields,
 
 
 def test_layers_that_read_others_pages_may_be_cut_from_no_stage(tmp_path):
-    """The same where layers have no inputs of their own."""
+    """Leaves out the inputs of layers, which are refused on several stages for a reason of their
+    own."""
     folder = write_model(tmp_path / "model", "gemma4-small")
     config = CASES["gemma4-small"].config | {"hidden_size_per_layer_input": 0}
     (folder / "config.json").write_text(json.dumps(config))
