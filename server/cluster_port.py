@@ -4,6 +4,7 @@ keep no place and cost no memory."""
 from __future__ import annotations
 
 import concurrent.futures
+import logging
 
 import grpc
 
@@ -17,8 +18,10 @@ MAX_HANDSHAKES = 256  # such calls that are answered or wait for it
 MAX_CALLS_PER_CONNECTION = 64
 MAX_METADATA_BYTES = 8 << 10
 IDLE_MS = 10_000  # after which a connection without a call is closed
-STOP_SECONDS = 1.0
+STOP_SECONDS = 1.0  # for calls to end by themselves
+ENDED_SECONDS = 5.0  # after it, for gRPC to have ended all calls
 KEEPALIVE_MS = 5_000  # between pings of an asker that says nothing, and for its answer
+log = logging.getLogger(__name__)
 
 
 class ClusterPort:
@@ -64,7 +67,10 @@ class ClusterPort:
 
     def stop(self) -> None:
         """Ends all calls and closes the port."""
-        self.server.stop(STOP_SECONDS).wait()
+        # without a bound this may wait for ever: a message that cannot be read, of a call that its
+        # handler has just ended, has gRPC send a second status, whose end it never learns
+        if not self.server.stop(STOP_SECONDS).wait(STOP_SECONDS + ENDED_SECONDS):
+            log.warning("gRPC keeps calls that have ended; the port is closed all the same")
 
 
 def check_replica_port(config: ServerConfig) -> None:
