@@ -24,6 +24,7 @@ HOST = {
         "clock",
         "api",
         "policies",
+        "drafts",
         "lanes",
         "progress",
         "settings",
@@ -53,7 +54,7 @@ HOST_ROOMS, DEVICE_ROOMS = (
 
 AXES = {"spp", "kvp", "tp"}
 AXIS_HOMES = {"sharding.mesh", "settings.schema.mesh", "settings.renamed"}  # the last: flags
-NO_CLOCK = ("policies", "lanes", "cache", "scheduling", "costs")
+NO_CLOCK = ("policies", "drafts", "lanes", "cache", "scheduling", "costs")
 SIMULATOR = "lab.simulate"  # in the laboratory, and bound like a room of the host tower
 
 

@@ -93,6 +93,16 @@ class Batch:
     # made from pages to slots, before the layers; the others from slots to pages, behind them
     restores: np.ndarray = field(default_factory=lambda: NO_COPIES)
     saves: np.ndarray = field(default_factory=lambda: NO_COPIES)
+    # rows of one token that is proposed: what is sampled behind it counts if it is what is sampled
+    # behind the token before it, which is in the batch too
+    drafts: range = range(0)
+
+    @property
+    def is_chunk(self) -> np.ndarray:
+        """[n] bool; whether a row is part of a prefill: neither a decode nor a proposed token."""
+        out = ~self.is_decode
+        out[self.drafts] = False
+        return out
 
     @property
     def spread(self) -> np.ndarray:
@@ -106,5 +116,13 @@ class Batch:
             getattr(self, each.name).nbytes
             for each in fields(self)
             if each.name
-            not in ("number", "seconds", "admitted", "dealt", "exchange", "decode_exchange")
+            not in (
+                "number",
+                "seconds",
+                "admitted",
+                "dealt",
+                "exchange",
+                "decode_exchange",
+                "drafts",
+            )
         )

@@ -29,8 +29,16 @@ PRIORITY = Range(-8, 8, whole=True)
 RETENTION = Range(EPHEMERAL, MAX_RETENTION, whole=True)
 
 
+class LookAhead(Protocol):
+    """Follows a completion with proposed tokens, of which each may turn out to be wrong."""
+
+    # the next proposed token, and a row as of `Matcher.fill`
+    def fill(self, token: int, row: np.ndarray) -> None: ...
+
+
 class Matcher(Protocol):
-    """Follows one completion and says which tokens may come next.
+    """Follows one completion and says which tokens may come next, and how many of some proposed
+    ones may, one after the other.
 
     done: it is complete, and no token may follow. Errors: RequestError, which ends it.
     """
@@ -40,6 +48,8 @@ class Matcher(Protocol):
     # int32 words of bits, token i is bit i % 32 of word i // 32
     def fill(self, row: np.ndarray) -> None: ...
     def push(self, token: int) -> None: ...
+    def count_valid(self, tokens: list[int]) -> int: ...
+    def ahead(self) -> LookAhead: ...
 
 
 class Guide(Protocol):

@@ -24,7 +24,7 @@ from jaxserve.cache.tiers import Fetch, SourceBlocks
 from jaxserve.engine.sampling_rows import SamplingAdmission
 from jaxserve.engine.step_shapes import StepShape, delta_columns, layout
 
-VERSION = 11  # of the byte form
+VERSION = 12  # of the byte form
 NO_STEP = -1  # in place of a shape: nothing is computed, only what else the command says
 NO_SAMPLING = -1  # in place of a variant: no token is sampled after this step
 SAMPLE_LATER = -2  # tokens are sampled by a later command, once their masks are known

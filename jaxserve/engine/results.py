@@ -81,7 +81,7 @@ def score_rows(
     ints [k, 2, lanes, SCORES] (tokens of the step, and ids), and whose they are."""
     rows: list[np.ndarray] = []
     pending = []
-    for chunk in np.flatnonzero(~batch.is_decode).tolist():
+    for chunk in np.flatnonzero(batch.is_chunk).tolist():
         request = scheduler.sequences[int(batch.seq[chunk])].request
         if request.sampling.prompt_logprobs is None:
             continue
@@ -106,7 +106,7 @@ def pool_rows(
     pending = []
     tokens = []
     count = [0] * lanes
-    for chunk in np.flatnonzero(~batch.is_decode).tolist():
+    for chunk in np.flatnonzero(batch.is_chunk).tolist():
         request = scheduler.sequences[int(batch.seq[chunk])].request
         if not request.embed or batch.start[chunk] + batch.length[chunk] < len(request.prompt):
             continue

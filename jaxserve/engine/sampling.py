@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 
 from jaxserve.api.sampling import MAX_LOGPROBS
+from jaxserve.engine import draft_checks
 from jaxserve.engine.sampling_rows import FLOATS, INTS, STOPS, SamplingAdmission
 from jaxserve.sharding.mesh import KVP, TP
 
@@ -123,21 +124,29 @@ def sample(
     state: SamplingState,
     vocab: int,
     mask: jax.Array | None = None,
+    expected: jax.Array | None = None,
 ) -> tuple[jax.Array, SamplingState]:
     """Samples ids [S] by the parameters of their slots, and counts them in the state.
 
     logits [S, V / tp]. slot [S]: out of range for padding. position [S]: of the token to sample.
     mask [S, mask_words(V)]: bits of the allowed ids, in words of 32; None: all are allowed.
+    expected [S]: see `draft_checks`; None where no tokens are proposed.
     """
     size = logits.shape[1]
     row = jnp.minimum(slot, state.floats.shape[1] - 1)
-    logits = _penalise(logits, state, row, state.floats[0, row]) + state.bias[0, row]
+    count = state.output[0, row]
+    if expected is not None:
+        count += draft_checks.proposed_counts(slot, expected, _local(expected, size), size)
+    logits = _penalise(logits, state.prompt[0, row], count, state.floats[0, row])
+    logits += state.bias[0, row]
     barred = jax.vmap(
         lambda ids: jnp.zeros(size, bool).at[_local(ids, size)].set(True, mode="drop")
     )(state.stops[0, row])
     held_back = position < state.ints[0, row, 2]
     logits = jnp.where(barred & held_back[:, None], -jnp.inf, logits)
     token = draw(logits, slot, position, state, vocab, mask)
+    if expected is not None:
+        slot = jnp.where(draft_checks.counted(slot, token, expected), slot, 2**30)
     return token, dataclasses.replace(
         state, output=state.output.at[0, slot, _local(token, size)].add(1, mode="drop")
     )
@@ -166,15 +175,16 @@ def draw(
 
 
 def _penalise(
-    logits: jax.Array, state: SamplingState, row: jax.Array, floats: jax.Array
+    logits: jax.Array, prompt: jax.Array, count: jax.Array, floats: jax.Array
 ) -> jax.Array:
-    """Applies repetition (Keskar et al., 2019), presence and frequency (OpenAI) penalties."""
-    count = state.output[0, row]
+    """Applies repetition (Keskar et al., 2019), presence and frequency (OpenAI) penalties to logits
+    [S, V]. prompt [S, V]: whether an id is in the prompt. count [S, V]: how often it is in the
+    output."""
     repetition = jnp.maximum(floats[:, 3:4], LEAST)
     presence = floats[:, 4:5]
     frequency = floats[:, 5:6]
     repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
-    logits = jnp.where(state.prompt[0, row] | (count > 0), repeated, logits)
+    logits = jnp.where(prompt | (count > 0), repeated, logits)
     return logits - presence * (count > 0) - frequency * count
 
 

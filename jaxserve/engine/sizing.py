@@ -152,6 +152,7 @@ def make_plan(
         config.layer_groups,
         None if config.attention == "auto" else config.attention,
         windows,
+        config.scheduler.drafts != "none",
     )
     if config.cache.pages is None:
         plan = dataclasses.replace(plan, pages=_pages(config, plan, blocks, room))

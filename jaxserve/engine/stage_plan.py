@@ -53,6 +53,7 @@ class StagePlan:
     layer_groups: int = 1  # of each stage, which run one after the other
     attention: str | None = None  # a name in `ops.ATTEND`; None: chosen by shape
     windows: Windows = ONE_GROUP  # of the page groups behind the first
+    drafts: bool = False  # steps may check proposed tokens
 
     @functools.cached_property
     def groups(self) -> list[range]:

@@ -22,7 +22,7 @@ from jaxserve.engine.programs import Lower, Programs
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.state_copies import restore_states, save_states
 from jaxserve.engine.step import HeadProgram, LayersProgram, Weights, write_table
-from jaxserve.engine.step_shapes import StepShape, delta_columns, layout
+from jaxserve.engine.step_shapes import SAMPLE_COLUMNS, StepShape, delta_columns, layout
 from jaxserve.models.decoder import LayerCache
 from jaxserve.sharding.exchange import compiler_options
 from jaxserve.sharding.mesh import KVP
@@ -248,7 +248,7 @@ class StagePrograms(Programs):
         arguments: tuple[Any, ...] = (
             self._last.values,
             self._hidden(mesh, size),
-            self._on_lanes(mesh, size, 3),
+            self._on_lanes(mesh, size, SAMPLE_COLUMNS),
             self.sampled_shape(mesh),
         )
         f = functools.partial(self._last.program.sample, variant)

@@ -40,7 +40,7 @@ KEPT = 16  # versions of `sampled` that later steps can read
 @dataclasses.dataclass(frozen=True)
 class HiddenStates:
     """Results of the last stage: hidden states of all tokens [lanes, T, D], those to sample from
-    [lanes, S, D], and the token, slot and position of each [lanes, S, 3]."""
+    [lanes, S, D], and the token, slot, position and proposed token of each [lanes, S, 4]."""
 
     all: jax.Array
     picked: jax.Array
@@ -97,7 +97,7 @@ class Stages:
             paths = [path for path, _ in parameters(head)]
             # what the host reads is on the devices of each process that has a part of the stage
             to_all = mesh.is_multi_process
-            program = HeadProgram(Weights.of(head), plan.model.vocab, to_all)
+            program = HeadProgram(Weights.of(head), plan.model.vocab, to_all, plan.drafts)
             self.head = HeadStage(mesh, program, paths, [shapes[path] for path in paths])
         paths = [path for path, _ in parameters(module, part.start)]
         values = [shapes[path] for path in paths]

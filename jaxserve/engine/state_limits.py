@@ -14,11 +14,14 @@ notes = LogOnce(logging.getLogger(__name__))
 
 
 def check_states(config: EngineConfig, model: ModelConfig) -> None:
-    """Refuses settings by which blocks of KV would bring a sequence to a lane without its state.
-    Errors: ConfigError that names the setting."""
+    """Refuses settings by which blocks of KV would bring a sequence to a lane without its state, or
+    its state would go on with tokens that do not count. Errors: ConfigError that names the
+    setting."""
     keeps = f"{model.name} also keeps states"
     if config.cache.prefix_copies:
         raise ConfigError("prefix_copies", f"{keeps}, which are not copied with blocks of KV")
+    if config.scheduler.drafts != "none":
+        raise ConfigError("drafts", f"{keeps}, which cannot be taken back with wrong tokens")
     if config.scheduler.planner == ELASTIC:
         reason = f"{keeps}, and {ELASTIC} chooses lanes by the blocks of a prefix alone"
         raise ConfigError("planner", reason)

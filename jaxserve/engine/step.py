@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxserve.checkpoint.page_groups import PagePlace
-from jaxserve.engine import sampling, sampling_rows
+from jaxserve.engine import draft_checks, sampling, sampling_rows
 from jaxserve.engine.step_shapes import StepShape, layout
 from jaxserve.models.decoder import Head, LayerCache, Stage, run_layers
 from jaxserve.sharding.lane_groups import LaneGroups
@@ -77,7 +77,7 @@ class LayersProgram:
         `step_shapes.layout`. x: hidden states [1, T, D]; in the first stage the last sampled tokens
         [1, slots]. Returns hidden states [1, T, D], caches and table; the last stage returns, in
         place of the hidden states, (all of them, those to sample from [1, S, D], and for each its
-        token, slot and position [1, S, 3]).
+        token, slot, position and proposed token [1, S, 4]).
         """
         shape = self.shape
         stage: Stage = self.weights.module(values)
@@ -111,11 +111,12 @@ class LayersProgram:
 @dataclasses.dataclass(frozen=True)
 class HeadProgram:
     """Programs that run on hidden states after the last stage. to_all: what the host reads is of
-    all lanes [lanes, ...], on every lane."""
+    all lanes [lanes, ...], on every lane. drafts: whether steps may check proposed tokens."""
 
     weights: Weights
     vocab: int
     to_all: bool
+    drafts: bool = False
 
     def sample(
         self,
@@ -129,22 +130,23 @@ class HeadProgram:
     ) -> tuple:
         """Samples tokens from hidden states x [1, S, D].
 
-        ints [1, S, 3]: token, slot and position of each. sampled [1, slots]: last token of each
-        slot. state: `SamplingState`, except for the greedy variant. mask [1, S, W]: allowed ids,
-        for the guided variant. Returns tokens [1, S], sampled, and (where the state changes: not
-        for greedy and drawn) state and log-probabilities.
+        ints [1, S, 4]: see `step_shapes.layout`. sampled [1, slots]: last token of each slot.
+        state: `SamplingState`, except for the greedy variant. mask [1, S, W]: allowed ids, for the
+        guided variant. Returns tokens [1, S], sampled, and (where the state changes: not for greedy
+        and drawn) state and log-probabilities.
         """
-        _, slot, position = ints[0].T
+        _, slot, position, expected = ints[0].T
+        proposed = expected if self.drafts else None
         logits = self.weights.module(values)(x[0])
         if variant == "greedy":
             token = sampling.greedy(logits, self.vocab)
-            return self._read(token), sampled.at[0, slot].set(token, mode="drop")
+            return self._read(token), _noted(sampled, slot, token, proposed)
         if variant == "drawn":
             token = sampling.draw(logits, slot, position, state, self.vocab)
-            return self._read(token), sampled.at[0, slot].set(token, mode="drop")
+            return self._read(token), _noted(sampled, slot, token, proposed)
         allowed = None if mask is None else mask[0]
-        token, state = sampling.sample(logits, slot, position, state, self.vocab, allowed)
-        sampled = sampled.at[0, slot].set(token, mode="drop")
+        token, state = sampling.sample(logits, slot, position, state, self.vocab, allowed, proposed)
+        sampled = _noted(sampled, slot, token, proposed)
         logprobs: tuple[jax.Array, ...] = ()
         if variant in sampling_rows.SCORED:
             logprobs = sampling.log_probabilities(logits, token, self.vocab)
@@ -166,6 +168,16 @@ class HeadProgram:
     def _read(self, x: jax.Array) -> jax.Array:
         """x [S, ...] of this lane as the host reads it: [1, S, ...], or of all lanes."""
         return jax.lax.all_gather(x, KVP) if self.to_all else x[None]
+
+
+def _noted(
+    sampled: jax.Array, slot: jax.Array, token: jax.Array, expected: jax.Array | None
+) -> jax.Array:
+    """Returns sampled [1, slots] with the newest token of each slot [S]. expected: see
+    `draft_checks`; None where none is proposed."""
+    if expected is not None:
+        slot = draft_checks.newest(slot, token, expected)
+    return sampled.at[0, slot].set(token, mode="drop")
 
 
 def write_table(tables: list[jax.Array], deltas: jax.Array) -> list[jax.Array]:

@@ -242,11 +242,17 @@ class StepRows:
         out = self._view["samples"]
         out[:, :, SAMPLE_SLOT] = NOWHERE
         place = np.full(len(batch.slot), -1, np.int32)
-        for lane, chunks in self._by_lane(np.flatnonzero(batch.sample)):
+        expected = np.full(len(batch.slot), FEED, np.int32)
+        sampled = np.flatnonzero(batch.sample)
+        if batch.drafts:
+            sampled = sampled[np.lexsort((batch.start[sampled], batch.slot[sampled]))]
+            is_draft = np.isin(sampled[1:], batch.drafts)
+            expected[sampled[:-1][is_draft]] = batch.tokens[self._first_ids[sampled[1:][is_draft]]]
+        for lane, chunks in self._by_lane(sampled):
             place[chunks] = np.arange(len(chunks))
             position = batch.start[chunks] + batch.length[chunks]
             out[lane, : len(chunks)] = np.array(
-                (self._last[chunks], batch.slot[chunks], position)
+                (self._last[chunks], batch.slot[chunks], position, expected[chunks])
             ).T
         return place
 

@@ -169,13 +169,13 @@ def shapes(
 
 def _local_shapes(config: SchedulerConfig) -> Iterator[StepShape]:
     tile, tiles = config.tile, config.tiles
-    decodes = RowGroup(config.max_seqs, 1)
-    for rows in _powers(1, config.max_seqs, 2):
+    decodes = RowGroup(config.decode_rows, 1)
+    for rows in _powers(1, config.decode_rows, 2):
         yield StepShape(RowGroup(rows, 1))
     chunks = [RowGroup(1, width) for width in _powers(tile, tile * tiles, 2) if width > 1]
     if tiles > 1:
         chunks.append(RowGroup(tiles, tile))
-    few = config.max_seqs // FEW_OF_MANY
+    few = config.decode_rows // FEW_OF_MANY
     beside = [decodes] if few < LEAST_FEW else [RowGroup(few, 1), decodes]
     for prefill in chunks:
         yield StepShape(EMPTY, prefill)
@@ -194,8 +194,8 @@ class _SpreadShapes:
         self._timed = timed
         self._moves = moves
         self._decode_exchange = config.decode_exchange
-        self._decodes = RowGroup(config.max_seqs, 1)
-        self._few_decodes = RowGroup(min(FEW_DECODES, config.max_seqs), 1)
+        self._decodes = RowGroup(config.decode_rows, 1)
+        self._few_decodes = RowGroup(min(FEW_DECODES, config.decode_rows), 1)
         self._chunks = RowGroup(config.tiles, config.tile)
         self._few_chunks = RowGroup(-(-config.tiles // FEW_ROWS), config.tile)
         self._prefill_choices = prefill_choices(config)
@@ -339,8 +339,8 @@ def prefill_choices(config: SchedulerConfig) -> list[str]:
 
 def sample_sizes(config: SchedulerConfig) -> list[int]:
     """Sizes of head programs that are compiled, in tokens sampled per lane. A sequence samples one
-    token of a step at most."""
-    return list(_powers(1, config.max_seqs, 2))
+    token of a step, and one behind each token that is proposed for it."""
+    return list(_powers(1, config.decode_rows, 2))
 
 
 def _powers(low: int, high: int, factor: int) -> Iterator[int]:
@@ -357,6 +357,7 @@ def _powers(low: int, high: int, factor: int) -> Iterator[int]:
 SLOT, START, LENGTH = range(3)
 DELTA_SLOT = 0
 SAMPLE_SLOT = 1
+SAMPLE_COLUMNS = 4
 UPDATE_LANE = 0
 
 
@@ -387,8 +388,9 @@ def layout(shape: StepShape, block: int, page_groups: int = 1) -> Layout:
     deltas [m, 4]: slot, index, page, block, and a page of each further page group; with room for
     what the step's tokens and moves change. tokens: ids or FEED. rows [R, 3]: slot, start, length.
     held [spread rows, lanes of a group]: page-table entries. homes [spread rows]: home lane, of its
-    group. samples [S, 3]: token (of the lane's tokens) to sample after, slot, position of the
-    sampled token. moves: see `page_moves.move_pages`.
+    group. samples [S, 4]: token (of the lane's tokens) to sample after, slot, position of the
+    sampled token, and the token proposed for there (see `draft_checks`). moves: see
+    `page_moves.move_pages`.
     """
     spread = sum(group.rows for group in shape.spread)
     new_blocks = lambda groups: sum(
@@ -401,7 +403,7 @@ def layout(shape: StepShape, block: int, page_groups: int = 1) -> Layout:
         "rows": (shape.rows, 3),
         "held": (spread, shape.group_size),
         "homes": (spread,),
-        "samples": (shape.samples, 3),
+        "samples": (shape.samples, SAMPLE_COLUMNS),
         "moves": (2, shape.group_size, shape.moves),
     }
     ends = list(itertools.accumulate(math.prod(size) for size in sizes.values()))

@@ -4,6 +4,8 @@ A batch is issued before the tokens of the one before it are read, but what a gu
 say depends on its last token. So the forward pass of a batch runs ahead as ever, and only its
 sampling waits until the guides have heard of all tokens before: the masks are made while the
 devices compute. Nothing is issued behind a batch that waits, so at most the newest one does.
+
+Behind proposed tokens the masks are those that follow them, should they turn out to be right.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from jaxserve.api.errors import RequestError
+from jaxserve.api.request import LookAhead
 from jaxserve.scheduling import Batch, Scheduler
 from jaxserve.scheduling.batch_reader import Events
 
@@ -32,13 +35,20 @@ def masks(
     chunk's token is among its lane's S."""
     out = np.full(shape, -1, np.int32)
     events = []
+    ahead: dict[int, LookAhead] = {}
     for row in np.flatnonzero(batch.sample).tolist():
         number = int(batch.seq[row])
         matcher = scheduler.sequences[number].matcher
         if matcher is None or not scheduler.alive(number):
             continue
+        mask = out[batch.lane[row], place[row]]
+        if row in batch.drafts:
+            if number not in ahead:
+                ahead[number] = matcher.ahead()
+            ahead[number].fill(int(batch.tokens[row - batch.drafts.start]), mask)
+            continue
         try:
-            matcher.fill(out[batch.lane[row], place[row]])
+            matcher.fill(mask)
         except RequestError as error:
             events += scheduler.fail(number, now, error)
     return out, events

@@ -134,7 +134,7 @@ class Journal:
                 batch.lane,
                 batch.start,
                 batch.length,
-                batch.is_decode,
+                ~batch.is_chunk,
                 spread_blocks,
                 [],
             )

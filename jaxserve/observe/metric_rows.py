@@ -126,6 +126,9 @@ COUNTERS: Mapping[str, str] = {
         "Requests that ran to their end with TTFT and TPOT within their objectives"
     ),
     "moved_pages": "Pages that changed lanes",
+    "spec_decode_num_drafts": "Times that proposed tokens of a sequence were checked in a step",
+    "spec_decode_num_draft_tokens": "Proposed tokens that were checked",
+    "spec_decode_num_accepted_tokens": "Proposed tokens that were right; the others were wasted",
     "prefill_job_tokens": (
         "Tokens of prompts for other replicas that were computed here; no other metric of requests "
         "or tokens counts these jobs"

@@ -38,6 +38,7 @@ from jaxserve.observe.metric_rows import (
 from jaxserve.scheduling.events import (
     Admitted,
     CompletionEnded,
+    DraftsChecked,
     EventBus,
     FirstToken,
     Rejected,
@@ -232,6 +233,7 @@ class Metrics:
         bus.subscribe(StepRead, self._step_read)
         bus.subscribe(FirstToken, self._first_token)
         bus.subscribe(Tokens, self._tokens)
+        bus.subscribe(DraftsChecked, self._drafts_checked)
         bus.subscribe(CompletionEnded, self._completion_ended)
         bus.subscribe(Rejected, lambda event: self._count("early_rejections", event.reason))
 
@@ -270,10 +272,16 @@ class Metrics:
         batch = event.batch
         self.gaps.count(event.slots[~self._job_slots[event.slots]], event.now)
         if batch.tokens.size:
-            chunks = ~batch.is_decode
+            chunks = batch.is_chunk
             degrees = np.count_nonzero(batch.blocks_per_lane[chunks], axis=1)
             self._tallies["chunk_size_tokens"].add_all(batch.length[chunks])
             self._tallies["kvp_degree"].add_all(degrees)
+
+    def _drafts_checked(self, event: DraftsChecked) -> None:
+        slots = event.batch.slot[event.batch.drafts]
+        self._counters["spec_decode_num_drafts"].inc(len(np.unique(slots)))
+        self._counters["spec_decode_num_draft_tokens"].inc(len(slots))
+        self._counters["spec_decode_num_accepted_tokens"].inc(int(event.right.sum()))
 
     # --- requests
 

@@ -11,7 +11,7 @@ from jaxserve.api.batch import Batch
 from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Event, Finished, Logprobs, Progress, Token
 from jaxserve.cache import CacheManager
-from jaxserve.scheduling.events import EventBus, Tokens
+from jaxserve.scheduling.events import DraftsChecked, EventBus, Tokens
 from jaxserve.scheduling.prefill_times import PrefillTimes
 from jaxserve.scheduling.request_table import RequestTable
 from jaxserve.scheduling.sequence import Sequence
@@ -57,11 +57,24 @@ class BatchReader:
     def read(self, batch: Batch, results: StepResults, now: float) -> Events:
         """Returns the events of a batch that was read at clock second `now`."""
         live = self.slots.phase[batch.slot] != ENDED
+        counts = live
+        if batch.drafts:
+            right = _right(batch, np.asarray(results.tokens))
+            self._take_back(batch, right)
+            counts = live & right
         self._publish_decoded(batch, live)
         if results.prompt_logprobs:
             self._note_prompt_logprobs(batch, live, results.prompt_logprobs)
         events = self._progress(batch, live, now, results.embeddings)
-        return events + self._sampled(batch, live, results, now)
+        return events + self._sampled(batch, counts, results, now)
+
+    def _take_back(self, batch: Batch, right: np.ndarray) -> None:
+        """Takes back the positions of proposed tokens that are not `right` [n]."""
+        rows = np.array(batch.drafts)
+        slots, place = np.unique(batch.slot[rows], return_inverse=True)
+        wrong = np.bincount(place, ~right[rows]).astype(np.int32)
+        self.slots.take_back(slots, wrong)
+        self.bus.publish(DraftsChecked(batch, right[rows]))
 
     def _publish_decoded(self, batch: Batch, live: np.ndarray) -> None:
         """Publishes the blocks that decodes filled, now that all their tokens were read."""
@@ -107,22 +120,31 @@ class BatchReader:
         sequence.first_token_at = now
         return self.requests.end(sequence, "stop", now, embedding=embedding)
 
-    def _sampled(self, batch: Batch, live: np.ndarray, results: StepResults, now: float) -> Events:
-        """Returns the sampled tokens, and the ends of completions whose last ones they are."""
-        rows = np.flatnonzero(live & batch.sample)
+    def _sampled(
+        self, batch: Batch, counts: np.ndarray, results: StepResults, now: float
+    ) -> Events:
+        """Returns the sampled tokens of the rows that count [n], and the ends of completions whose
+        last ones they are."""
+        rows = np.flatnonzero(counts & batch.sample)
         slots = batch.slot[rows]
-        with_token = slots
+        with_token = slots[~np.isin(rows, batch.drafts)] if batch.drafts else slots
+        number = 0
+        ended = 0
         by_slot = self.slots.by_slot
         logprobs = results.logprobs
         sampled = np.asarray(results.tokens)[rows].tolist()
         events: Events = []
         for row, slot, token in zip(rows.tolist(), slots.tolist(), sampled):
+            if row in batch.drafts and not self._goes_on(batch, row, slot):
+                continue
+            number += 1
             sequence = by_slot[slot]
             if token < 0:
                 self.cache.retract(slot)
                 with_token = with_token[with_token != slot]
                 end = self.requests.end(sequence, "error", now, NOT_FINITE)
                 events.append((sequence.id, end))
+                ended += 1
                 continue
             event = Token(sequence.index, token, logprobs[row] if logprobs else None)
             events.append((sequence.id, event))
@@ -136,6 +158,30 @@ class BatchReader:
                 error = fault
             if reason:
                 events.append((sequence.id, self.requests.end(sequence, reason, now, error)))
-        ended = len(events) - len(rows)
-        self.bus.publish(Tokens(batch, with_token, len(rows), ended, now))
+                ended += 1
+        self.bus.publish(Tokens(batch, with_token, number, ended, now))
         return events
+
+    def _goes_on(self, batch: Batch, row: int, slot: int) -> bool:
+        """Publishes the block that a proposed token filled, which is part of its sequence now.
+        False where the sequence has ended with a token before it."""
+        slots = self.slots
+        if slots.number[slot] != batch.seq[row] or slots.phase[slot] == ENDED:
+            return False
+        blocks, rest = divmod(int(batch.start[row]) + 1, self.cache.block_size)
+        if not rest:
+            self.cache.publish(slot, blocks - 1, blocks, slots.by_slot[slot].block_hashes)
+        return True
+
+
+def _right(batch: Batch, tokens: np.ndarray) -> np.ndarray:
+    """Marks rows [n] of which the token is part of its sequence: all but those of proposed tokens
+    that are not what was sampled before them. tokens [n]: sampled after each row."""
+    right = np.ones(len(batch.slot), bool)
+    before = {slot: row for row, slot in enumerate(batch.slot[: batch.drafts.start].tolist())}
+    for row, slot, token in zip(
+        batch.drafts, batch.slot[batch.drafts].tolist(), batch.tokens.tolist()
+    ):
+        right[row] = right[before[slot]] and tokens[before[slot]] == token
+        before[slot] = row
+    return right

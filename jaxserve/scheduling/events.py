@@ -55,7 +55,8 @@ class FirstToken:
 @dataclass(frozen=True, slots=True)
 class Tokens:
     """The tokens of a batch were read. slots [n]: those that got one; sampled: how many were
-    sampled for sequences that still run, damaged ones included; ended: completions that ended by
+    sampled for sequences that still run, damaged ones included, several for one where proposed
+    ones were right; ended: completions that ended by
     them."""
 
     batch: Batch
@@ -63,6 +64,15 @@ class Tokens:
     sampled: int
     ended: int
     now: float
+
+
+@dataclass(frozen=True, slots=True)
+class DraftsChecked:
+    """Proposed tokens of a batch were checked. right [m]: whether each of them, and those before it
+    of its sequence, are what was sampled; in the order of `batch.drafts`."""
+
+    batch: Batch
+    right: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)

@@ -220,9 +220,9 @@ class LoadModel:
         do. backlog: seconds of prefill that were left to do before it."""
         self._current = None
         backlog_left = self.slots.backlog
-        if not batch.tokens.size or not 0 < backlog_left < backlog:
+        fed = ~batch.is_chunk
+        if fed.all() or not 0 < backlog_left < backlog:
             return
-        fed = batch.is_decode
         decode_seconds = 0.0
         if fed.any():
             self._learn_mixed_step(batch.seconds)

@@ -63,7 +63,7 @@ class InterruptionRule:
         takes longer than the host needs for the next decision. Not where it moves pages, which
         others could take before all layers have read them, and not while other replicas wait for
         blocks, which they get from each group as it runs."""
-        if self.groups == 1 or not self.policy.by_deadlines or batch.is_decode.all():
+        if self.groups == 1 or not self.policy.by_deadlines or not batch.is_chunk.any():
             return False
         if len(batch.moves) or self.slots.cache.stores.wanted:
             return False

@@ -31,6 +31,7 @@ from jaxserve.lanes.choice import decode_choices
 from jaxserve.lanes.exchange import EXCHANGES
 from jaxserve.scheduling.budget import StepBudget
 from jaxserve.scheduling.checkpoint_policy import CheckpointPolicy
+from jaxserve.scheduling.drafting import NO_DRAFTS, Drafting, Drafts
 from jaxserve.scheduling.prefill_packing import PrefillPacker
 from jaxserve.scheduling.prefill_step import PrefillChunk
 from jaxserve.scheduling.sequence import Sequence
@@ -52,6 +53,7 @@ class BatchPacker:
         prefill: PrefillPacker,
         copies: PrefixCopies | None = None,
         checkpoints: CheckpointPolicy | None = None,
+        drafting: Drafting | None = None,
     ):
         self.config = config
         self.mesh = predictor.mesh
@@ -61,10 +63,13 @@ class BatchPacker:
         self.prefill = prefill
         self.copies = copies
         self.checkpoints = checkpoints
+        self.drafting = drafting
 
     def pack(self, number: int, now: float) -> tuple[Batch, list[PrefillChunk]] | None:
         """Returns batch `number` and its prefill chunks, issued as far as the slots go; None where
         nothing can run."""
+        if self.mesh.spp == 1 and self.slots.proposed.any():
+            return None  # the rows of two steps apart would take longer than those of one
         if self.copies is not None:
             self.copies.advance(self._computed())
         if self.prefill.chunks.planner is not None:
@@ -82,7 +87,7 @@ class BatchPacker:
     def _computed(self) -> np.ndarray:
         """Returns the tokens of each slot [slots] whose blocks may be read elsewhere: issued ones;
         none while pages of the prefix are fetched."""
-        issued = self.slots.issued.copy()
+        issued = self.slots.issued - self.slots.proposed
         for sequence in self.slots.prefilling:
             if sequence.ticket is not None:
                 issued[sequence.slot] = 0
@@ -104,7 +109,13 @@ class BatchPacker:
     def _packed(
         self, number: int, decodes: np.ndarray, chunks: list[PrefillChunk], budget: StepBudget
     ) -> tuple[Batch, list[PrefillChunk]]:
-        batch = self._batch(number, decodes, chunks, max(budget.lane_seconds))
+        drafts = NO_DRAFTS
+        if self.drafting is not None:
+            used = max(load.decodes for load in budget.lanes) + len(chunks)
+            drafts = self.drafting.choose(decodes, budget, self.config.decode_rows - used)
+        batch = self._batch(number, decodes, chunks, max(budget.lane_seconds), drafts)
+        if drafts.slot.size:
+            batch = dataclasses.replace(batch, seconds=self.predictor.seconds(batch))
         if self.mesh.kvp > 1:
             batch = self._exchanged(batch, budget)
         return batch, chunks
@@ -149,7 +160,7 @@ class BatchPacker:
             cache.group_size[decodes],
             cache.blocks_per_lane[decodes],
         )
-        running = slots.decodable
+        running = slots.decoding
         target = float(slots.tpot[running].min()) if running.size else config.step_time
         stages = self.mesh.spp
         return StepBudget(
@@ -223,7 +234,8 @@ class BatchPacker:
         """Takes back pages that the next tokens of these slots do not see."""
         if self.cache.windows:
             for slot in slots.tolist():
-                self.cache.pass_windows(slot, int(self.slots.issued[slot]))
+                certain = self.slots.issued[slot] - self.slots.proposed[slot]
+                self.cache.pass_windows(slot, int(certain))
 
     def _preempt_for(self, slot: int) -> None:
         """Gives a decode a page, if need be by preempting a younger sequence; none while pages are
@@ -244,34 +256,44 @@ class BatchPacker:
     # --- the batch
 
     def _batch(
-        self, number: int, decodes: np.ndarray, chunks: list[PrefillChunk], seconds: float
+        self,
+        number: int,
+        decodes: np.ndarray,
+        chunks: list[PrefillChunk],
+        seconds: float,
+        drafts: Drafts,
     ) -> Batch:
-        """Makes the batch of these decodes and prefill chunks, which are in flight from now on."""
+        """Makes the batch of these decodes, of the tokens that are proposed behind them, and of
+        prefill chunks, which are in flight from now on."""
         slots = self.slots
         cache = self.cache
-        slot = decodes
-        if chunks:
-            slot = np.concatenate([decodes, np.array([chunk.slot for chunk in chunks], np.intp)])
+        singles = decodes.size + drafts.slot.size
+        chunk_slots = np.array([chunk.slot for chunk in chunks], np.intp)
+        slot = np.concatenate([decodes, drafts.slot, chunk_slots])
         start = slots.issued[slot]
+        start[decodes.size : singles] = drafts.start
         length = np.ones(slot.size, np.int32)
-        is_decode = np.ones(slot.size, bool)
-        tokens = block_lane = NOTHING
-        sample = is_decode.copy()
+        is_decode = np.arange(slot.size) < decodes.size
+        tokens = drafts.tokens
+        block_lane = NOTHING
+        sample = np.ones(slot.size, bool)
         group_size = cache.group_size[slot]
         if chunks:
-            group_size[decodes.size :] = [chunk.group_size for chunk in chunks]
-            start[decodes.size :] = [chunk.start for chunk in chunks]
-            length[decodes.size :] = [chunk.stop - chunk.start for chunk in chunks]
-            is_decode[decodes.size :] = False
-            tokens = np.concatenate(
-                [slots.by_slot[chunk.slot].history(chunk.start, chunk.stop) for chunk in chunks]
-            )
+            group_size[singles:] = [chunk.group_size for chunk in chunks]
+            start[singles:] = [chunk.start for chunk in chunks]
+            length[singles:] = [chunk.stop - chunk.start for chunk in chunks]
+            of_chunks = [
+                slots.by_slot[chunk.slot].history(chunk.start, chunk.stop) for chunk in chunks
+            ]
+            tokens = np.concatenate([tokens, *of_chunks])
             block_lane = self._block_lane(chunks)
-            sample[decodes.size :] = [
+            sample[singles:] = [
                 slots.phase[chunk.slot] == DECODE and not slots.by_slot[chunk.slot].request.embed
                 for chunk in chunks
             ]
         slots.issued[decodes] += 1
+        np.add.at(slots.issued, drafts.slot, 1)
+        np.add.at(slots.proposed, drafts.slot, 1)
         slots.in_flight[slot] += 1
         slots.last_batch[slot] = number
         copies = StateCopies()
@@ -293,11 +315,12 @@ class BatchPacker:
             moves=cache.moves.take(),
             table_updates=cache.table_updates.take(),
             seconds=seconds,
-            dealt=self._dealt(decodes.size, chunks),
-            admitted=tuple(row for row, chunk in enumerate(chunks, decodes.size) if chunk.admitted),
+            dealt=self._dealt(singles, chunks),
+            admitted=tuple(row for row, chunk in enumerate(chunks, singles) if chunk.admitted),
             stores=cache.stores.take(),
             restores=copies.restores,
             saves=copies.saves,
+            drafts=range(decodes.size, singles),
         )
 
     def _dealt(self, first: int, chunks: list[PrefillChunk]) -> Mapping[int, range]:

@@ -30,6 +30,7 @@ from jaxserve.scheduling.batch_reader import BatchReader, Events, StepResults
 from jaxserve.scheduling.checkpoint_policy import CheckpointPolicy
 from jaxserve.scheduling.completion_lengths import CompletionLengths
 from jaxserve.scheduling.decode_reserve import DecodeReserve
+from jaxserve.scheduling.drafting import Drafting
 from jaxserve.scheduling.events import Admitted, BatchPacked, EventBus
 from jaxserve.scheduling.fetches import Fetches
 from jaxserve.scheduling.interruption import InterruptionRule, PartialStep
@@ -116,6 +117,9 @@ class Scheduler:
             self._make_prefill(planner),
             copies,
             self.checkpoints,
+            None
+            if config.drafts == "none"
+            else Drafting(config, cache, self.slots, self.predictor),
         )
         self._reader = BatchReader(cache, self.slots, self.requests, self.times, self.bus)
         self.interruption_rule = InterruptionRule(config, self.slots, self.predictor)

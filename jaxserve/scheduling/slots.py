@@ -38,6 +38,8 @@ class SlotTable:
         self.phase = np.full(slots, EMPTY, np.int8)
         self.number = np.full(slots, -1, np.int64)
         self.issued = np.zeros(slots, np.int32)  # positions that are part of a batch
+        # of these, those of proposed tokens of a batch in flight, which may be taken back
+        self.proposed = np.zeros(slots, np.int32)
         self.max_positions = np.zeros(slots, np.int32)  # positions to compute at most
         self.tpot = np.zeros(slots)  # objective, seconds per output token
         self.in_flight = np.zeros(slots, np.int32)  # batches in flight that contain it
@@ -66,9 +68,17 @@ class SlotTable:
         return bool((self.phase >= LEAVING).any())
 
     @property
-    def decodable(self) -> np.ndarray:
+    def decoding(self) -> np.ndarray:
         """Slots [n] of which another token is to be decoded, ascending."""
-        return ((self.phase == DECODE) & (self.issued < self.max_positions)).nonzero()[0]
+        certain = self.issued - self.proposed
+        return ((self.phase == DECODE) & (certain < self.max_positions)).nonzero()[0]
+
+    @property
+    def decodable(self) -> np.ndarray:
+        """Slots [n] of which another token may be decoded in the next batch, ascending: not while
+        proposed tokens are on their way, behind which its position is not known."""
+        slots = self.decoding
+        return slots[self.proposed[slots] == 0]
 
     @property
     def backlog(self) -> float:
@@ -142,10 +152,17 @@ class SlotTable:
         if not self.in_flight[slot]:
             self.vacate(slot)
 
+    def take_back(self, slots: np.ndarray, counts: np.ndarray) -> None:
+        """Takes back positions of proposed tokens that were wrong: `counts` [n] of these slots
+        [n], of which none is proposed any more."""
+        self.issued[slots] -= counts
+        self.proposed[slots] = 0
+
     def finish(self, slots: np.ndarray) -> None:
-        """Gives back those slots [n] of a batch that was read which no other batch in flight
-        contains and whose sequences have ended or leave."""
-        for slot in slots[(self.in_flight[slots] == 0) & (self.phase[slots] >= LEAVING)].tolist():
+        """Gives back those slots [n] of a batch that was read, any of them more than once, which no
+        other batch in flight contains and whose sequences have ended or leave."""
+        over = slots[(self.in_flight[slots] == 0) & (self.phase[slots] >= LEAVING)]
+        for slot in dict.fromkeys(over.tolist()):
             self.vacate(slot)
 
     def vacate(self, slot: int) -> None:
@@ -157,6 +174,7 @@ class SlotTable:
         sequence.received = 0  # what came with it is gone with its pages
         sequence.ticket = None
         self.unannounced.discard(slot)
+        self.proposed[slot] = 0
         self.phase[slot] = EMPTY
         self.number[slot] = -1
         self.free.append(slot)
@@ -185,6 +203,9 @@ class SlotTable:
         taken = self.phase != EMPTY
         assert (self.issued <= self.cache.capacity)[taken].all(), (
             f"issued {self.issued} with room for {self.cache.capacity}"
+        )
+        assert (self.proposed <= self.issued).all() and not self.proposed[flying == 0].any(), (
+            f"proposed {self.proposed} of {self.issued}, in flight {flying}"
         )
         assert (self.issued <= self.max_positions)[taken].all(), (
             f"issued {self.issued}, ends are {self.max_positions}"

@@ -57,6 +57,8 @@ def engine(
     expert_parallel: bool = False,
     ffn_over_lanes: bool = False,
     layer_groups: int = 1,
+    drafts: str = "none",
+    draft_tokens: int = 5,
     **cache,
 ) -> Engine:
     """An engine whose programs are compiled when first used. planned: those that move pages are
@@ -81,6 +83,8 @@ def engine(
             exchange=exchange,
             decode_exchange=decode_exchange,
             planner=planner,
+            drafts=drafts,
+            draft_tokens=draft_tokens,
         ),
         layer_groups=layer_groups,
     )

@@ -240,6 +240,7 @@ def test_memory_for_states_is_set_aside_before_that_for_pages():
     [
         ("host_cache_gib", {"host_cache_gib": 1.0, "mesh": "spp=2"}),
         ("prefix_copies", {"prefix_copies": True, "mesh": "kvp=2"}),
+        ("drafts", {"drafts": "ngram"}),
         ("role", {"role": "prefill", "mesh": "spp=2"}),
         ("planner", {"planner": "elastic", "placement": "hashed", "mesh": "kvp=2"}),
     ],

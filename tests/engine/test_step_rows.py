@@ -153,7 +153,8 @@ def check_samples(batch: Batch, arrays: StepArrays, view: dict[str, np.ndarray])
         last = int(batch.start[chunk] + batch.length[chunk]) - 1
         assert tokens_of[lane, int(arrays.last[chunk])] == (slot, last)
         if place >= 0:
-            assert view["samples"][lane, place].tolist() == [arrays.last[chunk], slot, last + 1]
+            sample = [arrays.last[chunk], slot, last + 1, FEED]
+            assert view["samples"][lane, place].tolist() == sample
             wanted += 1
     assert wanted == (view["samples"][:, :, 1] != NOWHERE).sum()
 
@@ -381,6 +382,7 @@ def test_around_a_ring_each_token_is_computed_where_its_block_is(placement):
                     arrays.last[chunk],
                     int(batch.slot[chunk]),
                     end,
+                    FEED,
                 ]
                 assert row_tokens(arrays, view)[lane, int(arrays.last[chunk])] == (
                     int(batch.slot[chunk]),

@@ -24,6 +24,8 @@ from jaxserve.cache.hashes import is_block
 from jaxserve.cache.tier_events import TierEvents
 from jaxserve.cache.tiers import Fetch
 from jaxserve.costs.coefficients import NOMINAL, Costs
+from jaxserve.drafts.drafter import DrafterKind
+from jaxserve.drafts.lookup import Proposal
 from jaxserve.lanes.groups import group_around, group_sizes
 from jaxserve.lanes.planner import LanePlanner
 from jaxserve.scheduling import Batch, Scheduler
@@ -90,6 +92,7 @@ class Device:
         self.index: dict[int, int] = {}  # slot: completion
         self.truth: dict[int, list[int]] = defaultdict(list)  # sequence: kv by position
         self.moved = 0  # pages, from lane to lane
+        self.right = 0  # proposed tokens
 
     def run(self, batch: Batch) -> np.ndarray:
         """Sampled tokens [n]; -1 where none is."""
@@ -105,9 +108,20 @@ class Device:
         ]
         self._check_writes(batch, written)
         self._save(batch)
-        return np.array(
-            [self._sample(batch, row) if batch.sample[row] else -1 for row in range(len(batch.seq))]
-        )
+        out = [-1] * len(batch.seq)
+        wrong: set[int] = set()  # sequences of which a proposed token is wrong
+        for row in np.flatnonzero(batch.sample).tolist():
+            seq, slot = int(batch.seq[row]), int(batch.slot[row])
+            out[row] = self._sample(batch, row)
+            if row in batch.drafts:
+                token = int(batch.tokens[row - batch.drafts.start])
+                if seq in wrong or token != self.last[slot]:
+                    wrong.add(seq)
+                    del self.truth[seq][int(batch.start[row]) :]
+                    continue
+                self.right += 1
+            self.last[slot] = out[row]
+        return np.array(out)
 
     def _move(self, moves: list[list[int]]) -> None:
         """Copies pages: all are read before any is written."""
@@ -134,7 +148,9 @@ class Device:
                 self.pages[lane, page] = dict.fromkeys(range(self.block_size), state)
 
     def _check_shape(self, batch: Batch) -> None:
-        assert len(set(batch.slot.tolist())) == len(batch.slot), "a slot twice in a batch"
+        own = np.delete(batch.slot, batch.drafts).tolist()
+        assert len(set(own)) == len(own), "a slot twice in a batch"
+        assert set(batch.slot[batch.drafts].tolist()) <= set(batch.slot[batch.is_decode].tolist())
         assert sorted(batch.is_decode.tolist(), reverse=True) == batch.is_decode.tolist(), (
             "chunks that feed come first"
         )
@@ -174,7 +190,7 @@ class Device:
                 not ascends and len(set(numbers)) == len(numbers)
             ), f"row of lane {lane} is not ascending: {numbers}"
             found |= {block: (lane, pages[group]) for block, pages in entries}
-        stop = int(batch.start[row] + batch.length[row])
+        stop = int((batch.start + batch.length)[batch.seq == batch.seq[row]].max())
         assert sorted(found) == list(range(-(-stop // self.block_size))), (
             f"blocks {sorted(found)} for {stop} tokens"
         )
@@ -217,7 +233,8 @@ class Device:
     def _check_writes(self, batch: Batch, written: list[set[tuple[int, int]]]) -> None:
         for row, pages in enumerate(written):
             for other in range(len(written)):
-                shared = pages & self.used(batch, other) if other != row else set()
+                apart = batch.seq[other] != batch.seq[row]
+                shared = pages & self.used(batch, other) if apart else set()
                 assert not shared, f"chunks {row} and {other} meet on pages {shared}"
 
     def _sample(self, batch: Batch, row: int) -> int:
@@ -225,8 +242,26 @@ class Device:
         last = int(batch.start[row] + batch.length[row]) - 1
         page = self.blocks(batch, row)[last // self.block_size]
         _, state = self.pages[page][last % self.block_size]
-        self.last[slot] = sampled(state, self.index[slot])
-        return self.last[slot]
+        return sampled(state, self.index[slot])
+
+
+class Seer:
+    """Proposes the right tokens of a completion, and now and then a wrong one."""
+
+    def __init__(self, replica: Replica, output: list[int]):
+        self._output = output
+        sequences = replica.scheduler.sequences.values()
+        (sequence,) = (one for one in sequences if one.output is output)
+        request = sequence.request
+        free = dataclasses.replace(request.sampling, ignore_eos=True, stop_token_ids=())
+        self._right, _ = expected(request.prompt.tolist(), sequence.index, free)
+        self._sure = np.random.default_rng(sequence.number)
+
+    def propose(self, count: int) -> Proposal:
+        first = len(self._output)
+        tokens = np.array(self._right[first : first + count], np.int32)
+        tokens[self._sure.random(len(tokens)) < 0.2] += 1
+        return Proposal(tokens % VOCAB, int(self._sure.integers(1, 4)))
 
 
 class Tier:
@@ -298,6 +333,9 @@ class Replica:
             ),
         )
         self.scheduler = Scheduler(config, self.cache, mesh, max_len, {EOS}, costs, planner)
+        drafting = self.scheduler.packer.drafting
+        if drafting is not None:
+            drafting.kind = DrafterKind("", 3, lambda prompt, output: Seer(self, output))
         self.device = Device(cache.block_size, self.scheduler.sequences, windows, state_pages > 0)
         self.flight: deque[tuple[Batch, np.ndarray, set]] = deque()
         self.requests: dict[str, Request] = {}
@@ -404,7 +442,10 @@ class Replica:
     def _check_limits(self, batch: Batch) -> None:
         config = self.scheduler.config
         lanes = self.cache.pages.lanes
-        chunks = np.flatnonzero(~batch.is_decode).tolist()
+        chunks = np.flatnonzero(batch.is_chunk).tolist()
+        singles = np.bincount(batch.lane[batch.length == 1], minlength=1)
+        assert singles.max() <= config.decode_rows, f"lanes decode {singles} tokens"
+        assert np.bincount(batch.lane[batch.sample], minlength=1).max() <= config.decode_rows
         for size in group_sizes(lanes):  # what must be computed in a group: of others its last row
             tiles = Counter[int]()
             for row in chunks:

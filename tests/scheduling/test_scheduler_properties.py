@@ -25,6 +25,8 @@ CONFIG = st.builds(
     admission=st.sampled_from(["queue", "predict", "stated"]),
     policy=st.sampled_from(["fcfs", "slack"]),
     chunking=st.sampled_from(["static", "adaptive"]),
+    drafts=st.sampled_from(["none", "ngram"]),
+    draft_tokens=st.integers(1, 5),
 )
 COSTS = Costs(layers=1, linear_token=0.02, decode_kv=0.001)
 CACHE = st.builds(
@@ -65,6 +67,7 @@ class Traffic(RuleBasedStateMachine):
         cache = dataclasses.replace(cache, pages=cache.pages * (1 + len(windows)))
         planner = None
         if state_pages:  # as `check_states` does
+            config = dataclasses.replace(config, drafts="none")
             cache = dataclasses.replace(
                 cache, prefix_copies=False, checkpoint_tokens=cache.pages, pages=4 * cache.pages
             )

@@ -170,7 +170,7 @@ def _record(request: Request, kind: str, due: float, event: Finished) -> Request
 
 
 def _step(batch: Batch, passage: StagePassage) -> StepRecord:
-    rows = np.flatnonzero(~batch.is_decode)
+    rows = np.flatnonzero(batch.is_chunk)
     chunks = tuple(
         zip(batch.seq[rows].tolist(), batch.start[rows].tolist(), batch.length[rows].tolist())
     )

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jaxserve.api.batch import DEFAULT_EXCHANGE
+from jaxserve.drafts.drafter import DRAFTERS
 from jaxserve.lanes.cdsp import PLANNERS
 from jaxserve.lanes.choice import DECODE_CHOICES, EXCHANGE_CHOICES
 from jaxserve.lanes.planner import ELASTIC
@@ -120,6 +121,17 @@ class SchedulerConfig(Objectives):
         low=0,
         high=1,
     )
+    drafts: str = option(
+        "none",
+        "what proposes tokens that are then checked, several in one step, where that gives more "
+        "tokens a second (speculative decoding; the tokens stay the same): "
+        + "; ".join(f"{kind.help} ({name})" for name, kind in DRAFTERS.items())
+        + "; or nothing (none)",
+        choices=("none", *DRAFTERS),
+    )
+    draft_tokens: int = option(
+        7, "largest number of proposed tokens of a sequence in a step", low=1, high=64
+    )
     max_queue: int = option(
         4096, "largest number of waiting requests; further ones are refused", low=1
     )
@@ -136,6 +148,13 @@ class SchedulerConfig(Objectives):
     @property
     def class_names(self) -> tuple[str, ...]:
         return tuple(filter(None, self.objectives))
+
+    @property
+    def decode_rows(self) -> int:
+        """Largest number of tokens that a step decodes on a lane, proposed ones included."""
+        if self.drafts == "none":
+            return self.max_seqs
+        return max(self.max_seqs, 1 + self.draft_tokens)
 
     @property
     def tile(self) -> int:

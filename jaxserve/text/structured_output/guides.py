@@ -70,11 +70,47 @@ class Matcher:
             raise RequestError("", "a token that the guide rules out was sampled", "INTERNAL")
         self.done = self._native.is_stopped()
 
+    def count_valid(self, tokens: list[int]) -> int:
+        """Returns how many of the first of these tokens may come next, one after the other."""
+        try:
+            return self._native.validate_tokens(tokens)
+        except BaseException as error:
+            raise _matcher_error(error) from None
+
+    def ahead(self) -> LookAhead:
+        """Returns what follows the completion with proposed tokens."""
+        return LookAhead(Matcher(self._native.deep_copy(), self._vocab))
+
     def _check(self) -> None:
         if self._native.is_error():
             raise RequestError(
                 "guided", f"is too complex to follow: {_one_line(self._native.get_error())}"
             )
+
+
+class LookAhead:
+    """Follows a completion with proposed tokens, of which each may turn out to be wrong."""
+
+    def __init__(self, matcher: Matcher):
+        self._matcher: Matcher | None = matcher
+
+    def fill(self, token: int, row: np.ndarray) -> None:
+        """Takes the next proposed token, and sets `row` to those that may come behind it, as
+        `Matcher.fill` does. The row stays as it is behind a token that may not come, and at the
+        end; none may come where the guide has become too complex to follow."""
+        matcher = self._matcher
+        self._matcher = None
+        if matcher is None or not matcher.count_valid([token]):
+            return
+        try:
+            matcher.push(token)
+            if matcher.done:
+                return
+            matcher.fill(row)
+        except RequestError:
+            row[:] = 0
+            return
+        self._matcher = matcher
 
 
 class Guide:

@@ -1,0 +1,179 @@
+"""Proposed tokens change how long a completion takes, and nothing of what it says: on every mesh,
+with every way to sample, right ones, wrong ones and those of the lookup alike."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from jaxserve.drafts.drafter import DrafterKind
+from jaxserve.drafts.lookup import Proposal
+from jaxserve.engine.engine import Engine
+from jaxserve.scheduling.events import DraftsChecked, StepRead
+from jaxserve.text.structured_output import Guided, Guides
+from tests.engine.harness import SHARED, Runner, assert_empty, engine, fresh
+from tests.text.vocabulary import tokenizer
+
+MESHES = ["", "tp=2", "kvp=2", "spp=2,kvp=2,tp=2"]
+EVERY_MESH = ["spp=2", "kvp=4", "kvp=8", "spp=2,tp=2", "kvp=2,tp=2", "spp=3,kvp=2"]
+WRONG = 0.25  # share of proposed tokens
+SAMPLING = {
+    "greedy": {},
+    "drawn": dict(temperature=1.3, top_p=0.95, seed=7),
+    "penalties": dict(
+        temperature=0.8,
+        seed=3,
+        repetition_penalty=1.3,
+        presence_penalty=0.5,
+        frequency_penalty=0.7,
+        logit_bias={5: 1.0},
+        min_tokens=25,
+        stop_token_ids=[5, 6, 7, 8, 9, 10],
+    ),
+    "logprobs": dict(logprobs=3, temperature=0.7, seed=1, frequency_penalty=1.0),
+    "several": dict(n=3, temperature=1.1, seed=5),
+}
+
+
+class Seer:
+    """Proposes what a completion said without proposals, with some tokens of it changed."""
+
+    def __init__(self, said: dict[tuple[int, ...], list[list[int]]], prompt, output: list[int]):
+        self._said = said[tuple(prompt.tolist())]
+        self._output = output
+        self._random = np.random.default_rng(len(prompt))
+
+    def propose(self, count: int) -> Proposal:
+        known = len(self._output)
+        (*_, right) = (said for said in self._said if said[:known] == self._output)
+        tokens = np.array(right[known : known + count], np.int32)
+        tokens[self._random.random(len(tokens)) < WRONG] += 1
+        return Proposal(tokens, 1)
+
+
+def with_drafts(real: Engine, placement: str = "grow", said=None, **settings) -> Engine:
+    """The engine anew, with proposals: of a `Seer`, or of the lookup where `said` is None."""
+    new = fresh(real, placement, **settings)
+    drafting = new.scheduler.packer.drafting
+    assert drafting is not None
+    if said is not None:
+        drafting.kind = DrafterKind("", 1, lambda prompt, output: Seer(said, prompt, output))
+    return new
+
+
+def checked(real: Engine) -> list[bool]:
+    """Whether each proposed token was right, from now on."""
+    right: list[bool] = []
+    real.bus.subscribe(DraftsChecked, lambda event: right.extend(event.right.tolist()))
+    return right
+
+
+def prompts(count: int = 5) -> list[list[int]]:
+    random = np.random.default_rng(count)
+    return [random.integers(3, 500, size).tolist() for size in (3, 17, 40, 64, 90)[:count]]
+
+
+def run(real: Engine, every: list[list[int]], fields: dict, chunks=()) -> list[list]:
+    """Completions of all prompts, each with the indices that it asked for."""
+    runner = Runner(real)
+    ids = [
+        runner.submit(prompt, **{"max_tokens": 40, "ignore_eos": True, **fields})
+        for prompt in every
+    ]
+    runner.run(chunks)
+    assert_empty(real)
+    return [[runner.completion(id, index) for index in range(fields.get("n", 1))] for id in ids]
+
+
+def ids_of(completions: list[list]) -> list[list[list[int]]]:
+    return [[one.ids for one in of_prompt] for of_prompt in completions]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[*MESHES, *(pytest.param(m, marks=pytest.mark.matrix) for m in EVERY_MESH)],
+)
+def real(request) -> Engine:
+    return engine(mesh=request.param, **SHARED, drafts="ngram", draft_tokens=5)
+
+
+@pytest.mark.parametrize("kind", SAMPLING)
+def test_completions_are_those_without_proposals(real, kind):
+    every = prompts()
+    placement = "random" if real.config.mesh.kvp > 1 else "grow"
+    plain = run(fresh(real, placement, drafts="none"), every, SAMPLING[kind])
+    said = dict(zip(map(tuple, every), ids_of(plain)))
+    new = with_drafts(real, placement, said)
+    right = checked(new)
+    drafted = run(new, every, SAMPLING[kind], chunks=(7, 32))
+    assert ids_of(drafted) == ids_of(plain)
+    assert sum(right) > 40 and not all(right)
+    for before, after in zip(itertools.chain(*plain), itertools.chain(*drafted)):
+        assert before.finished.reason == after.finished.reason
+        for one, other in zip(before.logprobs, after.logprobs):
+            assert (one is None) == (other is None)
+            if one is not None:
+                assert one.chosen == pytest.approx(other.chosen, abs=1e-4)
+
+
+def test_guided_completions_are_those_without_proposals(real):
+    """Also where proposed tokens are not allowed, and where the guide's end is among them."""
+    placement = "random" if real.config.mesh.kvp > 1 else "grow"
+    guides = Guides(tokenizer(), real.info.vocab, real.info.eos_ids)
+    specs = [
+        Guided("regex", "(ab|cd){6,9}e"),
+        Guided("json_object"),
+        Guided("choice", choices=("abcdabcd", "abcdx")),
+    ]
+    every = prompts(len(specs))
+
+    def ask(engine: Engine) -> list[list]:
+        runner = Runner(engine)
+        ids = [
+            runner.submit(
+                prompt, rest={"guide": guides.compile(spec)}, max_tokens=40, temperature=1, seed=2
+            )
+            for prompt, spec in zip(every, specs)
+        ]
+        runner.run()
+        assert_empty(engine)
+        return [[runner.completion(id)] for id in ids]
+
+    plain = ask(fresh(real, placement, drafts="none"))
+    new = with_drafts(real, placement, dict(zip(map(tuple, every), ids_of(plain))))
+    right = checked(new)
+    assert ids_of(ask(new)) == ids_of(plain)
+    assert sum(right) > 10 and not all(right)
+    guides.close()
+
+
+def test_a_completion_that_repeats_itself_takes_fewer_steps(real):
+    """A model of few words soon goes round in circles, which the lookup sees."""
+    every = prompts(2)
+    fields = dict(max_tokens=120)
+    steps = []
+    said = []
+    for drafts in ("none", "ngram"):
+        new = fresh(real, "grow", drafts=drafts)
+        seen: list = []
+        new.bus.subscribe(StepRead, seen.append)
+        said.append(ids_of(run(new, every, fields)))
+        steps.append(len(seen))
+    assert said[0] == said[1]
+    assert steps[1] < 0.7 * steps[0]
+
+
+def test_cancelled_requests_leave_nothing_while_tokens_are_proposed(real):
+    every = prompts()
+    new = with_drafts(real, "grow")
+    runner = Runner(new)
+    ids = [runner.submit(prompt, max_tokens=100, ignore_eos=True) for prompt in every]
+    for number, id in enumerate(ids):
+        while len(runner.events[id]) < 8 + number:
+            new.step()
+            new.scheduler.check()
+        new.cancel(id)
+    runner.run()
+    assert_empty(new)
