@@ -19,7 +19,7 @@ class StepCounts:
 
     def step_issued(self, batch: Batch, passage: StagePassage) -> None:
         """Counts a step."""
-        chunks = ~batch.is_decode
+        chunks = batch.is_chunk
         self.steps += 1
         self.spread += bool((batch.group_size > 1).any())
         self.shared += int(np.count_nonzero(chunks)) > 1

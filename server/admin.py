@@ -47,6 +47,7 @@ def operators_app(frontend: Frontend) -> fastapi.FastAPI:
         frontend.check_open()
         return _state(frontend)
 
+    @app.post("/reset_prefix_cache")  # as vLLM names it
     @app.post("/admin/flush_cache")
     async def flush_cache() -> dict[str, int]:
         """Forgets cached prefixes that no request uses; returns how many pages that frees."""

@@ -40,7 +40,7 @@ class Rows:
     in this lane's page-table row. page [R, T]: page of this lane that a token's KV is written to;
     out of range: none. entries_per_lane [R, lanes]: `entries` of every lane, for spread rows.
     exchange: strategy of spread rows, a name in `sharding.exchange.EXCHANGES`. settled: the page of
-    every token is on the lane that computes the token. apart: each row is of another sequence.
+    every token is on the lane that computes the token. apart: no row goes on from the one before.
     home [R]: home lane of a spread row's sequence; None: not known.
     """
 

@@ -5,6 +5,7 @@ import contextlib
 import ctypes
 import gc
 import json
+import logging
 import os
 import sys
 from collections.abc import Generator
@@ -94,8 +95,17 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         gc.collect()
         if nextitem is None or nextitem.path != item.path:  # no fixture of the file is left
             gc.freeze()
+            _forget_logs()
         with contextlib.suppress(OSError, AttributeError):  # glibc keeps what is freed
             ctypes.CDLL(None).malloc_trim(0)
+
+
+def _forget_logs() -> None:
+    """Undoes `server.logs.setup`: what a server of one file logs is not on the stderr that another
+    file's tests look at."""
+    root = logging.getLogger()
+    root.handlers = [one for one in root.handlers if type(one).__module__ != "jaxserve.server.logs"]
+    logging.getLogger("jaxserve").setLevel(logging.NOTSET)
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks

@@ -110,7 +110,7 @@ class LanesBench:
         self.engine.worker.close()
 
     def _issued(self, event: StepIssued) -> None:
-        if event.batch.is_decode.all():
+        if not event.batch.is_chunk.any():
             return
         plan = self.engine.worker.plan
         shape = plan.shapes[event.command.shape]

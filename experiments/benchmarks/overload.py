@@ -352,7 +352,7 @@ class Computed:
             engine.bus.subscribe(StepIssued, self._count)
 
     def _count(self, event: StepIssued) -> None:
-        self.tokens += event.batch.tokens.size
+        self.tokens += int(event.batch.length[event.batch.is_chunk].sum())
 
 
 def phases(load: LoadGenerator, computed: Computed, engines: Sequence[Engine]) -> dict[str, Any]:

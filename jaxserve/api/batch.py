@@ -93,8 +93,8 @@ class Batch:
     # made from pages to slots, before the layers; the others from slots to pages, behind them
     restores: np.ndarray = field(default_factory=lambda: NO_COPIES)
     saves: np.ndarray = field(default_factory=lambda: NO_COPIES)
-    # rows of one token that is proposed: what is sampled behind it counts if it is what is sampled
-    # behind the token before it, which is in the batch too
+    # rows of one token that is proposed, each behind another row of its slot: what is sampled
+    # behind it counts if it is what is sampled behind the token before it
     drafts: range = range(0)
 
     @property

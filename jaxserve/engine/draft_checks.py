@@ -22,7 +22,7 @@ def first_rows(slot: jax.Array) -> jax.Array:
 def counted(slot: jax.Array, token: jax.Array, expected: jax.Array) -> jax.Array:
     """Marks the rows [S] whose sampled token counts: all proposed tokens up to theirs are what was
     sampled. slot, token [S]: of each row, and sampled after it."""
-    right = _follows(slot) & (expected >= 0)[_before(slot)] & (token == expected)[_before(slot)]
+    right = _follows(slot) & jnp.roll((expected >= 0) & (token == expected), 1)
     wrong = jnp.cumsum(~right)
     return wrong == wrong[first_rows(slot)]
 
@@ -35,20 +35,16 @@ def newest(slot: jax.Array, token: jax.Array, expected: jax.Array) -> jax.Array:
     return jnp.where(counts & ~goes_on, slot, 2**30)
 
 
-def proposed_counts(slot: jax.Array, expected: jax.Array, ids: jax.Array, size: int) -> jax.Array:
-    """Counts the proposed tokens that each row has behind it [S, size], by their index: `ids` [S]
-    of `expected`, out of range for those of other ranks."""
+def count_proposed(
+    count: jax.Array, slot: jax.Array, expected: jax.Array, ids: jax.Array
+) -> jax.Array:
+    """Adds to `count` [S, V] of each row the proposed tokens of its sequence before it. ids [S]:
+    index of `expected`, out of range for those of other ranks."""
     number = jnp.arange(len(slot))
     behind = (first_rows(slot)[:, None] <= number) & (number < number[:, None]) & (expected >= 0)
-    zeros = jnp.zeros((len(slot), size), jnp.int32)
-    return zeros.at[number[:, None], ids[None, :]].add(behind, mode="drop")
+    return count.at[number[:, None], ids[None, :]].add(behind, mode="drop")
 
 
 def _follows(slot: jax.Array) -> jax.Array:
     """Marks rows [S] of the same sequence as the row before."""
     return jnp.concatenate([jnp.zeros(1, bool), slot[1:] == slot[:-1]])
-
-
-def _before(slot: jax.Array) -> jax.Array:
-    """Returns the number of the row before each [S]; of the first, its own."""
-    return jnp.maximum(jnp.arange(len(slot)) - 1, 0)

@@ -136,7 +136,7 @@ def sample(
     row = jnp.minimum(slot, state.floats.shape[1] - 1)
     count = state.output[0, row]
     if expected is not None:
-        count += draft_checks.proposed_counts(slot, expected, _local(expected, size), size)
+        count = draft_checks.count_proposed(count, slot, expected, _local(expected, size))
     logits = _penalise(logits, state.prompt[0, row], count, state.floats[0, row])
     logits += state.bias[0, row]
     barred = jax.vmap(

@@ -105,11 +105,12 @@ class TokenGaps:
         self._tpot[slot] = tpot
         self._class_of[slot] = class_number
 
-    def count(self, slots: np.ndarray, now: float) -> None:
-        """Counts a token for each of these slots [n], in any order."""
+    def count(self, slots: np.ndarray, now: float, further: int = 0) -> None:
+        """Counts a token for each of these slots [n], in any order, and others that came with
+        them."""
         if not slots.size:
             return
-        self._generated.inc(slots.size)
+        self._generated.inc(slots.size + further)
         if slots.tobytes() == self._group:  # as in the step before: one gap is that of all
             gap = now - self._group_at
             self._gaps.add(gap, slots.size)
@@ -270,7 +271,8 @@ class Metrics:
 
     def _tokens(self, event: Tokens) -> None:
         batch = event.batch
-        self.gaps.count(event.slots[~self._job_slots[event.slots]], event.now)
+        further = int(np.count_nonzero(~self._job_slots[event.further]))
+        self.gaps.count(event.slots[~self._job_slots[event.slots]], event.now, further)
         if batch.tokens.size:
             chunks = batch.is_chunk
             degrees = np.count_nonzero(batch.blocks_per_lane[chunks], axis=1)

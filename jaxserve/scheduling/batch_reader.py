@@ -128,6 +128,7 @@ class BatchReader:
         rows = np.flatnonzero(counts & batch.sample)
         slots = batch.slot[rows]
         with_token = slots[~np.isin(rows, batch.drafts)] if batch.drafts else slots
+        further: list[int] = []
         number = 0
         ended = 0
         by_slot = self.slots.by_slot
@@ -135,17 +136,21 @@ class BatchReader:
         sampled = np.asarray(results.tokens)[rows].tolist()
         events: Events = []
         for row, slot, token in zip(rows.tolist(), slots.tolist(), sampled):
-            if row in batch.drafts and not self._goes_on(batch, row, slot):
+            proposed = row in batch.drafts
+            if proposed and not self._goes_on(batch, row, slot):
                 continue
             number += 1
             sequence = by_slot[slot]
             if token < 0:
                 self.cache.retract(slot)
-                with_token = with_token[with_token != slot]
+                if not proposed:
+                    with_token = with_token[with_token != slot]
                 end = self.requests.end(sequence, "error", now, NOT_FINITE)
                 events.append((sequence.id, end))
                 ended += 1
                 continue
+            if proposed:
+                further.append(slot)
             event = Token(sequence.index, token, logprobs[row] if logprobs else None)
             events.append((sequence.id, event))
             if sequence.first_token_at is None:
@@ -159,7 +164,7 @@ class BatchReader:
             if reason:
                 events.append((sequence.id, self.requests.end(sequence, reason, now, error)))
                 ended += 1
-        self.bus.publish(Tokens(batch, with_token, number, ended, now))
+        self.bus.publish(Tokens(batch, with_token, np.array(further, np.intp), number, ended, now))
         return events
 
     def _goes_on(self, batch: Batch, row: int, slot: int) -> bool:

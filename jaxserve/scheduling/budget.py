@@ -22,9 +22,10 @@ class StepBudget:
 
     `lanes`: what each lane does so far, at first its decodes. `decode_seconds` and `lane_seconds`
     [lanes]: predicted seconds of each lane with the decodes alone, and with all so far.
-    `tokens_left` [lanes]: prefill tokens that a lane can still take. `target` and `long_target`:
-    predicted seconds that a step may take, the latter where it has a part of a prompt that needs
-    several steps: what arrives meanwhile waits for the step's end.
+    `tokens_left` [lanes]: prefill tokens that a lane can still take. `objective`: seconds that the
+    decodes allow. `target` and `long_target`: predicted seconds that a step may take, the latter
+    where it has a part of a prompt that needs several steps: what arrives meanwhile waits for the
+    step's end.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class StepBudget:
         self._tried: tuple[Chunk | None, list[tuple[int, LaneLoad, float]]] = (None, [])
         slowest = max(self.decode_seconds)
         least = (1 + MIN_PREFILL_SHARE) * slowest
+        self.objective = target
         self.target = target
         if target <= slowest:
             self.target = least

@@ -25,7 +25,8 @@ from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.slots import SlotTable
 from jaxserve.settings.schema import SchedulerConfig
 
-# seconds for which devices of one stage wait: the step behind is decided once this one is read
+# seconds for which devices of one stage wait: the step behind is decided, written and issued once
+# this one is read
 WAIT = 0.001
 LEAST_LIKELY = 0.05  # proposed tokens that are less likely right are not checked
 LIKELY = 0.5  # the same where it is not known what steps cost
@@ -67,10 +68,13 @@ class Drafting:
         self._waits = WAIT if predictor.mesh.spp == 1 else 0.0
 
     def choose(self, decodes: np.ndarray, budget: StepBudget, room: int) -> Drafts:
-        """Returns what a step with these decodes [n], slots that have a page each, and with what
-        the budget has, checks beside. room: rows that a lane has left, at most."""
-        if not decodes.size or room <= 0 or max(budget.lane_seconds) >= budget.target:
+        """Returns the proposed tokens that a step with these decodes checks. decodes [n]: slots,
+        each with a page. budget: with all that the step has. room: rows that a lane has left."""
+        if not decodes.size or room <= 0 or max(budget.lane_seconds) >= budget.objective:
             return NO_DRAFTS
+        any_slot = np.repeat(decodes, self._config.draft_tokens)
+        if not self._count(decodes, any_slot, np.ones(len(any_slot)), budget, room):
+            return NO_DRAFTS  # not even right ones are worth their rows
         proposed = list(self._proposed(decodes))
         if not proposed:
             return NO_DRAFTS
@@ -78,6 +82,8 @@ class Drafting:
         slot = np.repeat([one.slot for one in proposed], [len(one.chances) for one in proposed])
         likeliest = np.argsort(-chances, kind="stable")
         count = self._count(decodes, slot[likeliest], chances[likeliest], budget, room)
+        if not count:
+            return NO_DRAFTS
         taken = np.zeros(len(chances), bool)
         taken[likeliest[:count]] = True
         return self._drafts(proposed, np.bincount(slot[taken], minlength=len(self._slots.phase)))
@@ -96,22 +102,24 @@ class Drafting:
     # --- what is proposed
 
     def _proposed(self, decodes: np.ndarray) -> Iterator[_Proposed]:
+        spare = self._cache.available_unlocked // self._cache.needs.per_block
+        has_pages = spare > self._slots.running
         for slot in decodes.tolist():
             sequence = self._slots.by_slot[slot]
-            most = self._most(slot)
+            most = self._most(slot, has_pages)
             if most <= 0:
                 continue
             one = self._propose(sequence, slot, most)
             if len(one.tokens):
                 yield one
 
-    def _most(self, slot: int) -> int:
+    def _most(self, slot: int, has_pages: bool) -> int:
         """Returns how many tokens may be proposed for a slot: as many as it may still put out, and
-        as it has pages for, or can have without that others lose theirs."""
+        as it has pages for. has_pages: there is another block for each sequence that runs."""
         slots = self._slots
         start = int(slots.issued[slot]) + 1
         room = int(self._cache.capacity[slot]) - start
-        if room < self._config.draft_tokens and self._cache.available_blocks > slots.running:
+        if room < self._config.draft_tokens and has_pages:
             room += self._cache.block_size
         return min(self._config.draft_tokens, int(slots.max_positions[slot]) - start, room)
 
@@ -167,7 +175,7 @@ class Drafting:
                 for number in np.flatnonzero(rows).tolist()
             )
             longer = max(seconds - before, 0.0)
-            if before + longer > budget.target:
+            if before + longer > budget.objective:
                 break
             each = (len(decodes) + chances[:count].sum()) / (alone + longer + self._waits)
             if each > pace:
@@ -177,12 +185,14 @@ class Drafting:
     def _sizes(self, most: int, budget: StepBudget, room: int) -> Iterator[int]:
         """Yields numbers of proposed tokens, up to `most`: those that fill the rows for which steps
         are compiled, which take as long with fewer."""
+        if len(budget.lanes) == 1:
+            most = min(most, room)
         used = max(load.decodes for load in budget.lanes)
         full = (2**power - used for power in itertools.count())
         for count in itertools.takewhile(lambda count: count < most, full):
             if count > 0:
                 yield count
-        yield min(most, room) if len(budget.lanes) == 1 else most
+        yield most
 
     def _seconds(
         self, budget: StepBudget, lane: int, rows: int, context: float, longest: int

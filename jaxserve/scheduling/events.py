@@ -54,13 +54,14 @@ class FirstToken:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The tokens of a batch were read. slots [n]: those that got one; sampled: how many were
-    sampled for sequences that still run, damaged ones included, several for one where proposed
-    ones were right; ended: completions that ended by
-    them."""
+    """The tokens of a batch were read. slots [n]: those that got one; further [m]: the slots of
+    those that came with it because proposed ones were right, each as often. sampled: how many were
+    sampled for sequences that still run, damaged and further ones included; ended: completions that
+    ended by them."""
 
     batch: Batch
     slots: np.ndarray
+    further: np.ndarray
     sampled: int
     ended: int
     now: float

@@ -55,7 +55,7 @@ class HistoryMoves:
         cache = self.cache
         slot = sequence.slot
         layout = cache.layouts[slot]
-        start = int(self.slots.issued[slot])
+        start = int(self.slots.issued[slot] - self.slots.proposed[slot])
         part = sequence.plan_at(start)
         if not part.lanes:
             part = sequence.plan[-1]  # the sequence decodes

@@ -135,6 +135,9 @@ class BatchPacker:
         elif chunks and self.config.exchange in EXCHANGES:
             exchange = self.config.exchange
         of_decodes = self._decode_exchange(budget, exchange if chunks else None, moves)
+        visits = EXCHANGES[of_decodes].has_rooms and (not chunks or self.config.tile == 1)
+        if batch.drafts and visits:  # visits write KV last: a token would not see the one before it
+            of_decodes = DEFAULT_EXCHANGE
         batch = dataclasses.replace(batch, exchange=exchange, decode_exchange=of_decodes)
         if exchanged is None:
             return batch
@@ -180,7 +183,7 @@ class BatchPacker:
         slots = self.slots
         stages = self.mesh.spp
         ready = slots.decodable
-        share = -(-ready.size // stages)
+        share = -(-slots.decoding.size // stages)
         if hurry:
             ready = ready[slots.in_flight[ready] < 2]
         elif stages > 1:

@@ -108,6 +108,9 @@ class Scheduler:
             self.checkpoints = CheckpointPolicy(
                 cache, cache.states, self.slots, self.predictor, config.chunk_tokens
             )
+        drafting = None
+        if config.drafts != "none":
+            drafting = Drafting(config, cache, self.slots, self.predictor)
         self.pool = Pool(cache, self.slots, costs, None if chooser is None else chooser.heads)
         self.packer = BatchPacker(
             config,
@@ -117,9 +120,7 @@ class Scheduler:
             self._make_prefill(planner),
             copies,
             self.checkpoints,
-            None
-            if config.drafts == "none"
-            else Drafting(config, cache, self.slots, self.predictor),
+            drafting,
         )
         self._reader = BatchReader(cache, self.slots, self.requests, self.times, self.bus)
         self.interruption_rule = InterruptionRule(config, self.slots, self.predictor)

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from jaxserve.api.sampling import SamplingParams
-from jaxserve.group.channel import free_port
+from jaxserve.group.channel import lasting_ports
 from jaxserve.server.client import Client
 from tests.waiting import eventually
 
@@ -48,14 +48,14 @@ class Cluster:
 
     def replica(self, name: str, *flags: str, workers: int = 0, launch: tuple[str, ...] = ()):
         """Starts a replica, of several processes if there are workers."""
-        port = free_port("127.0.0.1")
+        (port,) = lasting_ports(1, "127.0.0.1")
         self.addresses[name] = f"127.0.0.1:{port}"
         before = ["launch", f"--processes={workers}", *launch, "--"] if workers else []
         self._start(name, *before, "serve", *COMMON, f"--replica_port={port}", *flags)
 
     def conductor(self, model: str, *more: str) -> Client:
         """Starts a conductor of all replicas; returns a client of it once all can serve."""
-        ports = [free_port("127.0.0.1") for _ in range(2)]
+        ports = lasting_ports(2, "127.0.0.1")
         replicas = ",".join(self.addresses.values())
         flags = [f"--grpc_port={ports[0]}", f"--port={ports[1]}", f"--replicas={replicas}"]
         self._start("conductor", "conductor", f"--model={model}", *flags, *more)
@@ -215,7 +215,7 @@ def kv(port: int, *flags: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.timeout(1200)
 def test_an_operator_copies_blocks_between_groups_and_gets_no_files(cluster, tmp_path):
     ((prompt,), right) = drawn([200])
-    admin = [free_port("127.0.0.1") for _ in range(2)]
+    admin = lasting_ports(2, "127.0.0.1")
     for name, mesh, port in (("one", "spp=2", admin[0]), ("two", "kvp=2", 0)):
         ports = [f"--admin_port={port}"] if port else []
         cluster.replica(name, *TINY, f"--mesh={mesh}", *ports, workers=2)

@@ -88,7 +88,12 @@ def engine(
         ),
         layer_groups=layer_groups,
     )
-    return build(config, progress=False, warm_up=False, profiled=profiled and not planned)
+    return build(
+        config,
+        progress=False,
+        warm_up=False,
+        profiled=profiled and not planned and drafts == "none",
+    )
 
 
 def fresh(

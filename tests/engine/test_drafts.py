@@ -11,13 +11,14 @@ import pytest
 from jaxserve.drafts.drafter import DrafterKind
 from jaxserve.drafts.lookup import Proposal
 from jaxserve.engine.engine import Engine
+from jaxserve.lanes.choice import DECODE_CHOICES
 from jaxserve.scheduling.events import DraftsChecked, StepRead
 from jaxserve.text.structured_output import Guided, Guides
 from tests.engine.harness import SHARED, Runner, assert_empty, engine, fresh
 from tests.text.vocabulary import tokenizer
 
-MESHES = ["", "tp=2", "kvp=2", "spp=2,kvp=2,tp=2"]
-EVERY_MESH = ["spp=2", "kvp=4", "kvp=8", "spp=2,tp=2", "kvp=2,tp=2", "spp=3,kvp=2"]
+MESHES = ["", "spp=2,kvp=2,tp=2"]
+EVERY_MESH = ["tp=2", "kvp=2", "spp=2", "kvp=4", "kvp=8", "spp=2,tp=2", "kvp=2,tp=2", "spp=3,kvp=2"]
 WRONG = 0.25  # share of proposed tokens
 SAMPLING = {
     "greedy": {},
@@ -99,6 +100,18 @@ def real(request) -> Engine:
     return engine(mesh=request.param, **SHARED, drafts="ngram", draft_tokens=5)
 
 
+@pytest.mark.parametrize("exchange", sorted(set(DECODE_CHOICES) - {"auto"}))
+def test_spread_decodes_say_the_same_by_every_exchange(exchange):
+    """Also by visits, where keys and values are written once all was read."""
+    real = engine(mesh="kvp=2", **SHARED, drafts="ngram", decode_exchange=exchange)
+    every = prompts(4)
+    plain = run(fresh(real, "random", drafts="none"), every, {})
+    new = with_drafts(real, "random", dict(zip(map(tuple, every), ids_of(plain))))
+    right = checked(new)
+    assert ids_of(run(new, every, {})) == ids_of(plain)
+    assert sum(right) > 40
+
+
 @pytest.mark.parametrize("kind", SAMPLING)
 def test_completions_are_those_without_proposals(real, kind):
     every = prompts()
@@ -176,4 +189,24 @@ def test_cancelled_requests_leave_nothing_while_tokens_are_proposed(real):
             new.scheduler.check()
         new.cancel(id)
     runner.run()
+    assert_empty(new)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("mesh", ["", "spp=2,kvp=2,tp=3"])
+def test_the_real_model_says_what_the_reference_says(mesh, golden, smollm2_gguf):
+    """With the lookup's proposals, of which some are right and some are wrong."""
+    cases = [case for case in golden["cases"] if len(case["prompt_ids"]) <= 2000]
+    real = engine(smollm2_gguf, mesh, chunk=64, seqs=4, pages=640, max_len=4096, drafts="ngram")
+    new = fresh(real, "random" if real.config.mesh.kvp > 1 else "grow")
+    right = checked(new)
+    runner = Runner(new)
+    ids = [
+        runner.submit(case["prompt_ids"], max_tokens=len(case["output_ids"]), ignore_eos=True)
+        for case in cases
+    ]
+    runner.run((64,))
+    for id, case in zip(ids, cases):
+        assert runner.ids(id) == case["output_ids"], f"prompt of {len(case['prompt_ids'])}"
+    assert any(right) and not all(right)
     assert_empty(new)

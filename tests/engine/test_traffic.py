@@ -84,7 +84,7 @@ def census(real) -> tuple[int, int, int]:
     return len(gc.get_objects()), len(jax.live_arrays()), threading.active_count()
 
 
-@pytest.mark.parametrize("requests", [1_000, pytest.param(10_000, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("requests", [300, pytest.param(10_000, marks=pytest.mark.matrix)])
 def test_thousands_of_cancelled_requests_leave_nothing_behind(requests):
     real = shared(pages=80)
     traffic = Traffic(real)

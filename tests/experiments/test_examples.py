@@ -68,6 +68,7 @@ def test_structured_output(model):
     assert sky in ("blue", "green") and re.fullmatch(r"2000-\d\d-\d\d", date)
 
 
+@pytest.mark.matrix
 def test_both_clients_of_one_server_read_the_same(model):
     printed = run("client", model)
     grpc, http = re.fullmatch(r"gRPC: (.*)\nHTTP: (.*)\n", printed, re.DOTALL).groups()

@@ -24,29 +24,28 @@ TIE = 1e-4  # experts whose ranks are nearer may change places by rounding
 ALL_AXES = "spp=2,kvp=2,tp=2"
 MESHES = ("", "tp=2", "tp=4", "spp=2", "kvp=2", "kvp=2,tp=2", ALL_AXES)
 # each on one device, or on the mesh that its special parts need: norms over all heads and experts
-# over ranks; soft caps, windows, latents, states and layers without positions over lanes; a stage
-# without pages
+# over ranks; latents, states and layers of several sizes over lanes
 DEFAULT = {
     "phi3": ("",),
     "phi3-short": ("",),
     "olmo2": ("tp=2",),
     "olmo3": ("",),
     "granite": ("",),
-    "smollm3": ("kvp=2",),
-    "gemma2": ("kvp=2,tp=2",),
+    "smollm3": ("",),
+    "gemma2": ("",),
     "gemma3": ("",),
-    "gemma4": ("", "kvp=2,tp=2"),
+    "gemma4": ("kvp=2,tp=2",),
     "gemma4-small": ("tp=2",),
-    "gemma4-experts": ("tp=2",),
+    "gemma4-experts": ("",),
     "glm4": ("",),
     "qwen3_moe": ("tp=2",),
     "gpt_oss": ("",),
-    "glm4_moe": ("tp=2",),
+    "glm4_moe": ("",),
     "minimax_m2": ("",),
     "deepseek_v2": ("",),
     "deepseek_v3": ("kvp=2,tp=2",),
     "qwen3_next": ("kvp=2,tp=2",),
-    "qwen3_5": ("spp=2",),
+    "qwen3_5": ("",),
 }
 STACKED = {"gemma4-experts"}  # experts of a layer are in two tensors, as hubs have them
 # two key heads of states cannot be split

@@ -20,7 +20,7 @@ import pytest
 
 from jaxserve.api.errors import RequestError
 from jaxserve.api.sampling import SamplingParams
-from jaxserve.group.channel import free_port
+from jaxserve.group.channel import lasting_ports
 from jaxserve.server.client import Client
 from jaxserve.server.remote_replica import ANSWER_SECONDS, RemoteReplica
 from jaxserve.text.output import CompletionCollector, Delta
@@ -51,7 +51,7 @@ class Cluster:
         self._stack = stack
         self._roles = roles
         self._prompt = prompt
-        self.ports = [free_port("127.0.0.1") for _ in roles]
+        self.ports = lasting_ports(len(roles), "127.0.0.1")
         self.replicas = [self.start_replica(number) for number in range(len(roles))]
         self.conductor, self.client, self.url = self.start_conductor()
 

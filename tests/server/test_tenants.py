@@ -264,6 +264,8 @@ def test_operators_drain_and_resume_and_abort(keyed):
         ).status_code
         == 400
     )
+    for path in ("/admin/flush_cache", "/reset_prefix_cache"):
+        assert call("ops", "POST", path, "admin").json()["pages"] >= 0
     assert call("ops", "GET", "/admin/config", "admin").json()["server"]["drain_timeout"] == 30
 
 

@@ -10,6 +10,9 @@ generate   {"kind": "generate", "prompt": [...], "tokens": N}: {"ids": [...]}, g
            the engine cannot tell
 time       {"kind": "time", "sequences": N, "prompt": N, "tokens": N, "seed": N}: {"seconds": S}
            until random prompts of this seed have ended, of engines that offer it
+complete   {"kind": "complete", "prompts": [[...], ...], "tokens": N}: {"seconds": S, "ids": [[...],
+           ...]} of greedy answers at the same time, of engines that offer it; jaxserve also says
+           `checked` and `right`, proposed tokens so far
 errors     {"error": "..."}
 
 Only the standard library is used: each worker runs in the environment of its engine. Whatever
@@ -42,15 +45,22 @@ def answer(
     rate: Callable[[str, int], float],
     generate: Callable[[list[int], int], list[int] | None],
     seconds: Callable[[int, int, int, random.Random], float] | None = None,
+    complete: Callable[[list[list[int]], int], list[list[int]]] | None = None,
+    counts: Callable[[], dict[str, float]] = dict,
 ) -> None:
     """Answers questions until standard input ends. rate: tokens per second of a point, measured
-    once. seconds: of a number of sequences, tokens of each prompt, and tokens of each answer."""
+    once. seconds: of a number of sequences, tokens of each prompt, and tokens of each answer.
+    complete: greedy ids behind some prompts. counts: of what has happened so far."""
     _say({"versions": versions})
     for line in sys.stdin:
         question = json.loads(line)
         try:
             if question["kind"] == "generate":
                 _say({"ids": generate(question["prompt"], question["tokens"])})
+            elif question["kind"] == "complete" and complete is not None:
+                began = time.perf_counter()
+                ids = complete(question["prompts"], question["tokens"])
+                _say({"seconds": time.perf_counter() - began, "ids": ids, **counts()})
             elif question["kind"] == "time" and seconds is not None:
                 extent = (question[name] for name in ("sequences", "prompt", "tokens"))
                 _say({"seconds": seconds(*extent, random.Random(question["seed"]))})

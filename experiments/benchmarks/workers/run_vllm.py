@@ -58,6 +58,7 @@ def main() -> None:
         rate,
         lambda prompt, tokens: complete([prompt], tokens)[0],
         seconds,
+        complete,
     )
 
 

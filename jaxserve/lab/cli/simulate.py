@@ -15,6 +15,7 @@ from jaxserve.costs.profiles import devices
 from jaxserve.lab.quotients import cell
 from jaxserve.lab.simulate.arrival import Arrival, workload_summary
 from jaxserve.lab.simulate.baselines import BASELINES, POOLS, check_baseline, compare
+from jaxserve.lab.simulate.guesses import Guesses
 from jaxserve.lab.simulate.mixes import MIXES
 from jaxserve.lab.simulate.noise import REPEATED, SERVED, Noise
 from jaxserve.lab.simulate.recorder import Outcome, RequestRecord
@@ -92,6 +93,14 @@ SYSTEM = [
         0,
         1,
     ),
+    Option(
+        "draft_acceptance",
+        float,
+        0.7,
+        "probability that a proposed token is right if those before it are; with --drafts=ngram",
+        0,
+        1,
+    ),
 ]
 WORKLOAD = [
     Option("workload", str, "poisson:mix=medha-5", "file or generator, see above"),
@@ -144,6 +153,7 @@ def run(values: dict[str, Any]) -> int:
         expert_parallel=values["enable_expert_parallel"],
         ffn_over_lanes=values["ffn_over_lanes"],
         noise=Noise(values["noise"], values["seed"]),
+        guesses=Guesses(values["draft_acceptance"], values["seed"]),
     )
     scheduler, cache = configs(values)
     arrivals = parse(

@@ -3,7 +3,8 @@ predictor says or as is drawn around that, and a clock that its caller advances.
 
 Batches are issued as the live engine issues them, up to `lookahead` ahead of the stages and no
 earlier than need be, so what is decided when is the same. A stage runs one batch at a time; the
-next one enters as soon as the one before has left it (Medha, 3.3). Sampled tokens are all 0.
+next one enters as soon as the one before has left it (Medha, 3.3). Sampled tokens mean nothing:
+see `guesses`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from jaxserve.api.request import Request
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.clock import VirtualClock
 from jaxserve.costs.predictor import Predictor
+from jaxserve.lab.simulate.guesses import Guesses
 from jaxserve.lab.simulate.noise import NO_NOISE, Noise
 from jaxserve.lab.simulate.tiers import VirtualTiers
 from jaxserve.observe.metric_rows import READ
@@ -36,6 +38,7 @@ from jaxserve.scheduling.events import StepIssued, StepRead
 from jaxserve.scheduling.prefill_facts import prefill_facts
 from jaxserve.settings.schema import CacheConfig, MeshConfig
 
+SOME_RIGHT = Guesses()
 NO_SHAPE = ModelConfig(
     name="",
     layers=1,
@@ -91,7 +94,7 @@ class Pipeline:
         factor = self._factor()
         tokens = int(batch.length.sum())
         hop = self.predictor.hop(tokens)
-        head = self.predictor.head(int(np.bincount(batch.lane[batch.is_decode]).max(initial=0)))
+        head = self.predictor.head(int(np.bincount(batch.lane[~batch.is_chunk]).max(initial=0)))
         began = at = max(
             now, self.free[0], float(self._left[batch.slot[batch.is_decode]].max(initial=0.0))
         )
@@ -161,10 +164,18 @@ class VirtualReplica(ReplicaCore):
         self._pipeline = Pipeline(scheduler.predictor, mesh.spp, info.max_seqs, noise)
         self._flights: deque[tuple[StagePassage, Batch]] = deque()
         self._tiers = tiers
+        self.propose(SOME_RIGHT)
         self._fetched: list[tuple[float, int, int]] = []  # a heap: when, ticket and blocks
         # clock seconds at which the scheduler was last asked for batches and could have had news
         self._asked_at = self.clock.now()
         self._started = self._closed = False
+
+    def propose(self, guesses: Guesses) -> None:
+        """Has proposed tokens, if the scheduler checks some, be right as often as `guesses` say."""
+        self._sampler = guesses.sampler()
+        drafting = self.scheduler.packer.drafting
+        if drafting is not None:
+            drafting.kind = guesses.kind
 
     # --- time
 
@@ -277,7 +288,7 @@ class VirtualReplica(ReplicaCore):
             listener.step_read(batch, now)
         self.scheduler.predictor.seen(batch.seconds, passage.seconds)
         self.bus.publish(StepRead(batch, now, passage.seconds, comparable=True))
-        results = StepResults(np.zeros(len(batch.slot), np.int32))
+        results = StepResults(self._sampler.tokens(batch))
         self._notify(self.scheduler.finish(batch, results, now))
 
     # --- requests

@@ -29,9 +29,10 @@ from jaxserve.costs.heads import heads_of
 from jaxserve.costs.profiles import costs, devices
 from jaxserve.lab.quotients import quotient
 from jaxserve.lab.simulate.arrival import Arrival, kind_of, to_request
+from jaxserve.lab.simulate.guesses import Guesses
 from jaxserve.lab.simulate.noise import NO_NOISE, Noise
 from jaxserve.lab.simulate.recorder import Outcome, Recorder, RequestRecord, span_of
-from jaxserve.lab.simulate.replica import VirtualReplica
+from jaxserve.lab.simulate.replica import SOME_RIGHT, VirtualReplica
 from jaxserve.lab.simulate.tiers import TierSizes, VirtualTiers
 from jaxserve.lanes.groups import group_sizes
 from jaxserve.lanes.rates import LaneLinks, Link
@@ -79,7 +80,8 @@ class System:
     for KV per device, where it is given. kv_cache_dtype: see CacheConfig. node_devices: that one
     node has; all ranks of a lane are in one. expert_parallel: lanes share experts out;
     ffn_over_lanes: MLPs too.
-    layer_groups: programs that run one after the other in each step, each with a launch."""
+    layer_groups: programs that run one after the other in each step, each with a launch.
+    guesses: the proposed tokens, where the scheduler checks some."""
 
     shape: ModelConfig
     device: str
@@ -92,6 +94,7 @@ class System:
     ffn_over_lanes: bool = False
     noise: Noise = NO_NOISE
     layer_groups: int = 1
+    guesses: Guesses = SOME_RIGHT
 
     def with_cache(self, cache: CacheConfig) -> System:
         """The system with what these settings say of memory and KV. Errors: ConfigError for a store
@@ -264,10 +267,12 @@ class System:
         system = self.with_cache(cache)
         system.check()
         check_lanes(self.mesh, cache, scheduler)
+        if scheduler.drafts != "none" and self.shape.has_states:
+            raise ConfigError("drafts", "the model keeps states, which cannot be taken back")
         windows = page_windows(self.split)
         pages = cache.pages or system.kv_tokens(scheduler.max_seqs, windows) // cache.block_size
         cache = dataclasses.replace(cache, pages=pages)
-        return VirtualReplica(
+        replica = VirtualReplica(
             assemble(
                 system.sizes(scheduler, cache, windows=windows),
                 system.profile,
@@ -285,6 +290,8 @@ class System:
             platform=self.device,
             noise=self.noise,
         )
+        replica.propose(self.guesses)
+        return replica
 
 
 def drive(

@@ -111,6 +111,8 @@ class EngineConfig(Settings):
             return self.profile != "none"
         if scheduler.policy != "fcfs" or scheduler.chunking != "static":
             return True
+        if scheduler.drafts != "none":
+            return True
         by_cost = scheduler.exchange in CHOOSERS or scheduler.planner != "none"
         return by_cost and self.mesh.kvp > 1
 

@@ -71,11 +71,12 @@ class Matcher:
         self.done = self._native.is_stopped()
 
     def count_valid(self, tokens: list[int]) -> int:
-        """Returns how many of the first of these tokens may come next, one after the other."""
+        """Returns how many of the first of these tokens may come next, one after the other; none if
+        that cannot be found out."""
         try:
             return self._native.validate_tokens(tokens)
-        except BaseException as error:
-            raise _matcher_error(error) from None
+        except BaseException:  # a panic of native code is no Exception
+            return 0
 
     def ahead(self) -> LookAhead:
         """Returns what follows the completion with proposed tokens."""

@@ -68,7 +68,13 @@ def between(records: list[RequestRecord], first: float, last: float) -> list[Req
     [
         (CHATS, 7, {}, 1.0),
         pytest.param(CHATS, 7, dict(policy="edf"), 1.0, marks=pytest.mark.matrix),
-        (CHATS, 7, dict(policy="fcfs", chunking="static", chunk_tokens=512), 1.0),
+        pytest.param(
+            CHATS,
+            7,
+            dict(policy="fcfs", chunking="static", chunk_tokens=512),
+            1.0,
+            marks=pytest.mark.matrix,
+        ),
         pytest.param(CHATS, 5, dict(max_seqs=8), 1.0, marks=pytest.mark.matrix),
         pytest.param(ANSWERS, 3, dict(max_seqs=8), 1.0, marks=pytest.mark.matrix),
         (MIXED, 2, {}, 0.6),
