@@ -92,6 +92,17 @@ def ids_of(completions: list[list]) -> list[list[list[int]]]:
     return [[one.ids for one in of_prompt] for of_prompt in completions]
 
 
+def assert_same(drafted: list[list], plain: list[list]) -> None:
+    """Asserts that completions have the same tokens, ends and log-probabilities."""
+    assert ids_of(drafted) == ids_of(plain)
+    for before, after in zip(itertools.chain(*plain), itertools.chain(*drafted)):
+        assert before.finished.reason == after.finished.reason
+        for one, other in zip(before.logprobs, after.logprobs):
+            assert (one is None) == (other is None)
+            if one is not None:
+                assert one.chosen == pytest.approx(other.chosen, abs=1e-4)
+
+
 @pytest.fixture(
     scope="module",
     params=[*MESHES, *(pytest.param(m, marks=pytest.mark.matrix) for m in EVERY_MESH)],
@@ -105,10 +116,10 @@ def test_spread_decodes_say_the_same_by_every_exchange(exchange):
     """Also by visits, where keys and values are written once all was read."""
     real = engine(mesh="kvp=2", **SHARED, drafts="ngram", decode_exchange=exchange)
     every = prompts(4)
-    plain = run(fresh(real, "random", drafts="none"), every, {})
+    plain = run(fresh(real, "random", drafts="none"), every, dict(logprobs=1))
     new = with_drafts(real, "random", dict(zip(map(tuple, every), ids_of(plain))))
     right = checked(new)
-    assert ids_of(run(new, every, {})) == ids_of(plain)
+    assert_same(run(new, every, dict(logprobs=1)), plain)
     assert sum(right) > 40
 
 
@@ -121,14 +132,8 @@ def test_completions_are_those_without_proposals(real, kind):
     new = with_drafts(real, placement, said)
     right = checked(new)
     drafted = run(new, every, SAMPLING[kind], chunks=(7, 32))
-    assert ids_of(drafted) == ids_of(plain)
+    assert_same(drafted, plain)
     assert sum(right) > 40 and not all(right)
-    for before, after in zip(itertools.chain(*plain), itertools.chain(*drafted)):
-        assert before.finished.reason == after.finished.reason
-        for one, other in zip(before.logprobs, after.logprobs):
-            assert (one is None) == (other is None)
-            if one is not None:
-                assert one.chosen == pytest.approx(other.chosen, abs=1e-4)
 
 
 def test_guided_completions_are_those_without_proposals(real):
