@@ -105,6 +105,17 @@ class Batch:
         return out
 
     @property
+    def before_drafts(self) -> np.ndarray:
+        """[m] row of the token before each proposed one: of the decode, or of another proposed
+        token."""
+        slots = self.slot[self.drafts]
+        before = np.arange(self.drafts.start - 1, self.drafts.stop - 1)
+        first = np.r_[True, slots[1:] != slots[:-1]]
+        decodes = {slot: row for row, slot in enumerate(self.slot[: self.drafts.start].tolist())}
+        before[first] = [decodes[slot] for slot in slots[first].tolist()]
+        return before
+
+    @property
     def spread(self) -> np.ndarray:
         """[n] bool; whether a chunk meets other lanes than its home."""
         return self.group_size > 1

@@ -78,11 +78,15 @@ class BatchReader:
 
     def _publish_decoded(self, batch: Batch, live: np.ndarray) -> None:
         """Publishes the blocks that decodes filled, now that all their tokens were read."""
-        size = self.cache.block_size
         stop = batch.start + 1
-        rows = np.flatnonzero(live & batch.is_decode & (stop % size == 0))
-        for slot, blocks in zip(batch.slot[rows].tolist(), (stop[rows] // size).tolist()):
-            self.cache.publish(slot, blocks - 1, blocks, self.slots.by_slot[slot].block_hashes)
+        rows = np.flatnonzero(live & batch.is_decode & (stop % self.cache.block_size == 0))
+        for slot, tokens in zip(batch.slot[rows].tolist(), stop[rows].tolist()):
+            self._publish_last(slot, tokens)
+
+    def _publish_last(self, slot: int, tokens: int) -> None:
+        """Publishes the last block of a slot's first tokens, which fill it."""
+        blocks = tokens // self.cache.block_size
+        self.cache.publish(slot, blocks - 1, blocks, self.slots.by_slot[slot].block_hashes)
 
     def _note_prompt_logprobs(
         self, batch: Batch, live: np.ndarray, entries: Mapping[int, list[Logprobs]]
@@ -173,9 +177,9 @@ class BatchReader:
         slots = self.slots
         if slots.number[slot] != batch.seq[row] or slots.phase[slot] == ENDED:
             return False
-        blocks, rest = divmod(int(batch.start[row]) + 1, self.cache.block_size)
-        if not rest:
-            self.cache.publish(slot, blocks - 1, blocks, slots.by_slot[slot].block_hashes)
+        stop = int(batch.start[row]) + 1
+        if stop % self.cache.block_size == 0:
+            self._publish_last(slot, stop)
         return True
 
 
@@ -183,10 +187,8 @@ def _right(batch: Batch, tokens: np.ndarray) -> np.ndarray:
     """Marks rows [n] of which the token is part of its sequence: all but those of proposed tokens
     that are not what was sampled before them. tokens [n]: sampled after each row."""
     right = np.ones(len(batch.slot), bool)
-    before = {slot: row for row, slot in enumerate(batch.slot[: batch.drafts.start].tolist())}
-    for row, slot, token in zip(
-        batch.drafts, batch.slot[batch.drafts].tolist(), batch.tokens.tolist()
+    for row, before, token in zip(
+        batch.drafts, batch.before_drafts.tolist(), batch.tokens.tolist()
     ):
-        right[row] = right[before[slot]] and tokens[before[slot]] == token
-        before[slot] = row
+        right[row] = right[before] and tokens[before] == token
     return right

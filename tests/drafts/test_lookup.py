@@ -1,4 +1,4 @@
-"""What followed the last tokens is proposed, of the longest match the latest; and nothing else."""
+"""The lookup proposes what followed the last tokens at the latest of the longest matches."""
 
 from __future__ import annotations
 

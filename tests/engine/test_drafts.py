@@ -55,7 +55,8 @@ class Seer:
 
 
 def with_drafts(real: Engine, placement: str = "grow", said=None, **settings) -> Engine:
-    """The engine anew, with proposals: of a `Seer`, or of the lookup where `said` is None."""
+    """Returns a new engine on the same devices that proposes tokens: a `Seer` of what was `said`
+    does, or the lookup."""
     new = fresh(real, placement, **settings)
     drafting = new.scheduler.packer.drafting
     assert drafting is not None
@@ -65,7 +66,7 @@ def with_drafts(real: Engine, placement: str = "grow", said=None, **settings) ->
 
 
 def checked(real: Engine) -> list[bool]:
-    """Whether each proposed token was right, from now on."""
+    """Records of each proposed token from now on whether it was right."""
     right: list[bool] = []
     real.bus.subscribe(DraftsChecked, lambda event: right.extend(event.right.tolist()))
     return right

@@ -1,5 +1,5 @@
-"""How many proposed tokens a step checks: as many as give most tokens a second, within what
-objectives leave, and without pages that others need."""
+"""A step checks the number of proposed tokens that gives most tokens a second, within objectives
+and without pages that others need."""
 
 from __future__ import annotations
 

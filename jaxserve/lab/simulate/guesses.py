@@ -55,11 +55,6 @@ class Sampler:
         out = np.zeros(len(batch.slot), np.int32)
         if not batch.drafts:
             return out
-        slots = batch.slot[batch.drafts]
-        before = np.arange(batch.drafts.start - 1, batch.drafts.stop - 1)
-        first = np.r_[True, slots[1:] != slots[:-1]]
-        row_of = {slot: row for row, slot in enumerate(batch.slot[: batch.drafts.start].tolist())}
-        before[first] = [row_of[slot] for slot in slots[first].tolist()]
-        wrong = self._random.random(len(slots)) >= self._acceptance
-        out[before[wrong]] = WRONG
+        wrong = self._random.random(len(batch.drafts)) >= self._acceptance
+        out[batch.before_drafts[wrong]] = WRONG
         return out
