@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -31,14 +32,14 @@ def axis_sum(x: jax.Array, axis: str) -> jax.Array:
     return jax.lax.psum(x, axis)
 
 
-def over_lanes(compute: Callable[..., jax.Array], lanes: int, *tokens: jax.Array) -> jax.Array:
+def over_lanes(compute: Callable[..., jax.Array], lanes: int, *tokens: Any) -> jax.Array:
     """Computes a part of each token's output on every lane, and sums the parts, inside shard_map
-    (Helix, Bhatia et al., 2025, on feed-forward parts). compute: arrays of tokens [T, ...] -> this
-    device's part of their outputs [T, D]. lanes: that have parts; 1: each lane computes its own
-    tokens alone."""
+    (Helix, Bhatia et al., 2025, on feed-forward parts). compute: arrays of tokens [T, ...], or
+    trees of such -> this device's part of their outputs [T, D]. lanes: that have parts; 1: each
+    lane computes its own tokens alone."""
     if lanes == 1:
         return compute(*tokens)
-    everyone = [jax.lax.all_gather(x, KVP, tiled=True) for x in tokens]
+    everyone = jax.tree.map(lambda x: jax.lax.all_gather(x, KVP, tiled=True), tokens)
     return jax.lax.psum_scatter(compute(*everyone), KVP, tiled=True)
 
 

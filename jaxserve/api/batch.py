@@ -96,6 +96,10 @@ class Batch:
     # rows of one token that is proposed, each behind another row of its slot: what is sampled
     # behind it counts if it is what is sampled behind the token before it
     drafts: range = range(0)
+    # [n] place on the devices of the adapter that a row is computed with, -1: none; [0]: no row has
+    # one. [m, 2] adapters that come to the devices before the layers: place, number of the adapter
+    adapters: np.ndarray = field(default_factory=lambda: _NONE)
+    adapter_loads: np.ndarray = field(default_factory=lambda: NO_COPIES)
 
     @property
     def is_chunk(self) -> np.ndarray:

@@ -27,6 +27,7 @@ MAX_RETENTION = 24 * 3600  # seconds
 MILLISECONDS = Range(0.001, 10**12)  # of objectives and deadlines
 PRIORITY = Range(-8, 8, whole=True)
 RETENTION = Range(EPHEMERAL, MAX_RETENTION, whole=True)
+SALT_SEPARATOR = "\x1f"  # between an adapter and a salt, which may not have it
 
 
 class LookAhead(Protocol):
@@ -124,17 +125,26 @@ class RequestOptions:
     priority: each step down halves the class's objective for the first token, each step up doubles
     it. cache_salt: prefixes are shared only by requests with equal salts. cache_retention: what
     becomes of the prompt's and the output's KV when it leaves the devices: NORMAL_RETENTION stores
-    it, EPHEMERAL does not, and a number of seconds keeps it stored at least as long, although
-    newer KV may have to go; requests that share KV get the strongest of their wishes (Mooncake,
-    section 5.2). embed: returns the prompt's embedding instead of tokens, see `Finished`.
+    it, EPHEMERAL does not, and a number of seconds keeps it stored at least as long, although newer
+    KV may have to go; requests that share KV get the strongest of their wishes (Mooncake, section
+    5.2). adapter: identity of the adapter that it is computed with (see `adapter_identity`); "":
+    none. embed: returns the prompt's embedding instead of tokens, see `Finished`.
     """
 
     slo: Slo = Slo()
     priority: int = 0
     cache_salt: str = ""
+    adapter: str = ""
     bypass_prefix_cache: bool = False
     cache_retention: int = NORMAL_RETENTION
     embed: bool = False
+
+    @property
+    def key_salt(self) -> str:
+        """What the keys of the request's KV cover besides tokens and model: salt and adapter."""
+        if not self.adapter:
+            return self.cache_salt
+        return f"{self.adapter}{SALT_SEPARATOR}{self.cache_salt}"
 
     def options(self) -> dict[str, Any]:
         """Returns the options by name."""
@@ -197,6 +207,8 @@ class Request(RequestOptions):
         check_id(id)
         PRIORITY.check("priority", rest.get("priority", 0))
         RETENTION.check("cache_retention", rest.get("cache_retention", NORMAL_RETENTION))
+        if SALT_SEPARATOR in rest.get("cache_salt", ""):
+            raise RequestError("cache_salt", "has the control character U+001F")
         _check_class("slo.class_name", rest.get("slo", Slo()).class_name, classes)
         tokens = prompt_ids(prompt, vocab, max_len)
         if rest.get("embed", False):
@@ -233,6 +245,19 @@ class Request(RequestOptions):
         if continuation is not None:
             continuation.check(sampling, vocab)
         return cls(id, tokens, sampling, **rest)
+
+
+def unknown_adapter(identity: str) -> RequestError:
+    """Makes the error of a request for an adapter that is not loaded."""
+    name, _, _ = identity.rpartition("@")
+    fault = f"the adapter {name!r:.100} is not loaded"
+    return RequestError("model", fault, "NOT_FOUND", reason=UNKNOWN_MODEL)
+
+
+def adapter_identity(name: str, fingerprint: str) -> str:
+    """Returns what names an adapter and its weights: equal for equal ones under one name, on all
+    replicas."""
+    return f"{name}@{fingerprint}"
 
 
 def seconds_of(name: str, milliseconds: float | None) -> float | None:

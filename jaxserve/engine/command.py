@@ -24,7 +24,7 @@ from jaxserve.cache.tiers import Fetch, SourceBlocks
 from jaxserve.engine.sampling_rows import SamplingAdmission
 from jaxserve.engine.step_shapes import StepShape, delta_columns, layout
 
-VERSION = 12  # of the byte form
+VERSION = 13  # of the byte form
 NO_STEP = -1  # in place of a shape: nothing is computed, only what else the command says
 NO_SAMPLING = -1  # in place of a variant: no token is sampled after this step
 SAMPLE_LATER = -2  # tokens are sampled by a later command, once their masks are known
@@ -57,11 +57,12 @@ class WorkersLost(Exception):
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepCommand:
     """One step, or what else the devices must do between two. In this order a worker: forgets all
-    that it holds (`reset`), sets the sampling state of new sequences, reads pages that lower tiers
-    are to keep (`stores`), writes pages that came from there, begins to fetch others, sets
-    page-table entries, copies states from pages (`restores`), runs the layers, reads those of their
-    pages that others want (`computed`, each group of layers as soon as it has run), copies states
-    to pages (`saves`), samples, scores prompt tokens, and pools.
+    that it holds (`reset`), sets the sampling state of new sequences, brings adapters to the
+    devices (`adapter_loads`), reads pages that lower tiers are to keep (`stores`), writes pages
+    that came from there, begins to fetch others, sets page-table entries, copies states from pages
+    (`restores`), runs the layers, reads those of their pages that others want (`computed`, each
+    group of layers as soon as it has run), copies states to pages (`saves`), samples, scores prompt
+    tokens, and pools.
 
     shape: index of the compiled shape, or NO_STEP. rows [lanes, size]: the step's row of each lane,
     see `step_shapes.layout`. reads: the version of the sampled tokens that the step feeds (0:
@@ -73,7 +74,8 @@ class StepCommand:
     and pages. masks [lanes, samples, words]: bits of the tokens that may be
     sampled, for the guided variant. loads [m, 4]: ticket and number of a piece of a fetch, how many
     of its blocks are written, and whether that is the last of its fetch (`fetched_pieces`).
-    table_updates [m, columns]: see `lanes.layout`. restores, saves [m, 2 + pages]: see `Batch`.
+    table_updates [m, columns]: see `lanes.layout`. restores, saves [m, 2 + pages],
+    adapter_loads [m, 2]: see `Batch`.
     scores [k, 2, lanes, SCORES]: tokens of the step, and the ids whose log-probabilities are
     wanted. pools [k, lanes, SCORES]: tokens of the step that prompts are embedded by, first those
     that are; the rest is negative.
@@ -86,6 +88,7 @@ class StepCommand:
     groups: int = 0
     reset: bool = False
     admissions: tuple[SamplingAdmission, ...] = ()
+    adapter_loads: np.ndarray = dataclasses.field(default_factory=lambda: NO_COPIES)
     stores: PageStores = NO_STORES
     computed: PageStores = NO_STORES
     loads: np.ndarray = dataclasses.field(default_factory=lambda: _NONE)
@@ -175,6 +178,7 @@ class CommandCodec:
         for stores in (command.stores, command.computed):
             if len(stores):
                 yield from _store_rows(stores)
+        yield command.adapter_loads.reshape(-1, 2)
         yield command.loads.reshape(-1, 4)
         for fetch in command.fetches:
             yield from _fetch_rows(fetch)
@@ -241,6 +245,7 @@ class CommandCodec:
         parts: dict[str, Any] = {  # in the order of `_parts`
             "stores": _stores(reader, head.stores),
             "computed": _stores(reader, head.computed),
+            "adapter_loads": reader.array().reshape(-1, 2),
             "loads": reader.array().reshape(-1, 4),
             "fetches": tuple(_fetch(reader) for _ in range(head.fetches)),
             "table_updates": reader.array().reshape(-1, self._update_columns),

@@ -91,6 +91,7 @@ class CommandBuilder:
             groups=groups,
             reset=self._begins,
             admissions=tuple(admissions),
+            adapter_loads=batch.adapter_loads,
             stores=batch.stores,
             computed=computed,
             fetches=tuple(fetches),

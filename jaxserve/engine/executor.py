@@ -63,6 +63,16 @@ class CommandExecutor(Protocol):
     def execute(self, command: StepCommand) -> None:
         """Issues all that a command says; waits for nothing."""
 
+    def load_adapter(self, number: int, folder: str) -> str:
+        """Reads an adapter's files into host memory, from where commands bring it to the devices by
+        its number; returns its fingerprint. May be called on any thread, beside steps. Errors:
+        RequestError for files that cannot be served, or that differ between processes."""
+        raise NotImplementedError
+
+    def drop_adapter(self, number: int) -> None:
+        """Forgets an adapter in host memory, which no later command may bring to the devices."""
+        return None
+
     @property
     def lower_tiers(self) -> LowerTiers | None:
         """Tiers that keep blocks which leave the devices."""

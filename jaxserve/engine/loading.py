@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -37,6 +38,7 @@ from jaxserve.store.peers import PeerBlocks
 from jaxserve.store.shared import SharedTier
 from jaxserve.store.tiered import TieredBlocks
 from jaxserve.weights import load
+from jaxserve.weights.adapters import AdapterFolder
 from jaxserve.weights.checkpoint import Checkpoint
 from jaxserve.weights.store import OrbaxFolder
 
@@ -60,7 +62,12 @@ def make_worker(
     if plan.attention is not None or DeviceRoom.here().platform != "cpu":
         plan = checked(plan, fails_over=this_member() is None)
     tiers = _tiers(config, checkpoint.config) if config.cache.host_cache_gib else None
-    worker = Worker(plan, tiers, checkpoint.config.kv_heads, peers)
+    read_adapter = None
+    if plan.adapters is not None:
+        read_adapter = functools.partial(
+            AdapterFolder, model=checkpoint.config, max_rank=plan.adapters.rank
+        )
+    worker = Worker(plan, tiers, checkpoint.config.kv_heads, peers, read_adapter)
     return worker, lambda declared, shardings: load(
         checkpoint, model, declared, shardings, plan.dtype, progress
     )

@@ -125,9 +125,9 @@ def kv_bytes(plan: StagePlan, given_gib: float | None, share: float, room: Devic
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Bytes on the device that needs most. weights, kv (pages), states (of all slots): exact.
-    tables: page tables and sampling state. work: estimate of the activations of the largest
-    step."""
+    """Bytes on the device that needs most. weights (with places of adapters), kv (pages), states
+    (of all slots): exact. tables: page tables and sampling state. work: estimate of the activations
+    of the largest step."""
 
     weights: int
     kv: int
@@ -148,6 +148,7 @@ def sizes(plan: StagePlan) -> Sizes:
             _part(d.shape, d.axes, plan) * d.dtype(np.dtype(plan.dtype)).itemsize
             for d in arrays(plan.parameters(part).values())
         )
+        + adapter_bytes(plan, part)
         for part in stages
     ]
     return Sizes(
@@ -158,6 +159,15 @@ def sizes(plan: StagePlan) -> Sizes:
         _work(plan),
         max(state_bytes(plan, part) for part in stages),
     )
+
+
+def adapter_bytes(plan: StagePlan, layers: range) -> int:
+    """Bytes on a device of the adapters in all places, in some layers."""
+    if plan.adapters is None:
+        return 0
+    both = [d for each in plan.factors(layers).values() for d in (each.down, each.up)]
+    elements = sum(_part(d.shape, d.axes, plan) for d in both)
+    return plan.adapters.places * elements * np.dtype(plan.dtype).itemsize
 
 
 def state_bytes(plan: StagePlan, layers: range) -> int:

@@ -153,6 +153,7 @@ def make_plan(
         None if config.attention == "auto" else config.attention,
         windows,
         config.scheduler.drafts != "none",
+        config.adapter_room,
     )
     if config.cache.pages is None:
         plan = dataclasses.replace(plan, pages=_pages(config, plan, blocks, room))

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.api.batch import DEFAULT_EXCHANGE, Batch
+from jaxserve.checkpoint.adapters import Factors, declare_factors
 from jaxserve.checkpoint.delta_net import DeltaNetSpec
 from jaxserve.checkpoint.model import ModelConfig, declare, layers_of, padded_vocab, split
 from jaxserve.checkpoint.page_groups import (
@@ -31,6 +32,7 @@ from jaxserve.kernels.kv_pages import KVPages, pool_shapes
 from jaxserve.models.decoder import LayerCache
 from jaxserve.models.deltanet import state_shapes
 from jaxserve.settings.schema import ConfigError, MeshConfig
+from jaxserve.settings.schema.adapters import AdapterRoom
 from jaxserve.weights.kept import KeptParameter
 
 
@@ -54,6 +56,7 @@ class StagePlan:
     attention: str | None = None  # a name in `ops.ATTEND`; None: chosen by shape
     windows: Windows = ONE_GROUP  # of the page groups behind the first
     drafts: bool = False  # steps may check proposed tokens
+    adapters: AdapterRoom | None = None  # None: steps have none
 
     @functools.cached_property
     def groups(self) -> list[range]:
@@ -71,6 +74,13 @@ class StagePlan:
         """Declares the parameters of the stage with these layers by path."""
         declared = declare(self.model, layers, self.mesh.tp)
         return {path: self.kept.get(path, parameter) for path, parameter in declared.items()}
+
+    def factors(self, layers: range) -> dict[str, Factors]:
+        """Declares the factors of an adapter on the stage with these layers by the paths of the
+        parameters that it changes; none where steps have no adapters."""
+        if self.adapters is None:
+            return {}
+        return declare_factors(self.model, layers, self.adapters.rank)
 
     def demand(self, batch: Batch) -> StepDemand:
         """Counts what a batch needs of a shape."""

@@ -13,9 +13,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxserve.checkpoint.model import padded_vocab
+from jaxserve.checkpoint.specs import Declared
 from jaxserve.engine import sampling, sampling_rows
 from jaxserve.engine.command import SCORES
 from jaxserve.engine.programs import Lower, Programs
@@ -23,6 +25,7 @@ from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.state_copies import restore_states, save_states
 from jaxserve.engine.step import HeadProgram, LayersProgram, Weights, write_table
 from jaxserve.engine.step_shapes import SAMPLE_COLUMNS, StepShape, delta_columns, layout
+from jaxserve.models.adapters import Pools, set_adapter
 from jaxserve.models.decoder import LayerCache
 from jaxserve.sharding.exchange import compiler_options
 from jaxserve.sharding.mesh import KVP
@@ -111,6 +114,8 @@ class StagePrograms(Programs):
             yield self.admit()
         for stage in self._stages:
             yield self.table(stage)
+            if self._plan.adapters is not None:
+                yield self.set_adapter(stage)
             if self._plan.keeps_states(stage.layers):
                 yield self.restore_states(stage)
                 yield self.save_states(stage)
@@ -125,6 +130,10 @@ class StagePrograms(Programs):
     def table(self, stage: Stage) -> Named:
         """Sets UPDATES entries of a stage's page table."""
         return f"table_{stage.index}", functools.partial(self._lower_table, stage)
+
+    def set_adapter(self, stage: Stage) -> Named:
+        """Writes an adapter to a place on a stage."""
+        return f"adapter_{stage.index}", functools.partial(self._lower_adapter, stage)
 
     def restore_states(self, stage: Stage) -> Named:
         """Copies the states of a slot on each lane from pages."""
@@ -192,6 +201,20 @@ class StagePrograms(Programs):
     def _hidden(self, mesh: Mesh, tokens: int) -> jax.ShapeDtypeStruct:
         return self._on_lanes(mesh, tokens, self._plan.model.d_model, dtype=self._plan.dtype)
 
+    def factor_shapes(self, stage: Stage, places: int | None = None) -> list[Pools]:
+        """Factors of adapters on a stage, in the order of its parameters that have some. places:
+        with a dimension of so many in front; None: those of one adapter."""
+        plan = self._plan
+        leading = () if places is None else (places,)
+        in_front = () if places is None else (None,)
+
+        def shape(d: Declared) -> jax.ShapeDtypeStruct:
+            where = sharding(stage.mesh, *in_front, *d.axes)
+            return jax.ShapeDtypeStruct((*leading, *d.shape), plan.dtype, sharding=where)
+
+        found = plan.factors(stage.layers)
+        return [(shape(f.down), shape(f.up)) for f in map(found.get, stage.paths) if f is not None]
+
     # --- lowering
 
     def _lower_layers(self, stage: Stage, shape: StepShape) -> Any:
@@ -213,6 +236,7 @@ class StagePrograms(Programs):
                 plan.block_size,
                 plan.attention,
                 tuple(plan.places(stage.layers)),
+                plan.adapters is not None,
             ).run,
             stage.mesh,
             (stage.values, caches, self.table_shape(stage), ints, x),
@@ -226,6 +250,12 @@ class StagePrograms(Programs):
         columns = delta_columns(self._plan.page_groups)
         arguments = (self.table_shape(stage), self._on_lanes(stage.mesh, UPDATES, columns))
         return lowered(f, stage.mesh, arguments, LANES, donate=(0,))
+
+    def _lower_adapter(self, stage: Stage) -> Any:
+        assert self._plan.adapters is not None
+        pools = self.factor_shapes(stage, self._plan.adapters.places)
+        arguments = (pools, self.factor_shapes(stage), np.int32(0))
+        return lowered(set_adapter, stage.mesh, arguments, _specs(pools), donate=(0,))
 
     def _lower_restore(self, stage: Stage) -> Any:
         pools, states = self._plan.pools_and_states(stage.layers, self.cache_shapes(stage))

@@ -19,8 +19,9 @@ from flax import nnx
 
 from jaxserve.checkpoint.page_groups import PagePlace
 from jaxserve.engine import draft_checks, sampling, sampling_rows
-from jaxserve.engine.step_shapes import StepShape, layout
+from jaxserve.engine.step_shapes import ADAPTER, LENGTH, SLOT, START, StepShape, layout
 from jaxserve.models.decoder import Head, LayerCache, Stage, run_layers
+from jaxserve.models.tokens import Tokens
 from jaxserve.sharding.lane_groups import LaneGroups
 from jaxserve.sharding.mesh import KVP
 from jaxserve.sharding.rows import Groups, local_rows, spread_rows
@@ -51,7 +52,8 @@ class Weights:
 class LayersProgram:
     """The layers of one stage, in steps of a shape. last: whether this is the last stage. dtype: of
     hidden states. pages, block_size: of a pool, and tokens of a page. attention: see `Groups`.
-    places: of each layer, see `StagePlan.places`; None: each has a cache of its own."""
+    places: of each layer, see `StagePlan.places`; None: each has a cache of its own. adapters:
+    whether weights have them, see `models.adapters`."""
 
     weights: Weights
     shape: StepShape
@@ -61,6 +63,7 @@ class LayersProgram:
     block_size: int
     attention: str | None = None
     places: tuple[PagePlace, ...] | None = None
+    adapters: bool = False
 
     def run(
         self,
@@ -94,14 +97,16 @@ class LayersProgram:
         x = x[0]
         inputs = None
         if stage.is_first:
-            tokens = _tokens(view, shape, x)
-            x = stage.embed_tokens(tokens)
+            ids = _token_ids(view, shape, x)
+            x = stage.embed_tokens(ids)
             if stage.inputs is not None:
-                inputs = stage.inputs(tokens, x)
+                inputs = stage.inputs(ids, x)
         moves = view["moves"] if shape.moves else None
         x = x.astype(self.dtype)
-        positions = _positions(view, shape)
-        x, caches = run_layers(stage, x, positions, groups, caches, places, moves, inputs)
+        tokens = Tokens(_positions(view, shape))
+        if self.adapters:
+            tokens = tokens._replace(adapters=_expand(view, shape, ADAPTER) - 1)
+        x, caches = run_layers(stage, x, tokens, groups, caches, places, moves, inputs)
         if not self.last:
             return x[None], caches, tables
         samples = view["samples"]
@@ -191,7 +196,7 @@ def write_table(tables: list[jax.Array], deltas: jax.Array) -> list[jax.Array]:
 
 
 def _expand(view: dict[str, jax.Array], shape: StepShape, column: int) -> jax.Array:
-    """A column of the step's rows (slot, start, length), repeated for each token [T]."""
+    """A column of the step's rows, repeated for each token [T]."""
     out = []
     row = 0
     for rows, width in shape.local + shape.spread:
@@ -200,9 +205,9 @@ def _expand(view: dict[str, jax.Array], shape: StepShape, column: int) -> jax.Ar
     return jnp.concatenate(out)
 
 
-def _tokens(view: dict[str, jax.Array], shape: StepShape, sampled: jax.Array) -> jax.Array:
+def _token_ids(view: dict[str, jax.Array], shape: StepShape, sampled: jax.Array) -> jax.Array:
     """Token ids [T] of the step; a negative one stands for the last sampled token of its slot."""
-    return jnp.where(view["tokens"] < 0, sampled[_expand(view, shape, 0)], view["tokens"])
+    return jnp.where(view["tokens"] < 0, sampled[_expand(view, shape, SLOT)], view["tokens"])
 
 
 def _positions(view: dict[str, jax.Array], shape: StepShape) -> jax.Array:
@@ -213,7 +218,8 @@ def _positions(view: dict[str, jax.Array], shape: StepShape) -> jax.Array:
             for rows, width in shape.local + shape.spread
         ]
     )
-    return jnp.where(offset < _expand(view, shape, 2), _expand(view, shape, 1) + offset, -1)
+    used = offset < _expand(view, shape, LENGTH)
+    return jnp.where(used, _expand(view, shape, START) + offset, -1)
 
 
 def _groups(
@@ -221,13 +227,14 @@ def _groups(
 ) -> Groups:
     """The step's rows as `sharding.rows.Groups`. pages, size: number of pages and tokens per
     page."""
+    of_rows = view["rows"][:, :ADAPTER]
     local = []
     spread = []
     row = 0
     for group, apart in ((shape.decode, True), (shape.prefill, False)):
         rows, width = group
         if rows:
-            mine = view["rows"][row : row + rows]
+            mine = of_rows[row : row + rows]
             local.append(local_rows(mine, width, table, pages, size, apart))
             row += rows
     first = row
@@ -236,7 +243,7 @@ def _groups(
         rows, width = group
         these = slice(row - first, row - first + rows)
         home = view["homes"][these, None]
-        mine = jnp.concatenate([view["rows"][row : row + rows], view["held"][these], home], 1)
+        mine = jnp.concatenate([of_rows[row : row + rows], view["held"][these], home], 1)
         mine = lanes.gather_rows(mine)  # each lane of a group needs all its spread rows
         lane = lanes.index()
         apart = group is shape.spread_decode

@@ -18,6 +18,7 @@ import numpy as np
 from jaxserve.api.batch import Batch
 from jaxserve.engine.step_demand import LaneSlice, StepDemand, cut
 from jaxserve.engine.step_shapes import (
+    ADAPTER,
     DELTA_SLOT,
     FEED,
     LENGTH,
@@ -117,6 +118,9 @@ class StepRows:
         self._view = place.views(self._rows)
         # index of each chunk's last token among its home lane's tokens
         self._last = np.zeros(len(batch.slot), np.int32)
+        self._adapters = np.zeros(len(batch.slot), np.int32)  # of each chunk, 1 + its place
+        if len(batch.adapters):
+            self._adapters = batch.adapters + 1
 
     def arrays(self) -> StepArrays:
         """Writes all rows."""
@@ -163,6 +167,7 @@ class StepRows:
         rows[:, SLOT] = self._batch.slot[chunks]
         rows[:, START] = self._batch.start[chunks]
         rows[:, LENGTH] = 1
+        rows[:, ADAPTER] = self._adapters[chunks]
         self._view["tokens"][lane, span.token : span.token + count] = ids[chunks]
         self._last[chunks] = np.arange(span.token, span.token + count)
 
@@ -209,7 +214,8 @@ class StepRows:
             first = self._first_ids[chunk] + part.offset
             start = batch.start[chunk] + part.offset
             end = part.token + part.size
-            self._view["rows"][lane, part.row] = batch.slot[chunk], start, part.size
+            row = batch.slot[chunk], start, part.size, self._adapters[chunk]
+            self._view["rows"][lane, part.row] = row
             self._view["tokens"][lane, part.token : end] = batch.tokens[first : first + part.size]
             if batch.spread[chunk]:
                 self._write_entries(np.array([chunk]), lane, part.row)

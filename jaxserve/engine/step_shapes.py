@@ -354,7 +354,7 @@ def _powers(low: int, high: int, factor: int) -> Iterator[int]:
 
 # columns: of the field `rows`; the slots' of `deltas` and `samples`; the lane's of a page-table
 # update, which is a delta behind that
-SLOT, START, LENGTH = range(3)
+SLOT, START, LENGTH, ADAPTER = ROW_COLUMNS = range(4)
 DELTA_SLOT = 0
 SAMPLE_SLOT = 1
 SAMPLE_COLUMNS = 4
@@ -386,11 +386,11 @@ def layout(shape: StepShape, block: int, page_groups: int = 1) -> Layout:
     """Lays out the fields of a step.
 
     deltas [m, 4]: slot, index, page, block, and a page of each further page group; with room for
-    what the step's tokens and moves change. tokens: ids or FEED. rows [R, 3]: slot, start, length.
-    held [spread rows, lanes of a group]: page-table entries. homes [spread rows]: home lane, of its
-    group. samples [S, 4]: token (of the lane's tokens) to sample after, slot, position of the
-    sampled token, and the token proposed for there (see `draft_checks`). moves: see
-    `page_moves.move_pages`.
+    what the step's tokens and moves change. tokens: ids or FEED. rows [R, 4]: slot, start, length,
+    and 1 + the place of the adapter, or 0. held [spread rows, lanes of a group]: page-table
+    entries. homes [spread rows]: home lane, of its group. samples [S, 4]: token (of the lane's
+    tokens) to sample after, slot, position of the sampled token, and the token proposed for there
+    (see `draft_checks`). moves: see `page_moves.move_pages`.
     """
     spread = sum(group.rows for group in shape.spread)
     new_blocks = lambda groups: sum(
@@ -400,7 +400,7 @@ def layout(shape: StepShape, block: int, page_groups: int = 1) -> Layout:
     sizes: dict[str, tuple[int, ...]] = {
         "deltas": (new_blocks(shape.local) + spread_deltas, delta_columns(page_groups)),
         "tokens": (shape.tokens,),
-        "rows": (shape.rows, 3),
+        "rows": (shape.rows, len(ROW_COLUMNS)),
         "held": (spread, shape.group_size),
         "homes": (spread,),
         "samples": (shape.samples, SAMPLE_COLUMNS),

@@ -11,6 +11,7 @@ from jaxserve.checkpoint.specs import AttentionSpec
 from jaxserve.kernels.kv_pages import KVPages
 from jaxserve.kernels.qkv import Projected, rms_norm
 from jaxserve.models.parameters import create, matmul
+from jaxserve.models.tokens import Tokens
 from jaxserve.sharding.attend import Attend
 from jaxserve.sharding.attention import attention
 from jaxserve.sharding.mesh import TP, axis_sum
@@ -43,15 +44,15 @@ class Attention(nnx.Module):
     def __call__(
         self,
         x: jax.Array,
-        positions: jax.Array,
+        tokens: Tokens,
         cos_sin: tuple[jax.Array, jax.Array] | None,
         groups: Groups,
         pages: KVPages,
     ) -> tuple[jax.Array, KVPages]:
-        """Hidden states [T, D] at positions [T] (-1: padding) and this layer's KV pages (leading
-        axis of 1) -> this rank's part of the output, and the pages with the new keys and values.
-        cos_sin: None for a layer without positions."""
-        qkv, gate = self._project(x, positions, cos_sin)
+        """Hidden states [T, D] of tokens and this layer's KV pages (leading axis of 1) -> this
+        rank's part of the output, and the pages with the new keys and values. cos_sin: None for a
+        layer without positions."""
+        qkv, gate = self._project(x, tokens, cos_sin)
         kv = None
         if self.spec.projected == "q":  # keys and values are on the pages of another layer
             q, _ = qkv.prepared()
@@ -65,7 +66,7 @@ class Attention(nnx.Module):
         out, pages = attention(q, kv, pages, groups, self.attend, sinks)
         if gate is not None:
             out = out * jax.nn.sigmoid(gate)
-        out = matmul(out.reshape(len(x), -1), self.o_proj, 3, positions)
+        out = matmul(out.reshape(len(x), -1), self.o_proj, 3, tokens)
         if self.spec.o_bias:
             out = out + jnp.where(jax.lax.axis_index(TP) == 0, self.o_bias[...], 0)
         return out, pages
@@ -73,12 +74,12 @@ class Attention(nnx.Module):
     def _project(
         self,
         x: jax.Array,
-        positions: jax.Array,
+        tokens: Tokens,
         cos_sin: tuple[jax.Array, jax.Array] | None,
     ) -> tuple[Projected, jax.Array | None]:
         """Projects x [T, D] to queries, keys and values, and the gate [T, K, G, H] of the queries,
         if there is one."""
-        heads = matmul(x, self.qkv, 1, positions)
+        heads = matmul(x, self.qkv, 1, tokens)
         if self.spec.qkv_bias:
             heads = heads + self.qkv_bias[...]
         heads = self._with_keys_and_values(heads)

@@ -40,6 +40,7 @@ from jaxserve.models.layer_input import LayerInput, LayerInputs
 from jaxserve.models.layers import capped, rope_cos_sin
 from jaxserve.models.mlp import GatedMlp
 from jaxserve.models.parameters import create, look_up, matmul
+from jaxserve.models.tokens import Tokens
 from jaxserve.sharding.mesh import TP, axis_sum
 from jaxserve.sharding.page_moves import move_pages
 from jaxserve.sharding.rows import Groups
@@ -79,23 +80,23 @@ class Block(nnx.Module):
     def __call__(
         self,
         x: jax.Array,
-        positions: jax.Array,
+        tokens: Tokens,
         cos_sin: tuple[jax.Array, jax.Array] | None,
         groups: Groups,
         cache: LayerCache,
         layer_input: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerCache]:
-        """Hidden states [T, D] at positions [T] (-1: padding) and this layer's KV pages or states
-        (leading axis of 1) -> both, updated. layer_input: see `LayerInput`."""
+        """Hidden states [T, D] of tokens and this layer's KV pages or states (leading axis of 1)
+        -> both, updated. layer_input: see `LayerInput`."""
         h = x
         if self.norms.before:
             h = rms_norm(x, self.attn_norm[...], self.norms.eps)
-        out, cache = self.attention(h, positions, cos_sin, groups, cache)
+        out, cache = self.attention(h, tokens, cos_sin, groups, cache)
         out = axis_sum(out, TP)
         if self.norms.after:
             out = rms_norm(out, self.attn_post_norm[...], self.norms.eps)
         x = x + _scaled(out, self.residual)
-        out = self._feed_forward(x, positions)
+        out = self._feed_forward(x, tokens)
         if self.norms.after:
             out = rms_norm(out, self.mlp_post_norm[...], self.norms.eps)
         x = x + _scaled(out, self.residual)
@@ -106,14 +107,14 @@ class Block(nnx.Module):
             x = (x * self.layer_scalar[...]).astype(x.dtype)
         return x, cache
 
-    def _feed_forward(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+    def _feed_forward(self, x: jax.Array, tokens: Tokens) -> jax.Array:
         """Computes the MLP or the experts of hidden states x [T, D], of all ranks."""
         h = x
         if self.norms.before:
             h = rms_norm(x, self.mlp_norm[...], self.norms.eps)
         if isinstance(self.mlp, ExpertsBesideMlp):
-            return self.mlp.joined(x, h, positions)
-        return axis_sum(self.mlp(h, positions), TP)
+            return self.mlp.joined(x, h, tokens)
+        return axis_sum(self.mlp(h, tokens), TP)
 
 
 class Stage(nnx.Module):
@@ -183,14 +184,14 @@ def parameters(module: nnx.Module, first_layer: int = 0) -> Iterator[tuple[str, 
 def run_layers(
     stage: Stage,
     x: jax.Array,
-    positions: jax.Array,
+    tokens: Tokens,
     groups: Sequence[Groups],
     caches: list[LayerCache],
     places: Sequence[PagePlace],
     moves: jax.Array | None = None,
     inputs: jax.Array | None = None,
 ):
-    """Runs hidden states x [T, D] at positions [T] (-1: padding) through the stage's layers.
+    """Runs hidden states x [T, D] of tokens through the stage's layers.
 
     groups: the rows by page group. caches: pools of KV pages, and states. places: of each layer the
     page group and the number of its cache. moves [2, size, m]: pages to move between lanes before
@@ -199,7 +200,7 @@ def run_layers(
     earlier, so that only one cache's are under way (Tetris, section 4.1). inputs [T, layers, P]:
     see `LayerInputs`. Returns x and the caches.
     """
-    clipped = jnp.maximum(positions, 0)
+    clipped = jnp.maximum(tokens.positions, 0)
     cos_sin: dict[tuple[Rope | None, int], tuple[jax.Array, jax.Array]] = {
         (rope, size): rope_cos_sin(clipped, rope, size, stage.max_len)
         for rope, size in dict.fromkeys((block.rope, block.head_dim) for block in stage.layers)
@@ -224,7 +225,7 @@ def run_layers(
         if isinstance(pool, KVPages) and stage.has_sizes:
             cache = _as_parts(pool, place.parts, block.head_dim)
         given = None if inputs is None else inputs[:, i]
-        x, cache = _run_block(*nnx.split(block), x, positions, table, of_part[place], cache, given)
+        x, cache = _run_block(*nnx.split(block), x, tokens, table, of_part[place], cache, given)
         caches[place.pool] = jax.tree.map(lambda new, old: new.reshape(old.shape), cache, pool)
     return x, caches
 
@@ -242,7 +243,7 @@ def _run_block(
     graphdef: Any,
     state: Any,
     x: jax.Array,
-    positions: jax.Array,
+    tokens: Tokens,
     cos_sin: tuple[jax.Array, jax.Array] | None,
     groups: Groups,
     cache: LayerCache,
@@ -250,7 +251,7 @@ def _run_block(
 ):
     """Runs one block. Jitted by itself so that equal blocks are traced only once; the compiler
     inlines it."""
-    return nnx.merge(graphdef, state)(x, positions, cos_sin, groups, cache, layer_input)
+    return nnx.merge(graphdef, state)(x, tokens, cos_sin, groups, cache, layer_input)
 
 
 def _scaled(x: jax.Array, factor: float) -> jax.Array:

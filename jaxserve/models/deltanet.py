@@ -14,6 +14,7 @@ from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.kernels.delta_rule import DeltaTokens, advance, advance_row
 from jaxserve.kernels.qkv import rms_norm
 from jaxserve.models.parameters import create, matmul
+from jaxserve.models.tokens import Tokens
 from jaxserve.sharding.rows import NO_PAGE, Groups, Rows
 from jaxserve.sharding.states import Chain, pass_inputs, pass_states
 
@@ -58,17 +59,18 @@ class GatedDeltaNet(nnx.Module):
     def __call__(
         self,
         x: jax.Array,
-        positions: jax.Array,
+        tokens: Tokens,
         cos_sin: tuple[jax.Array, jax.Array] | None,
         groups: Groups,
         states: States,
     ) -> tuple[jax.Array, States]:
-        """Hidden states [T, D] at positions [T] (-1: padding) and this layer's states (leading axis
-        of 1) -> this rank's part of the output, and the states after these tokens. A sequence
-        begins at position 0 with an empty state; padding changes nothing."""
-        qkvz = matmul(x, self.qkvz, 1, positions)  # [T, K, channels + G * value]
-        inputs = jnp.where((positions >= 0)[:, None, None], qkvz[..., : self.spec.channels], 0)
-        beta, log_decay = self._gates(x, positions)
+        """Hidden states [T, D] of tokens and this layer's states (leading axis of 1) -> this rank's
+        part of the output, and the states after these tokens. A sequence begins at position 0 with
+        an empty state; padding changes nothing."""
+        qkvz = matmul(x, self.qkvz, 1, tokens)  # [T, K, channels + G * value]
+        live = (tokens.positions >= 0)[:, None, None]
+        inputs = jnp.where(live, qkvz[..., : self.spec.channels], 0)
+        beta, log_decay = self._gates(x, tokens)
         outs = []
         first = 0
         for rows in (*groups.local, *groups.spread):
@@ -79,19 +81,19 @@ class GatedDeltaNet(nnx.Module):
             first = some.stop
             entering = inputs[some].reshape(*mine.shape, *inputs.shape[1:])
             mixed, states = self._convolve(entering, mine, states, chain)
-            tokens = self._tokens(mixed, beta[some], log_decay[some])
-            out, states = _run(tokens, mine, states, chain)
+            computed = self._tokens(mixed, beta[some], log_decay[some])
+            out, states = _run(computed, mine, states, chain)
             outs.append(out.reshape(mine.pos.size, *out.shape[2:]))
         out = jnp.concatenate(outs)  # [T, K, G, value]
         gate = jax.nn.silu(qkvz[..., self.spec.channels :].reshape(out.shape).astype(jnp.float32))
         out = (rms_norm(out, self.out_norm[...], self.eps) * gate).astype(x.dtype)
-        return matmul(out.reshape(len(x), -1), self.out_proj, 3, positions), states
+        return matmul(out.reshape(len(x), -1), self.out_proj, 3, tokens), states
 
-    def _gates(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _gates(self, x: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
         """Beta and the logarithm of the decay of each value head, f32 [T, K, G]; 0 for padding."""
-        ba = matmul(x, self.ba, 1, positions).astype(jnp.float32)  # [T, K, 2, G]
+        ba = matmul(x, self.ba, 1, tokens).astype(jnp.float32)  # [T, K, 2, G]
         step = jax.nn.softplus(ba[:, :, 1] + self.dt_bias[...])
-        live = (positions >= 0)[:, None, None]
+        live = (tokens.positions >= 0)[:, None, None]
         beta = jnp.where(live, jax.nn.sigmoid(ba[:, :, 0]), 0)
         return beta, jnp.where(live, -jnp.exp(self.a_log[...]) * step, 0)
 

@@ -16,6 +16,7 @@ from jaxserve.kernels.qkv import rms_norm
 from jaxserve.models.layers import gated
 from jaxserve.models.mlp import gated_mlp
 from jaxserve.models.parameters import create, grouped
+from jaxserve.models.tokens import Tokens
 from jaxserve.sharding.mesh import KVP, TP, axis_sum, over_lanes
 
 SCORES = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}  # by `RouterSpec.scores`
@@ -42,23 +43,23 @@ class Experts(nnx.Module):
         self.spec = spec
         create(self, spec.declare(model.at(layer)))
 
-    def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
-        """Hidden states [T, D] at positions [T] (-1: padding) -> this rank's part of the output."""
+    def __call__(self, x: jax.Array, tokens: Tokens) -> jax.Array:
+        """Hidden states [T, D] of tokens -> this rank's part of the output."""
         spec = self.spec
         weights, chosen = self._route(x)
-        chosen = jnp.where((positions >= 0)[:, None], chosen, -1)
+        chosen = jnp.where((tokens.positions >= 0)[:, None], chosen, -1)
         if spec.shared and spec.shared_lanes == spec.lanes:
-            return over_lanes(self._all, spec.lanes, x, positions, weights, chosen)
+            return over_lanes(self._all, spec.lanes, x, tokens, weights, chosen)
         out = over_lanes(self._compute, spec.lanes, x, weights, chosen)
         if spec.shared:
-            out = out + self._shared(x, positions)
+            out = out + self._shared(x, tokens)
         return out
 
     def _all(
-        self, x: jax.Array, positions: jax.Array, weights: jax.Array, chosen: jax.Array
+        self, x: jax.Array, tokens: Tokens, weights: jax.Array, chosen: jax.Array
     ) -> jax.Array:
         """Sums what this device's experts, and its part of what is shared, make of tokens."""
-        return self._compute(x, weights, chosen) + self._shared(x, positions)
+        return self._compute(x, weights, chosen) + self._shared(x, tokens)
 
     def _route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Weights f32 and numbers of the experts of each token, [T, active]; all in f32."""
@@ -96,10 +97,10 @@ class Experts(nnx.Module):
         weights = jnp.where(mine < E, weights, 0)[..., None]
         return (by_token * weights).sum(1).astype(x.dtype)
 
-    def _shared(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+    def _shared(self, x: jax.Array, tokens: Tokens) -> jax.Array:
         """The MLP that computes every token."""
         weights = self.shared_gate_up, self.shared_down
-        out = gated_mlp(x, positions, *weights, self.spec.activation)
+        out = gated_mlp(x, tokens, *weights, self.spec.activation)
         if self.spec.shared_gate:
             gate = jax.nn.sigmoid(x.astype(jnp.float32) @ self.shared_gate[...])
             out = (out * gate).astype(x.dtype)
@@ -121,7 +122,7 @@ class ExpertsBesideMlp(Experts):
         super().__init__(model, layer)
         self.eps = model.norms.eps
 
-    def joined(self, x: jax.Array, normed: jax.Array, positions: jax.Array) -> jax.Array:
+    def joined(self, x: jax.Array, normed: jax.Array, tokens: Tokens) -> jax.Array:
         """Computes the experts of hidden states x [T, D] and the MLP of `normed`, what the block's
         norm made of them; returns the sum of both under their norms, of all ranks."""
         assert isinstance(self.spec, ExpertsBesideMlpSpec)
@@ -130,10 +131,10 @@ class ExpertsBesideMlp(Experts):
             gated_mlp, gate_up=self.gate_up, down=self.down, activation=mlp.activation
         )
         weights, chosen = self._route(x)
-        chosen = jnp.where((positions >= 0)[:, None], chosen, -1)
+        chosen = jnp.where((tokens.positions >= 0)[:, None], chosen, -1)
         inputs = rms_norm(x, self.experts_norm[...], self.eps)
         parts = [
-            over_lanes(dense, mlp.lanes, normed, positions),
+            over_lanes(dense, mlp.lanes, normed, tokens),
             over_lanes(self._compute, self.spec.lanes, inputs, weights, chosen),
         ]
         norms = self.mlp_out_norm, self.experts_out_norm

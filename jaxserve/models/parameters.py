@@ -14,6 +14,8 @@ from flax import nnx
 from jaxserve.checkpoint.specs import Declared
 from jaxserve.kernels import ops
 from jaxserve.kernels.quantised import Joined, Quantised
+from jaxserve.models.adapters import Adapted, change
+from jaxserve.models.tokens import Tokens
 from jaxserve.sharding.mesh import TP, axis_sum
 
 
@@ -23,13 +25,17 @@ def create(module: nnx.Module, declared: Mapping[str, Declared]) -> None:
         setattr(module, name, nnx.Param(jnp.zeros(parameter.shape), axes=parameter.axes))
 
 
-def matmul(
-    x: jax.Array, weight: nnx.Param, inputs: int, positions: jax.Array | None = None
-) -> jax.Array:
+def matmul(x: jax.Array, weight: nnx.Param, inputs: int, tokens: Tokens | None = None) -> jax.Array:
     """x [T, in] @ weight, whose first `inputs` dimensions are flattened to `in`; keeps the rest.
-    positions [T]: of the rows (-1: padding); None: no row is padding."""
+    tokens: whose rows x has, and whose adapters change the weight; None: no row is padding, and
+    none has an adapter."""
+    value = weight.get_value()
+    positions = None if tokens is None else tokens.positions
     product = functools.partial(_linear, x, positions, inputs)
-    return _side_by_side(product, weight.get_value())
+    if not isinstance(value, Adapted):
+        return _side_by_side(product, value)
+    assert tokens is not None and tokens.adapters is not None
+    return _side_by_side(product, value.weight) + change(x, value, tokens.adapters)
 
 
 def look_up(table: nnx.Param, tokens: jax.Array) -> jax.Array:

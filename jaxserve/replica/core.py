@@ -17,6 +17,7 @@ from jaxserve.clock import Clock
 from jaxserve.observe.journal import Journal
 from jaxserve.observe.metrics import Metrics
 from jaxserve.observe.view import Snapshot
+from jaxserve.replica.adapters import Adapters, NoAdapters
 from jaxserve.replica.info import ReplicaInfo
 from jaxserve.replica.kv_pool import KvPool, LocalKvPool
 from jaxserve.replica.protocol import Sink
@@ -64,6 +65,7 @@ class ReplicaCore:
             placement=cache.placement,
         )
         self.metrics.listen(self.bus, cache.prefix_caching)
+        self.adapters: Adapters = NoAdapters()
 
     @functools.cached_property
     def kv_pool(self) -> KvPool:

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from jaxserve.api.events import Event
 from jaxserve.api.request import Request
 from jaxserve.cache.block_events import BlockEvents
+from jaxserve.replica.adapters import Adapters
 from jaxserve.replica.info import ReplicaInfo
 from jaxserve.scheduling import Load
 
@@ -84,6 +85,10 @@ class Replica(Protocol):
     def block_events(self) -> BlockEvents:
         """The blocks of KV that it stores and loses. Listeners subscribe by way of `post`, and
         are called on the replica's thread."""
+
+    @property
+    def adapters(self) -> Adapters:
+        """The adapters that requests may be computed with."""
 
     def flush_cache(self) -> int:
         """Forgets cached prefixes that no request uses; returns how many pages that frees."""

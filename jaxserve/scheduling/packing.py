@@ -324,6 +324,8 @@ class BatchPacker:
             restores=copies.restores,
             saves=copies.saves,
             drafts=range(decodes.size, singles),
+            adapters=slots.adapters.by_slot[slot],
+            adapter_loads=slots.adapters.take_loads(),
         )
 
     def _dealt(self, first: int, chunks: list[PrefillChunk]) -> Mapping[int, range]:

@@ -121,6 +121,7 @@ class PageAdmission:
             if self._held_by_small.is_small[sequence.slot]:
                 promised_to_small += pages
         self._reserve = reserve
+        self.slots.adapters.begin()
         growth = self.decode_reserve.by_slot()
         kept = self.decode_reserve.bounded(int(growth.sum()))
         apart = cache.total - cache.usable  # on lanes with too few for a block of all page groups
@@ -154,9 +155,11 @@ class PageAdmission:
         return sequence.prefill_len <= self.small_tokens
 
     def may(self, sequence: Sequence) -> bool:
-        """Returns whether prompts of the waiting sequence's size can still be admitted in this
-        step."""
-        return self._open[self.is_small(sequence)]
+        """Returns whether prompts of the waiting sequence's size, and with its adapter, can still
+        be admitted in this step."""
+        if not self._open[self.is_small(sequence)]:
+            return False
+        return self.slots.adapters.may(sequence.request.adapter)
 
     def match(self, sequence: Sequence) -> np.ndarray | None:
         """Returns pages that hold a waiting sequence's first blocks already; None if it must wait,

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from jaxserve.api.batch import Batch
 from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Accepted, Event
-from jaxserve.api.request import Request
+from jaxserve.api.request import Request, unknown_adapter
 from jaxserve.cache import CacheManager
 from jaxserve.cache.copies import PrefixCopies
 from jaxserve.costs.coefficients import NOMINAL, Costs
@@ -88,7 +88,7 @@ class Scheduler:
         lanes = lane_costs(costs, mesh.kvp, chooser, cache.prompt_lanes)
         self.predictor = Predictor(costs, mesh, lanes)
         self.times = PrefillTimes(config, self.predictor)
-        self.slots = SlotTable(config.max_seqs, cache, self.times.seconds)
+        self.slots = SlotTable(config.max_seqs, cache, self.times.seconds, config.max_loras)
         self.sequences = self.slots.by_number
         self.requests = RequestTable(self.slots, self.bus)
         self.fetches = Fetches(cache, self.slots, self.predictor)
@@ -172,12 +172,14 @@ class Scheduler:
 
         received: tokens of its prompt, not all, whose KV comes with it: its first completion gets
         pages for them, and they are not computed unless it is preempted. Errors: RequestError for
-        an id in use, a full queue, a request that can never fit, and, with admission control, one
-        that could not be in time. One with a continuation was accepted before: neither a full queue
-        nor admission control refuses it.
+        an id in use, an adapter that is not loaded, a full queue, a request that can never fit,
+        and, with admission control, one that could not be in time. One with a continuation was
+        accepted before: neither a full queue nor admission control refuses it.
         """
         if request.id in self.requests.entries:
             raise RequestError("request_id", f"{request.id!r} is in use", "ALREADY_EXISTS")
+        if request.adapter and request.adapter not in self.slots.adapters.numbers:
+            raise unknown_adapter(request.adapter)
         ahead = len(self.slots.queue)
         begins = request.continuation is None
         if begins:
@@ -407,6 +409,7 @@ class Scheduler:
         self.cache.stores.take()
         self.cache.table_updates.take()
         self.cache.moves.take()
+        slots.adapters.reset()
         return events
 
     def check(self) -> None:

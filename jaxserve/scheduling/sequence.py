@@ -76,7 +76,7 @@ class Sequence:
         self.max_positions = len(request.prompt) + self.max_new_tokens - 1
         self.history = History(request.prompt)
         self.output = self.history.output
-        self.block_hashes = hashes(request.cache_salt, self.history)
+        self.block_hashes = hashes(request.key_salt, self.history)
         self.prefix_match = NO_MATCH  # pages of its first blocks when that was last asked
         self.prefill_len = len(request.prompt)
         self.received = received

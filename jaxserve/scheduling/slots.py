@@ -17,6 +17,7 @@ import numpy as np
 from jaxserve.api.batch import Batch
 from jaxserve.cache import CacheManager
 from jaxserve.policies import PromptView
+from jaxserve.scheduling.adapter_places import AdapterPlaces
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
 from jaxserve.scheduling.waiting_queue import WaitingQueue, age
 
@@ -29,11 +30,19 @@ class SlotTable:
 
     `queue`: waiting sequences, `prefilling`: partly prefilled ones, both by age; `by_slot` and
     `by_number`: sequences by their slot, and all of them by their number. Arrays are by slot.
-    work: predicted seconds to prefill tokens a to before b.
+    work: predicted seconds to prefill tokens a to before b. adapters: places for them on the
+    devices.
     """
 
-    def __init__(self, slots: int, cache: CacheManager, work: Callable[[int, int], float]):
+    def __init__(
+        self,
+        slots: int,
+        cache: CacheManager,
+        work: Callable[[int, int], float],
+        adapters: int = 0,
+    ):
         self.cache = cache
+        self.adapters = AdapterPlaces(adapters, slots)
         self.work = work
         self.phase = np.full(slots, EMPTY, np.int8)
         self.number = np.full(slots, -1, np.int64)
@@ -128,6 +137,7 @@ class SlotTable:
         self.issued[slot] = issued
         self.max_positions[slot] = sequence.max_positions
         self.tpot[slot] = sequence.tpot
+        self.adapters.take(slot, sequence.request.adapter)
         insort(self.prefilling, sequence, key=age)
         return slot
 
@@ -170,6 +180,7 @@ class SlotTable:
         sequence = self.by_slot.pop(slot)
         leaving = self.phase[slot] == LEAVING
         self.cache.release(slot)
+        self.adapters.release(slot)
         sequence.slot = NO_SLOT
         sequence.received = 0  # what came with it is gone with its pages
         sequence.ticket = None
@@ -221,5 +232,6 @@ class SlotTable:
         assert set(queue) | set(self.number[taken].tolist()) <= set(self.by_number), (
             "a sequence is not in the list of all"
         )
+        self.adapters.check()
         promised = set(self.cache.promises.holders())
         assert promised <= set(queue), f"promises to {promised} while {queue} wait"

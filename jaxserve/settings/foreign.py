@@ -22,6 +22,7 @@ NO_EFFECT: Mapping[str, str] = {
     "async_scheduling": "--lookahead steps are always issued ahead",
     "enable_prompt_tokens_details": "usage always has them",
     "enable_server_load_tracking": "/load is always there",
+    "enable_lora": "--max-loras=N says how many adapters the devices have room for",
 }
 NO_EFFECT_VALUES: Mapping[str, str] = {
     "allowed_methods": "pages of --allowed-origins may use all that routes have",
@@ -47,8 +48,6 @@ INSTEAD: Mapping[str, str] = {
     "kv_transfer_config": "`jaxserve cluster --prefill=N --decode=N`: docs/cluster.md",
     "kv_events_config": "--kv-events=tcp://127.0.0.1:5557: docs/routers.md",
     "load_in_8bit": "weights are read in the types of the checkpoint",
-    "enable_lora": "adapters are not served; merge them into the checkpoint first",
-    "lora_modules": "adapters are not served; merge them into the checkpoint first",
     "speculative_config": "--drafts=ngram and --draft-tokens=N",
     "num_speculative_tokens": "--draft-tokens=N, with --drafts=ngram",
     "speculative_model": "--drafts=ngram: there are no draft models yet",

@@ -36,7 +36,8 @@ ALIASES: Mapping[str, str] = {  # as in vLLM or SGLang -> name
     "ssl_ca_certs": "tls_client_ca",
     "otlp_traces_endpoint": "traces_endpoint",
 }
-SEVERAL = ("served_model_name",)  # settings whose flag may be followed by several values
+# settings whose flag may be followed by several values
+SEVERAL = ("served_model_name", "lora_modules")
 VALUE_ALIASES: Mapping[str, Mapping[str, str]] = {  # setting -> as in vLLM -> value
     "dtype": {"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16"},
     "kv_cache_dtype": {"fp8_e4m3": "fp8"},

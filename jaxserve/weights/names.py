@@ -122,6 +122,15 @@ def build(
     return assembly.build(sources, index)
 
 
+def modules_of(path: str, model: ModelConfig) -> list[str]:
+    """Names of the modules of a Hugging Face folder that parameter `path` is made of, in the order
+    of its parts. model: before `with_tp`."""
+    assembly, numbers = _assembly(path)
+    found = places(_at(model, numbers))
+    names = [found[part].tensor.format(**numbers) for part in assembly.parts if part in found]
+    return [name.removesuffix(".weight") for name in dict.fromkeys(names)]
+
+
 def sources_of(
     path: str, reader: Reader, stored: ModelConfig, model: ModelConfig, dtype: np.dtype
 ) -> tuple[Assembly, Sources]:

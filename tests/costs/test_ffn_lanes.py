@@ -20,6 +20,7 @@ from jaxserve.costs.profiles import devices
 from jaxserve.lab.simulate.run import System
 from jaxserve.models.experts import Experts
 from jaxserve.models.mlp import GatedMlp
+from jaxserve.models.tokens import Tokens
 from jaxserve.settings.schema import MeshConfig
 from jaxserve.sharding import rules
 from jaxserve.sharding.mesh import KVP, TP
@@ -44,7 +45,7 @@ def test_a_compiled_layer_sends_what_the_formula_says(lanes, tp, kind):
     split = {name: rules.spec(*one.axes) for name, one in spec.declare(model).items()}
     tokens = PartitionSpec(KVP)
     layer = jax.shard_map(
-        lambda state, x, positions: nnx.merge(graph, state)(x, positions),
+        lambda state, x, positions: nnx.merge(graph, state)(x, Tokens(positions)),
         mesh=Mesh(np.array(jax.devices()[:8]).reshape(lanes, tp), (KVP, TP)),
         in_specs=(type(state)(split), tokens, tokens),
         out_specs=PartitionSpec((KVP, TP)),

@@ -30,6 +30,7 @@ from jaxserve.scheduling import Batch, Scheduler
 from jaxserve.scheduling.events import StepIssued
 from jaxserve.scheduling.pool.interface import PoolScheduler
 from jaxserve.settings.schema import (
+    AdapterConfig,
     CacheConfig,
     EngineConfig,
     MeshConfig,
@@ -59,6 +60,8 @@ def engine(
     layer_groups: int = 1,
     drafts: str = "none",
     draft_tokens: int = 5,
+    loras: int = 0,
+    lora_rank: int = 8,
     **cache,
 ) -> Engine:
     """An engine whose programs are compiled when first used. planned: those that move pages are
@@ -85,7 +88,9 @@ def engine(
             planner=planner,
             drafts=drafts,
             draft_tokens=draft_tokens,
+            max_loras=loras,
         ),
+        AdapterConfig(max_lora_rank=lora_rank),
         layer_groups=layer_groups,
     )
     return build(

@@ -2,6 +2,7 @@
 type, limits and help. The command line's flags are made from them."""
 
 from jaxserve.api.errors import ConfigError
+from jaxserve.settings.schema.adapters import AdapterConfig
 from jaxserve.settings.schema.cache import CacheConfig
 from jaxserve.settings.schema.engine import EngineConfig, check_lanes
 from jaxserve.settings.schema.mesh import MeshConfig
@@ -12,6 +13,7 @@ from jaxserve.settings.schema.server import ServerConfig
 
 __all__ = [
     "DEFAULT_CLASS",
+    "AdapterConfig",
     "CacheConfig",
     "ConfigError",
     "EngineConfig",

@@ -11,6 +11,7 @@ from jaxserve.lanes.groups import group_sizes
 from jaxserve.lanes.placement import PLACEMENTS, Placement
 from jaxserve.lanes.planner import ELASTIC
 from jaxserve.settings.fields import Settings, option
+from jaxserve.settings.schema.adapters import AdapterConfig, AdapterRoom
 from jaxserve.settings.schema.cache import CacheConfig
 from jaxserve.settings.schema.mesh import MeshConfig
 from jaxserve.settings.schema.model import ModelSource
@@ -24,7 +25,7 @@ SERVED: Mapping[str, str] = {"policy": "slack", "chunking": "adaptive", "admissi
 
 @dataclass(frozen=True)
 class EngineConfig(Settings):
-    """A replica: its model, mesh, cache and scheduler, and how its engine runs.
+    """A replica: its model, mesh, cache, scheduler and adapters, and how its engine runs.
 
     automatic: settings that were not given, which are chosen by the machine where it has GPUs
     (`jaxserve.engine.machine`); no setting itself.
@@ -34,6 +35,7 @@ class EngineConfig(Settings):
     mesh: MeshConfig = field(default=MeshConfig())
     cache: CacheConfig = field(default=CacheConfig())
     scheduler: SchedulerConfig = field(default=SchedulerConfig())
+    adapters: AdapterConfig = field(default=AdapterConfig())
     profile: str = option(
         "auto",
         "what steps cost: a file that `jaxserve profile` wrote; auto: measured at the first start "
@@ -93,6 +95,12 @@ class EngineConfig(Settings):
         if self.source.ffn_over_lanes and self.mesh.kvp == 1:
             raise ConfigError("ffn_over_lanes", f"has no effect on one lane; {MORE_LANES}")
         scheduler = self.scheduler
+        for name, value in (
+            ("lora_modules", self.adapters.lora_modules),
+            ("lora_root", self.adapters.lora_root),
+        ):
+            if value and not scheduler.max_loras:
+                raise ConfigError(name, "needs places for adapters: give --max_loras=N too")
         for name, value, needs_costs in (
             ("exchange", scheduler.exchange, scheduler.exchange in CHOOSERS),
             ("planner", scheduler.planner, scheduler.planner != "none"),
@@ -101,6 +109,12 @@ class EngineConfig(Settings):
                 raise ConfigError(
                     name, f"{value} needs to know what steps cost, which --profile=none rules out"
                 )
+
+    @property
+    def adapter_room(self) -> AdapterRoom | None:
+        """Room for adapters on the devices; None for none."""
+        places = self.scheduler.max_loras
+        return AdapterRoom(places, self.adapters.max_lora_rank) if places else None
 
     @property
     def timed(self) -> bool:

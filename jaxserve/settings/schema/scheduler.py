@@ -132,6 +132,12 @@ class SchedulerConfig(Objectives):
     draft_tokens: int = option(
         7, "largest number of proposed tokens of a sequence in a step", low=1, high=64
     )
+    max_loras: int = option(
+        0,
+        "adapters (LoRA) on the devices at once, so also those of one step; 0: none are served",
+        low=0,
+        high=256,
+    )
     max_queue: int = option(
         4096, "largest number of waiting requests; further ones are refused", low=1
     )

@@ -1,0 +1,174 @@
+"""The adapters that a replica serves: names by which requests call them, loading and unloading."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Protocol, TypeVar
+
+from jaxserve.api.errors import RequestError
+from jaxserve.api.request import UNKNOWN_MODEL, adapter_identity
+from jaxserve.scheduling import Scheduler
+
+T = TypeVar("T")
+MAX_NAME_CHARS = 200
+_NAME = re.compile(r"[A-Za-z0-9._/:-]+")
+Exclusively = Callable[[Callable[[], object]], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """An adapter that is served. folder: of its files, as it was given. identity: see
+    `adapter_identity`. number: by which commands to the devices name it."""
+
+    name: str
+    folder: str
+    identity: str
+    number: int
+
+
+class Adapters(Protocol):
+    """The adapters of a replica. Methods may be called from any thread; those that change them may
+    wait for files to be read, and for a step."""
+
+    @property
+    def by_name(self) -> Mapping[str, Adapter]:
+        """The adapters that new requests may have. Never waits."""
+
+    def load(self, name: str, folder: str, in_place: bool = False) -> Adapter:
+        """Reads an adapter's files, and serves it from now on. in_place: also where one of this
+        name is served, whose requests go on with it. Errors: RequestError for a name in use, for
+        more than there may be, and for files that cannot be served."""
+
+    def unload(self, name: str) -> None:
+        """Takes no new requests for an adapter; those that were accepted go on with it. Errors:
+        RequestError, NOT_FOUND, for an unknown name."""
+
+
+class NoAdapters:
+    """Adapters of a replica that has no room for some."""
+
+    @property
+    def by_name(self) -> Mapping[str, Adapter]:
+        return MappingProxyType({})
+
+    def load(self, name: str, folder: str, in_place: bool = False) -> Adapter:
+        raise RequestError(
+            "lora_name", "the replica has no places for adapters", "FAILED_PRECONDITION"
+        )
+
+    def unload(self, name: str) -> None:
+        raise not_loaded(name)
+
+
+class Source(Protocol):
+    """Whatever has adapters' files read into host memory, from where steps have them brought to
+    the devices: see `engine.executor.CommandExecutor`."""
+
+    def load_adapter(self, number: int, folder: str) -> str: ...
+
+    def drop_adapter(self, number: int) -> None: ...
+
+
+class LocalAdapters:
+    """The adapters of a replica in this process. source: reads their files. exclusively: runs what
+    changes the scheduler while nothing else does. taken: names that adapters may not have. most:
+    that may be loaded at once, those included that are unloaded and have requests left."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        source: Source,
+        exclusively: Exclusively,
+        taken: Sequence[str],
+        most: int,
+    ):
+        self._scheduler = scheduler
+        self._source = source
+        self._exclusively = exclusively
+        self._taken = frozenset(taken)
+        self._most = most
+        self._changing = threading.Lock()  # one change at a time; held while files are read
+        self._by_name: Mapping[str, Adapter] = {}  # replaced as a whole: others read it
+        self._leaving: list[Adapter] = []
+        self._loaded = 0
+
+    @property
+    def by_name(self) -> Mapping[str, Adapter]:
+        return self._by_name
+
+    def load(self, name: str, folder: str, in_place: bool = False) -> Adapter:
+        check_name(name)
+        with self._changing:
+            if name in self._taken or (name in self._by_name and not in_place):
+                raise RequestError("lora_name", f"{name!r} is served already", "ALREADY_EXISTS")
+            count = len(self._by_name) + len(self._leaving)
+            if count >= self._most:
+                raise RequestError(
+                    "lora_name",
+                    f"{count} adapters are loaded, which is the limit (max_cpu_loras)",
+                    "RESOURCE_EXHAUSTED",
+                )
+            self._loaded += 1
+            number = self._loaded
+            fingerprint = self._source.load_adapter(number, folder)
+            adapter = Adapter(name, folder, adapter_identity(name, fingerprint), number)
+            self._exclusively(lambda: self._enter(adapter))
+            return adapter
+
+    def _enter(self, adapter: Adapter) -> None:
+        """Serves an adapter in place of another of its name, whose memory it takes over where the
+        files are the same."""
+        known = self._scheduler.slots.adapters.numbers
+        before = self._by_name.get(adapter.name)
+        twins = [each for each in (before, *self._leaving) if each is not None]
+        twin = next((each for each in twins if each.identity == adapter.identity), None)
+        self._by_name = {**self._by_name, adapter.name: adapter}
+        if twin is not None:
+            # what runs, and what is on the devices, is the same adapter: the new copy replaces it
+            self._leaving = [each for each in self._leaving if each is not twin]
+            self._source.drop_adapter(twin.number)
+        elif before is not None:
+            self._leaving.append(before)
+        known[adapter.identity] = adapter.number
+
+    def unload(self, name: str) -> None:
+        with self._changing:
+            if name not in self._by_name:
+                raise not_loaded(name)
+            self._exclusively(lambda: self._leave(name))
+
+    def _leave(self, name: str) -> None:
+        left = dict(self._by_name)
+        self._leaving.append(left.pop(name))
+        self._by_name = left
+        self.settle()
+
+    def settle(self) -> None:
+        """Frees adapters that were unloaded and have no requests left. Runs exclusively."""
+        if not self._leaving:
+            return
+        used = {sequence.request.adapter for sequence in self._scheduler.sequences.values()}
+        for adapter in self._leaving:
+            if adapter.identity not in used:
+                self._scheduler.slots.adapters.forget(adapter.identity)
+                self._source.drop_adapter(adapter.number)
+        self._leaving = [each for each in self._leaving if each.identity in used]
+
+
+def check_name(name: str) -> None:
+    """Checks the name of an adapter. Errors: RequestError."""
+    if len(name) > MAX_NAME_CHARS or not _NAME.fullmatch(name):
+        raise RequestError(
+            "lora_name",
+            f"must be 1 to {MAX_NAME_CHARS} letters, digits and any of . _ / : -, not {name!r:.80}",
+        )
+
+
+def not_loaded(name: str) -> RequestError:
+    """Makes the error of an adapter that is not served."""
+    fault = f"the adapter {name!r:.100} is not loaded"
+    return RequestError("lora_name", fault, "NOT_FOUND", reason=UNKNOWN_MODEL)

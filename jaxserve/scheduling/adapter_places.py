@@ -1,0 +1,121 @@
+"""The places for adapters on the devices: which adapter is in each, and which may come next.
+
+A sequence with an adapter gets a slot only while its adapter is in a place, or a place is free of
+running sequences; the one that was used least recently is given away. So nothing that runs ever
+waits for an adapter. Where all places are in use, the first sequence in the order of the policy
+that finds none has the place with the fewest running sequences emptied for its adapter: those
+behind it in the order do not join that place, so no stream of requests for some adapters keeps
+another out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Sequenced
+
+import numpy as np
+
+from jaxserve.api.batch import NO_COPIES
+
+NONE = -1  # place of rows without an adapter
+
+
+class AdapterPlaces:
+    """The adapters in each of some places, by their identity (see `Request`).
+
+    by_slot [slots] int32: the place of the adapter of each slot's sequence, or NONE. numbers: of
+    the adapters that are known, as commands to the devices name them.
+    """
+
+    def __init__(self, places: int, slots: int):
+        self.by_slot = np.full(slots, NONE, np.int32)
+        self.numbers: dict[str, int] = {}
+        self._in_place: list[str] = [""] * places
+        self._running = [0] * places  # sequences with a slot
+        self._used = [0] * places  # when each was last given to a sequence
+        self._uses = 0
+        self._loads: list[tuple[int, int]] = []
+        self._emptied: int | None = None  # in this step, for an adapter that found no place
+
+    @property
+    def resident(self) -> Sequenced[str]:
+        """The identities of the adapters on the devices."""
+        return [identity for identity in self._in_place if identity]
+
+    def begin(self) -> None:
+        """Begins a step."""
+        self._emptied = None
+
+    def may(self, identity: str) -> bool:
+        """Returns whether a sequence with an adapter may get a slot in this step; with "", of one
+        without."""
+        if not identity:
+            return True
+        if identity in self._in_place:
+            return self._in_place.index(identity) != self._emptied
+        if self._free() is not None:
+            return True
+        if self._emptied is None:
+            self._emptied = int(np.argmin(self._running))
+        return False
+
+    def _free(self) -> int | None:
+        """Finds the place without running sequences that was used least recently, if any."""
+        free = [place for place, running in enumerate(self._running) if not running]
+        return min(free, key=lambda place: self._used[place], default=None)
+
+    def take(self, slot: int, identity: str) -> None:
+        """Notes that a sequence, which `may`, has got a slot."""
+        if not identity:
+            return
+        if identity in self._in_place:
+            place = self._in_place.index(identity)
+        else:
+            free = self._free()
+            assert free is not None, f"all places are in use: {self._in_place}"
+            place = free
+            self._in_place[place] = identity
+            self._loads.append((place, self.numbers[identity]))
+        self._uses += 1
+        self._used[place] = self._uses
+        self._running[place] += 1
+        self.by_slot[slot] = place
+
+    def release(self, slot: int) -> None:
+        """Notes that a slot is given back."""
+        place = int(self.by_slot[slot])
+        if place != NONE:
+            self._running[place] -= 1
+            self.by_slot[slot] = NONE
+
+    def take_loads(self) -> np.ndarray:
+        """Returns what the next step brings to the devices [m, 2]: places, and the numbers of the
+        adapters; nothing of it comes again."""
+        if not self._loads:
+            return NO_COPIES
+        loads = np.array(self._loads, np.int32)
+        self._loads.clear()
+        return loads
+
+    def forget(self, identity: str) -> None:
+        """Forgets an adapter that no sequence has."""
+        del self.numbers[identity]
+        if identity in self._in_place:
+            place = self._in_place.index(identity)
+            assert not self._running[place], f"sequences run with adapter {identity}"
+            self._in_place[place] = ""
+            self._used[place] = 0
+
+    def reset(self) -> None:
+        """Notes that nothing is on the devices any more; no sequence has a slot."""
+        self._in_place = [""] * len(self._in_place)
+        self._loads.clear()
+
+    def check(self) -> None:
+        """Checks the invariants. Errors: AssertionError with what differs."""
+        counted = np.bincount(self.by_slot[self.by_slot != NONE], minlength=len(self._running))
+        assert counted.tolist() == self._running, f"running {self._running}, counted {counted}"
+        resident = self.resident
+        assert len(set(resident)) == len(resident), f"an adapter is in two places: {resident}"
+        assert set(resident) <= self.numbers.keys(), f"{resident} are not all known"
+        used = [self._in_place[place] for place in np.flatnonzero(counted).tolist()]
+        assert all(used), f"sequences run in an empty place: {self._in_place}, {counted}"
