@@ -23,6 +23,7 @@ from prometheus_client.registry import Collector
 from jaxserve.api.errors import RequestError
 from jaxserve.api.request import Request
 from jaxserve.cluster.member import KvPeer
+from jaxserve.replica.adapters import Adapters, NoAdapters
 from jaxserve.replica.info import ReplicaInfo
 from jaxserve.replica.kv_pool import KvPool
 from jaxserve.replica.protocol import Sink
@@ -61,6 +62,7 @@ class RemoteReplica:
     ):
         self.target = target
         self.block_events = RemoteBlocks()
+        self.adapters: Adapters = NoAdapters()
         self.facts = RemoteFacts()
         self._draining = False
         self._lock = threading.RLock()  # never held while a sink is called

@@ -29,6 +29,7 @@ PARTS: Mapping[str, int] = {
     "attention.qkv": 3,
     "attention.o_proj": 1,
     "attention.q_a": 1,
+    "attention.q_b": 1,  # where queries have no latent
     "attention.kv_a": 1,
     "attention.qkvz": 4,
     "attention.ba": 2,
@@ -165,7 +166,7 @@ def declare_factors(model: ModelConfig, layers: range, rank: int) -> dict[str, F
     found = {}
     for number in layers:
         for path, parameter in model.block(number).items():
-            if path in PARTS:
+            if path in PARTS and "embed" in parameter.axes:
                 width = rank * PARTS[path]
                 narrow = dataclasses.replace(model, d_model=width).block(number)[path]
                 found[f"layers.{number}.{path}"] = _factors(parameter, narrow, width)

@@ -188,9 +188,11 @@ class LatentAttentionSpec:
         if self.q_rank is not None:
             declared["q_a"] = Declared((D, self.q_rank), ("embed", None), inputs=1)
             declared["q_a_norm"] = Declared((self.q_rank,), (None,), wide=True)
-        inputs = D if self.q_rank is None else self.q_rank
+        inputs: tuple[int, str | None] = (D, "embed")
+        if self.q_rank is not None:
+            inputs = (self.q_rank, None)
         declared |= {
-            "q_b": Declared((inputs, *query), (None, *heads), inputs=1),
+            "q_b": Declared((inputs[0], *query), (inputs[1], *heads), inputs=1),
             "kv_a": Declared((D, self.kv_rank + sizes.head_dim), ("embed", None), inputs=1),
             "kv_a_norm": Declared((self.kv_rank,), (None,), wide=True),
             "k_up": Declared((K, G, self.plain, self.kv_rank), (*heads, None), inputs=3),

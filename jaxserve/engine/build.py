@@ -6,6 +6,7 @@ import dataclasses
 import sys
 from collections.abc import Callable
 
+from jaxserve.api.errors import RequestError
 from jaxserve.cache.tiers import LowerTiers
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.engine.block_layout import BlockLayout
@@ -33,7 +34,7 @@ from jaxserve.progress import progress_bar
 from jaxserve.scheduling import Scheduler
 from jaxserve.scheduling.assembly import CachedModel, ReplicaProfile, assemble
 from jaxserve.settings.options import values_of
-from jaxserve.settings.schema import EngineConfig
+from jaxserve.settings.schema import ConfigError, EngineConfig
 from jaxserve.sharding.mesh import ensure_devices
 from jaxserve.store.parts import PartIndex
 from jaxserve.store.peers import PeerBlocks
@@ -149,12 +150,19 @@ def make_engine(
     profile: ReplicaProfile | None = None,
 ) -> Engine:
     """Makes the host's side of a replica: cache, scheduler, engine. model: as the checkpoint says.
-    profile: what steps cost; None for nominal costs."""
+    profile: what steps cost; None for nominal costs. Errors: ConfigError for adapters that cannot
+    be served."""
     plan = worker.plan
     if not worker.goes_by_groups:
         plan = dataclasses.replace(plan, layer_groups=1)
     scheduler = make_scheduler(config, plan, model, profile, worker.lower_tiers)
-    return Engine(config, worker, scheduler)
+    engine = Engine(config, worker, scheduler)
+    for name, folder in config.adapters.named:
+        try:
+            engine.adapters.load(name, folder)
+        except RequestError as error:
+            raise ConfigError("lora_modules", f"{name}: {error}") from None
+    return engine
 
 
 def make_scheduler(

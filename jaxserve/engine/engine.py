@@ -34,7 +34,6 @@ from jaxserve.engine.steps import Steps
 from jaxserve.engine.watchdog import RESTARTING, lost_error, request_error
 from jaxserve.observe.kv_view import kv_view
 from jaxserve.observe.view import Snapshot
-from jaxserve.replica.adapters import LocalAdapters
 from jaxserve.replica.core import ReplicaCore
 from jaxserve.replica.kv_pool import KvPool
 from jaxserve.replica.protocol import Sink
@@ -70,11 +69,7 @@ class Engine(ReplicaCore):
         self._lock = threading.RLock()
         info = replica_info(config, worker, scheduler)
         super().__init__(scheduler, info, config.cache, clock or WallClock(), worker.members)
-        self._adapters = LocalAdapters(
-            scheduler, worker, self._exclusively, info.names, config.adapters.max_cpu_loras
-        )
-        if config.adapter_room is not None:
-            self.adapters = self._adapters
+        self._serve_adapters(worker, config.adapters.max_cpu_loras)
         self.steps = Steps(config, worker, scheduler, self.registry, self.now, self._notify)
         self.block_exporter: BlockExporter | PartedExporter | None = None
         if worker.lower_tiers is not None:
@@ -309,7 +304,7 @@ class Engine(ReplicaCore):
         outcome = self.steps.wait()
         with self._lock:
             self.steps.finish(outcome)
-            self._adapters.settle()
+            self.adapters.settle()
         return True
 
     def _load(self, arrival: Arrival) -> None:

@@ -52,6 +52,7 @@ class Peers:
 
     def __init__(self, workers: int, leader: Hello):
         self.changed = threading.Condition()
+        self._asking = threading.Lock()  # answers do not say what they answer
         self.formed = False
         self.ready = False
         self.torn = True  # lost since `WorkerGroup.formed` was called last
@@ -158,15 +159,17 @@ class Peers:
     def ask(self, what: str, seconds: float, **arguments: Any) -> list[Any]:
         """Has all workers do something else than a step, and returns their answers by number. Gives
         the group up where a worker makes no progress for `seconds`. Errors: WorkersLost."""
-        asked_at = time.monotonic()
-        peers = self.all
-        self.tell(Kind.ASK, json.dumps({"what": what, **arguments}).encode())
-        answers = []
-        for peer in peers:
-            while (answer := _answer(peer, LOOK_SECONDS)) is NO_ANSWER:
-                if time.monotonic() - max(asked_at, peer.progressed_at) > seconds:
-                    self.disband(f"{what} of worker {peer.hello.worker} hangs since {seconds:g} s")
-            answers.append(answer)
+        with self._asking:
+            asked_at = time.monotonic()
+            peers = self.all
+            self.tell(Kind.ASK, json.dumps({"what": what, **arguments}).encode())
+            answers = []
+            for peer in peers:
+                while (answer := _answer(peer, LOOK_SECONDS)) is NO_ANSWER:
+                    if time.monotonic() - max(asked_at, peer.progressed_at) > seconds:
+                        number = peer.hello.worker
+                        self.disband(f"{what} of worker {number} hangs since {seconds:g} s")
+                answers.append(answer)
         if not self.formed:
             raise WorkersLost(self.lost)
         return answers

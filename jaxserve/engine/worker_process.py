@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 
 import jax
 
+from jaxserve.api.errors import RequestError
 from jaxserve.engine import distributed
 from jaxserve.engine.command import NO_STEP, SAMPLE_LATER, StepCommand
 from jaxserve.engine.fetched_pieces import Arrival
@@ -236,10 +237,16 @@ class _Process:
                 with _reporting(self._channel):
                     self._execute(self._codec.decode(frame.content))
             elif frame.kind == Kind.ASK:
+                content = json.loads(frame.content)
+                if content["what"] == "load_adapter":  # beside steps
+                    self._start_thread(functools.partial(self._answer, **content))
+                    continue
                 with _reporting(self._channel):
-                    self._answer(**json.loads(frame.content))
+                    self._answer(**content)
             elif frame.kind == Kind.BLOCKS:
                 self._ask_for_blocks(**json.loads(frame.content))
+            elif frame.kind == Kind.DROP_ADAPTER:
+                self._worker.drop_adapter(json.loads(frame.content)["number"])
             elif frame.kind == Kind.COMPILE:
                 self._worker.compile_others()
             elif frame.kind == Kind.END:
@@ -302,6 +309,7 @@ class _Process:
             "start": self._begin,
             "settle": self._settle,
             "links": self._links,
+            "load_adapter": self._load_adapter,
         }
         answer = answers[what](**arguments)
         self._channel.send(Kind.ANSWER, json.dumps(answer).encode())
@@ -318,6 +326,12 @@ class _Process:
     def _settle(self) -> None:
         with self._news:
             self._news.wait_for(lambda: self._finished == self._issued)
+
+    def _load_adapter(self, number: int, folder: str) -> dict[str, str]:
+        try:
+            return {"fingerprint": self._worker.load_adapter(number, folder)}
+        except RequestError as error:
+            return {"error": str(error)}
 
     def _links(self) -> dict[str, Any]:
         self._settle()

@@ -33,6 +33,7 @@ class Kind(enum.IntEnum):
     ARRIVED = 14  # a worker: a piece of a fetch can be written to its pages
     BLOCKS = 15  # the leader: blocks below the devices to keep longer, or to bring nearer
     COMPILE = 16  # the leader: what the warm-up left is to be compiled beside steps
+    DROP_ADAPTER = 17  # the leader: an adapter in host memory is not needed any more
 
 
 @dataclass(frozen=True)

@@ -63,8 +63,11 @@ class NoAdapters:
     def unload(self, name: str) -> None:
         raise not_loaded(name)
 
+    def settle(self) -> None:
+        """Does nothing: see `LocalAdapters.settle`."""
 
-class Source(Protocol):
+
+class AdapterSource(Protocol):
     """Whatever has adapters' files read into host memory, from where steps have them brought to
     the devices: see `engine.executor.CommandExecutor`."""
 
@@ -81,7 +84,7 @@ class LocalAdapters:
     def __init__(
         self,
         scheduler: Scheduler,
-        source: Source,
+        source: AdapterSource,
         exclusively: Exclusively,
         taken: Sequence[str],
         most: int,

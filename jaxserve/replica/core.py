@@ -17,7 +17,7 @@ from jaxserve.clock import Clock
 from jaxserve.observe.journal import Journal
 from jaxserve.observe.metrics import Metrics
 from jaxserve.observe.view import Snapshot
-from jaxserve.replica.adapters import Adapters, NoAdapters
+from jaxserve.replica.adapters import AdapterSource, LocalAdapters, NoAdapters
 from jaxserve.replica.info import ReplicaInfo
 from jaxserve.replica.kv_pool import KvPool, LocalKvPool
 from jaxserve.replica.protocol import Sink
@@ -65,7 +65,7 @@ class ReplicaCore:
             placement=cache.placement,
         )
         self.metrics.listen(self.bus, cache.prefix_caching)
-        self.adapters: Adapters = NoAdapters()
+        self.adapters: LocalAdapters | NoAdapters = NoAdapters()
 
     @functools.cached_property
     def kv_pool(self) -> KvPool:
@@ -79,6 +79,13 @@ class ReplicaCore:
     def now(self) -> float:
         """Returns seconds on the replica's clock."""
         return self.clock.now()
+
+    def _serve_adapters(self, source: AdapterSource, most: int) -> None:
+        """Serves adapters from now on, as far as the scheduler has places for some. source, most:
+        see `LocalAdapters`."""
+        if self.scheduler.config.max_loras:
+            names = self.info.names
+            self.adapters = LocalAdapters(self.scheduler, source, self._exclusively, names, most)
 
     # --- requests
 

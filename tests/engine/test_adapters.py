@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -98,3 +101,156 @@ def three_adapters(folder: Path, base: Path) -> dict[str, Path]:
 def test_requests_of_a_batch_have_each_their_own_adapter(mesh, tmp_path):
     base = write_model(tmp_path / "base", "granite")
     assert_as_merged(tmp_path, base, three_adapters(tmp_path, base), mesh=mesh)
+
+
+# modules of families whose projections lie in one tensor, have latents, states, several sizes of
+# heads, or experts beside an MLP
+FAMILIES = {
+    "phi3": (("qkv_proj", "o_proj", "gate_up_proj", "down_proj"), ""),
+    "deepseek_v2": (("q_proj", "kv_a_proj_with_mqa", "o_proj"), "tp=2"),
+    "qwen3_next": (("in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "o_proj"), "tp=2"),
+    "qwen3_5": (("in_proj_qkv", "in_proj_z", "in_proj_b", "out_proj", "v_proj"), ""),
+    "gemma4-experts": ((*ATTENTION, *MLP), "tp=2"),
+    "glm4": (("q_proj", "gate_up_proj"), "tp=2"),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_have_adapters_of_their_modules(family, tmp_path):
+    ends, mesh = FAMILIES[family]
+    base = write_model(tmp_path / "base", family)
+    assert_as_merged(
+        tmp_path, base, {"one": write_adapter(tmp_path / "one", base, ends)}, mesh=mesh
+    )
+
+
+def test_lanes_that_share_mlps_have_adapters_of_them(tmp_path):
+    base = write_model(tmp_path / "base", "granite")
+    adapters = {"mlp": write_adapter(tmp_path / "mlp", base, MLP)}
+    assert_as_merged(tmp_path, base, adapters, mesh="kvp=2,tp=2", ffn_over_lanes=True)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models") / "base", "granite")
+
+
+@pytest.fixture(scope="module")
+def folders(base, tmp_path_factory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("adapters")
+    return [write_adapter(folder / f"a{i}", base, ATTENTION, rank=4, seed=i) for i in range(6)]
+
+
+@pytest.mark.parametrize("drafts", ["none", "ngram"])
+def test_more_adapters_than_places_take_turns(base, folders, drafts):
+    """Adapters are brought to the devices again where others have taken their places."""
+    real = engine(str(base), **SHARED, loras=2, drafts=drafts)
+    names = [f"a{i}" for i in range(6)]
+    for name, path in zip(names, folders):
+        real.adapters.load(name, str(path))
+    every = prompts(6) * 2
+    asked = [*names, "", *names[:5]]
+    mixed = run(real, every, asked)
+    apart = [run(real, [prompt], [name])[0] for prompt, name in zip(every, asked)]
+    assert_same(mixed, apart)
+    assert len(real.scheduler.slots.adapters.resident) == 2
+    assert len({tuple(chosen) for _, chosen in mixed}) == len(mixed)
+    real.close()
+
+
+def test_prefixes_are_shared_only_with_the_same_adapter(base, folders):
+    real = engine(str(base), **SHARED, loras=2)
+    for name in ("a0", "a1"):
+        real.adapters.load(name, str(folders[int(name[1])]))
+    prompt = [prompts(4)[3]]
+    first = {name: run(real, prompt, [name]) for name in ("", "a0", "a1")}
+    hits = [cached_tokens(real, prompt[0], name) for name in ("", "a0", "a1")]
+    assert hits == [64, 64, 64]
+    for name, result in first.items():
+        assert_same(run(real, prompt, [name]), result)
+    real.adapters.load("a0", str(folders[2]), in_place=True)
+    assert cached_tokens(real, prompt[0], "a0") == 0  # its weights are others now
+    assert cached_tokens(real, prompt[0], "a0") == 64
+    real.close()
+
+
+def cached_tokens(real: Engine, prompt: list[int], name: str) -> int:
+    runner = Runner(real)
+    adapter = real.adapters.by_name[name].identity if name else ""
+    id = runner.submit(prompt, max_tokens=1, rest={"adapter": adapter})
+    runner.run()
+    return runner.completion(id).finished.usage.cached
+
+
+def test_accepted_requests_go_on_with_an_adapter_that_is_unloaded(base, folders):
+    real = engine(str(base), **SHARED, loras=1)
+    real.adapters.load("a0", str(folders[0]))
+    every = prompts(3)
+    expected = run(real, every, ["a0"] * 3)
+    identity = real.adapters.by_name["a0"].identity
+    runner = Runner(real)
+    rest = {"adapter": identity}
+    fields = dict(max_tokens=TOKENS, ignore_eos=True, logprobs=1)
+    ids = [runner.submit(prompt, rest=rest, **fields) for prompt in every]
+    real.step()
+    real.adapters.unload("a0")
+    assert not real.adapters.by_name
+    real.adapters.load("a0", str(folders[1]))
+    other = runner.submit(
+        every[0], rest={"adapter": real.adapters.by_name["a0"].identity}, **fields
+    )
+    runner.run()
+    done = [runner.completion(id) for id in ids]
+    assert_same([(one.ids, [each.chosen for each in one.logprobs]) for one in done], expected)
+    assert runner.completion(other).finished.reason == "length"
+    assert list(real.scheduler.slots.adapters.numbers) == [real.adapters.by_name["a0"].identity]
+    assert len(real.worker._adapters) == 1  # host memory of the old one is free
+    with pytest.raises(RequestError, match="'b' is not loaded"):
+        real.adapters.unload("b")
+    with pytest.raises(RequestError, match="'b' is not loaded"):
+        runner.submit(every[0], rest={"adapter": "b@0"})
+    real.close()
+
+
+def test_adapters_come_to_the_devices_again_after_a_failed_step(base, folders):
+    real = engine(str(base), **SHARED, loras=1)
+    real.adapters.load("a0", str(folders[0]))
+    every = prompts(2)
+    expected = run(real, every, ["a0"] * 2)
+    real.steps.reset_devices()
+    real.steps.lose(lambda sequence: False, RequestError("", "a step failed"))
+    assert_same(run(real, every, ["a0"] * 2), expected)
+    real.close()
+
+
+@functools.cache
+def one_place(base: Path) -> Engine:
+    return engine(str(base), **SHARED, loras=1)
+
+
+@pytest.mark.parametrize(
+    "change, fault",
+    [
+        (dict(peft_type="IA3"), "peft_type is IA3"),
+        (dict(use_dora=True), "use_dora"),
+        (dict(modules_to_save=["lm_head"]), "modules_to_save"),
+        (dict(bias="all"), "bias"),
+        (dict(r=0), "r must be a whole number of 1 to 512"),
+        (dict(r="8"), "r must be a whole number"),
+        (dict(lora_alpha=float("nan")), "lora_alpha must be a number"),
+        (dict(init_lora_weights="pissa_niter_4"), "pissa_niter_4 changes the base model"),
+        (dict(rank_pattern={"(a+)+$": 2}), "is no name of a module"),
+        (dict(r=16), "has rank 16, max_lora_rank is 8"),
+        (dict(r=3), "should be"),
+    ],
+)
+def test_adapters_that_cannot_be_served_are_refused(change, fault, base, folders, tmp_path):
+    real = one_place(base)
+    folder = tmp_path / "bad"
+    shutil.copytree(folders[0], folder)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(RequestError, match=fault.replace("(", r"\(")) as error:
+        real.adapters.load("bad", str(folder))
+    assert error.value.field == "lora_path"
+    assert not real.adapters.by_name

@@ -51,6 +51,7 @@ NO_SHAPE = ModelConfig(
     max_len=2**31 - 1,
 )
 NEVER = float("inf")
+MOST_ADAPTERS = 2**16
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,16 @@ class StagePassage:
     start: float
     end: float
     seconds: float
+
+
+class NoFiles:
+    """Adapters without files: those with equal folders are equal."""
+
+    def load_adapter(self, number: int, folder: str) -> str:
+        return folder
+
+    def drop_adapter(self, number: int) -> None:
+        """Does nothing: no memory is held."""
 
 
 class StepListener(Protocol):
@@ -158,6 +169,7 @@ class VirtualReplica(ReplicaCore):
         assert tiers is None or isinstance(tiers, VirtualTiers)
         clock = VirtualClock() if tiers is None else tiers.clock
         super().__init__(scheduler, info, cache, clock)
+        self._serve_adapters(NoFiles(), MOST_ADAPTERS)
         self.listeners: list[StepListener] = []
         self._depth = mesh.spp + lookahead  # batches in flight
         self._stages = mesh.spp
@@ -290,6 +302,7 @@ class VirtualReplica(ReplicaCore):
         self.bus.publish(StepRead(batch, now, passage.seconds, comparable=True))
         results = StepResults(self._sampler.tokens(batch))
         self._notify(self.scheduler.finish(batch, results, now))
+        self.adapters.settle()
 
     # --- requests
 
