@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from jaxserve.weights.adapters import FILE
-
+FILE = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 
 
@@ -42,7 +41,15 @@ def write_adapter(
         factors[f"{stem}.lora_B.weight"] = _normal(random, outputs, own, weight.std() / 2)
     assert factors, f"no module ends in {ends}"
     save_file(factors, folder / FILE)
-    fields = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "bias": "none", **config}
+    fields = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "target_modules": list(ends),
+        "r": rank,
+        "lora_alpha": alpha,
+        "bias": "none",
+        **config,
+    }
     (folder / CONFIG).write_text(json.dumps(fields))
     return folder
 

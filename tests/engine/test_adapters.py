@@ -14,6 +14,7 @@ from jaxserve.api.errors import RequestError
 from jaxserve.engine.engine import Engine
 from tests.engine.adapters import merge, write_adapter
 from tests.engine.harness import Runner, assert_empty, engine
+from tests.models.oracle import peft
 from tests.models.test_families import write_model
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -77,30 +78,37 @@ def assert_as_merged(folder: Path, base: Path, adapters: dict[str, Path], **sett
     assert len({tuple(chosen) for _, chosen in mixed}) == len(mixed)
 
 
-def three_adapters(folder: Path, base: Path) -> dict[str, Path]:
-    return {
-        "all": write_adapter(folder / "all", base, ATTENTION + MLP, rank=8, alpha=4, seed=1),
-        "few": write_adapter(
-            folder / "few",
-            base,
-            ("q_proj", "v_proj", "down_proj"),
-            rank=2,
-            seed=2,
-            use_rslora=True,
-            rank_pattern={"down_proj": 5},
-            alpha_pattern={"v_proj": 3},
-        ),
-        "one": write_adapter(folder / "one", base, ("up_proj",), rank=3, seed=3),
-    }
-
-
-@pytest.mark.parametrize(
+MESH = pytest.mark.parametrize(
     "mesh",
     ["", ALL_AXES, *(pytest.param(mesh, marks=pytest.mark.matrix) for mesh in MESHES[:-1])],
 )
+
+
+@MESH
+def test_log_probabilities_are_those_of_peft(mesh, tmp_path):
+    """Of three adapters in one batch."""
+    base = write_model(tmp_path / "base", peft.BASE)
+    real = engine(str(base), mesh=mesh, **SHARED, loras=3)
+    answers = np.load(peft.FILE)
+    runner = Runner(real)
+    ids = {}
+    for name, path in peft.write_adapters(tmp_path, base).items():
+        adapter = real.adapters.load(name, str(path))
+        prompt = answers[f"{name}_ids"].tolist()
+        rest = {"adapter": adapter.identity}
+        ids[name] = runner.submit(prompt, max_tokens=1, prompt_logprobs=0, rest=rest)
+    runner.run()
+    for name, id in ids.items():
+        scored = runner.completion(id).finished.prompt_logprobs[1:]
+        found = [entry.chosen for entry in scored]
+        assert found == pytest.approx(answers[f"{name}_logprobs"], abs=1e-4)
+    real.close()
+
+
+@MESH
 def test_requests_of_a_batch_have_each_their_own_adapter(mesh, tmp_path):
-    base = write_model(tmp_path / "base", "granite")
-    assert_as_merged(tmp_path, base, three_adapters(tmp_path, base), mesh=mesh)
+    base = write_model(tmp_path / "base", peft.BASE)
+    assert_as_merged(tmp_path, base, peft.write_adapters(tmp_path, base), mesh=mesh)
 
 
 # modules of families whose projections lie in one tensor, have latents, states, several sizes of
