@@ -10,6 +10,7 @@ from typing import Literal
 import fastapi
 
 from jaxserve.api.errors import RequestError
+from jaxserve.server.adapter_routes import adapter_routes
 from jaxserve.server.frontend import DRAINING, SERVING, Frontend
 from jaxserve.server.http_app import StrictModel, make_app
 from jaxserve.server.json_body import JsonObject
@@ -86,6 +87,7 @@ def operators_app(frontend: Frontend) -> fastapi.FastAPI:
         return {"server": dataclasses.asdict(frontend.config), "engine": engine}
 
     app.include_router(kv_routes(frontend))
+    app.include_router(adapter_routes(frontend))
     return app
 
 

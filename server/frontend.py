@@ -121,13 +121,22 @@ class Frontend:
 
     def check_model(self, name: str) -> None:
         """Refuses a model that is not served here; '' is the one that is. Errors: RequestError."""
-        if name and name not in self.info.names:
+        self._adapter(name)
+
+    def _adapter(self, name: str) -> str:
+        """Returns the identity of the adapter that a model's name stands for, '' where it stands
+        for the model itself. Errors: RequestError."""
+        if not name or name in self.info.names:
+            return ""
+        adapter = self.require_replica().adapters.by_name.get(name)
+        if adapter is None:
             raise RequestError(
                 "model",
                 f"{name[:100]!r} is not served here; {self.info.served_name!r} is",
                 "NOT_FOUND",
                 reason=UNKNOWN_MODEL,
             )
+        return adapter.identity
 
     @contextlib.asynccontextmanager
     async def generate(self, call: GenerateCall, caller: Caller) -> AsyncIterator[Stream]:
@@ -269,7 +278,7 @@ class Frontend:
         """Checks a call against the model, and makes a request of it. Errors: RequestError."""
         info = self.info
         arrival = self.require_replica().now()
-        self.check_model(call.model)
+        adapter = self._adapter(call.model)
         if call.kv_transfer is not None and self.handoff is None:
             refuse_transfer(call.kv_transfer)
         if len(call.cache_salt) > MAX_SALT_CHARS:
@@ -295,7 +304,11 @@ class Frontend:
             deadline=None if call.timeout is None else arrival + call.timeout,
             guide=guide,
             streamed=call.streamed,
-            **{**call.options(), "cache_salt": caller.cache_salt(call.cache_salt)},
+            **{
+                **call.options(),
+                "cache_salt": caller.cache_salt(call.cache_salt),
+                "adapter": adapter,
+            },
         )
         if call.kv_transfer is None or self.handoff is None:
             return request

@@ -75,7 +75,7 @@ class KvHandoff:
 
     def _want(self, request: Request, blocks: int) -> list[bytes]:
         """Runs on a thread of its own; returns the keys of the blocks."""
-        hashes = self.info.block_hashes(request.prompt, request.cache_salt)
+        hashes = self.info.block_hashes(request.prompt, request.key_salt)
         keys = self.exporter.keys_of(hashes, blocks)
         self.exporter.want(keys)
         return keys

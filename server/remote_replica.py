@@ -23,7 +23,6 @@ from prometheus_client.registry import Collector
 from jaxserve.api.errors import RequestError
 from jaxserve.api.request import Request
 from jaxserve.cluster.member import KvPeer
-from jaxserve.replica.adapters import Adapters, NoAdapters
 from jaxserve.replica.info import ReplicaInfo
 from jaxserve.replica.kv_pool import KvPool
 from jaxserve.replica.protocol import Sink
@@ -32,6 +31,7 @@ from jaxserve.server import replica_pb2 as pb
 from jaxserve.server.auth.tls import Authorities
 from jaxserve.server.grpc.proto import value_in
 from jaxserve.server.kv_questions import RemoteKvPool
+from jaxserve.server.remote_adapters import LOAD_SECONDS, RemoteAdapters
 from jaxserve.server.remote_blocks import RemoteBlocks
 from jaxserve.server.remote_requests import (
     Pending,
@@ -62,8 +62,11 @@ class RemoteReplica:
     ):
         self.target = target
         self.block_events = RemoteBlocks()
-        self.adapters: Adapters = NoAdapters()
         self.facts = RemoteFacts()
+        self.adapters = RemoteAdapters(
+            lambda: self.facts.heartbeat,
+            lambda question: self._question(LOAD_SECONDS, adapter=question).adapter,
+        )
         self._draining = False
         self._lock = threading.RLock()  # never held while a sink is called
         self._requests = RemoteRequests(self._lock, self._say)
@@ -219,27 +222,27 @@ class RemoteReplica:
         if session is not None:
             session.say(command)
 
-    def _question(self, **question: Any) -> pb.Answer:
+    def _question(self, seconds: float = ANSWER_SECONDS, **question: Any) -> pb.Answer:
         with self._lock:
             session = self._connection.require_session()
             pending = self._requests.expect()
             session.say(pb.Command(question=pb.Question(call=pending.call, **question)))
-        return self._wait(pending)
+        return self._wait(pending, seconds)
 
-    def _wait(self, pending: Pending) -> pb.Answer:
+    def _wait(self, pending: Pending, seconds: float = ANSWER_SECONDS) -> pb.Answer:
         """Waits for an answer. Errors: RequestError, the replica's own, or UNAVAILABLE."""
         if self._connection.is_reader:
             split = functools.partial(parts_of, pending=pending)
             try:
-                self._connection.read_until(pending.done, ANSWER_SECONDS, split)
+                self._connection.read_until(pending.done, seconds, split)
             except RequestError as error:
                 pending.set(error=RequestError("", str(error), "UNAVAILABLE"))
-        answered = pending.done.wait(ANSWER_SECONDS)
+        answered = pending.done.wait(seconds)
         self._requests.take_pending(pending.call)
         if not answered:
             raise RequestError(
                 "",
-                f"the replica {self.target} did not answer for {ANSWER_SECONDS:g} s",
+                f"the replica {self.target} did not answer for {seconds:g} s",
                 "UNAVAILABLE",
             )
         if pending.error is not None:

@@ -157,7 +157,7 @@ class Alive(_message.Message):
     def __init__(self) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("number", "request_id", "prompt", "sampling", "age", "time_left", "ttft", "tpot", "class_name", "priority", "cache_salt", "bypass_prefix_cache", "guided", "kv_source", "cache_retention", "embed", "continuation", "job")
+    __slots__ = ("number", "request_id", "prompt", "sampling", "age", "time_left", "ttft", "tpot", "class_name", "priority", "cache_salt", "bypass_prefix_cache", "guided", "kv_source", "cache_retention", "embed", "continuation", "job", "adapter")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
@@ -176,6 +176,7 @@ class Submit(_message.Message):
     EMBED_FIELD_NUMBER: _ClassVar[int]
     CONTINUATION_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     number: int
     request_id: str
     prompt: bytes
@@ -194,7 +195,8 @@ class Submit(_message.Message):
     embed: bool
     continuation: Continuation
     job: bool
-    def __init__(self, number: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt: _Optional[bytes] = ..., sampling: _Optional[_Union[_jaxserve_pb2.SamplingParams, _Mapping]] = ..., age: _Optional[float] = ..., time_left: _Optional[float] = ..., ttft: _Optional[float] = ..., tpot: _Optional[float] = ..., class_name: _Optional[str] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., bypass_prefix_cache: bool = ..., guided: _Optional[_Union[_jaxserve_pb2.Guided, _Mapping]] = ..., kv_source: _Optional[_Union[KvSource, _Mapping]] = ..., cache_retention: _Optional[int] = ..., embed: bool = ..., continuation: _Optional[_Union[Continuation, _Mapping]] = ..., job: bool = ...) -> None: ...
+    adapter: str
+    def __init__(self, number: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt: _Optional[bytes] = ..., sampling: _Optional[_Union[_jaxserve_pb2.SamplingParams, _Mapping]] = ..., age: _Optional[float] = ..., time_left: _Optional[float] = ..., ttft: _Optional[float] = ..., tpot: _Optional[float] = ..., class_name: _Optional[str] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., bypass_prefix_cache: bool = ..., guided: _Optional[_Union[_jaxserve_pb2.Guided, _Mapping]] = ..., kv_source: _Optional[_Union[KvSource, _Mapping]] = ..., cache_retention: _Optional[int] = ..., embed: bool = ..., continuation: _Optional[_Union[Continuation, _Mapping]] = ..., job: bool = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class Continuation(_message.Message):
     __slots__ = ("completions", "first_token_age")
@@ -245,20 +247,34 @@ class Stop(_message.Message):
     def __init__(self, call: _Optional[int] = ..., number: _Optional[int] = ..., index: _Optional[int] = ...) -> None: ...
 
 class Question(_message.Message):
-    __slots__ = ("call", "load", "view_since", "flush_cache", "metrics", "kv")
+    __slots__ = ("call", "load", "view_since", "flush_cache", "metrics", "kv", "adapter")
     CALL_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     VIEW_SINCE_FIELD_NUMBER: _ClassVar[int]
     FLUSH_CACHE_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
     KV_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     call: int
     load: bool
     view_since: int
     flush_cache: bool
     metrics: bool
     kv: KvQuestion
-    def __init__(self, call: _Optional[int] = ..., load: bool = ..., view_since: _Optional[int] = ..., flush_cache: bool = ..., metrics: bool = ..., kv: _Optional[_Union[KvQuestion, _Mapping]] = ...) -> None: ...
+    adapter: AdapterQuestion
+    def __init__(self, call: _Optional[int] = ..., load: bool = ..., view_since: _Optional[int] = ..., flush_cache: bool = ..., metrics: bool = ..., kv: _Optional[_Union[KvQuestion, _Mapping]] = ..., adapter: _Optional[_Union[AdapterQuestion, _Mapping]] = ...) -> None: ...
+
+class AdapterQuestion(_message.Message):
+    __slots__ = ("kind", "name", "folder", "in_place")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    FOLDER_FIELD_NUMBER: _ClassVar[int]
+    IN_PLACE_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    name: str
+    folder: str
+    in_place: bool
+    def __init__(self, kind: _Optional[str] = ..., name: _Optional[str] = ..., folder: _Optional[str] = ..., in_place: bool = ...) -> None: ...
 
 class KvQuestion(_message.Message):
     __slots__ = ("kind", "prompt", "salt", "seconds", "lease")
@@ -281,7 +297,7 @@ class Rejected(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class Answer(_message.Message):
-    __slots__ = ("call", "error", "done", "load", "view", "flushed_pages", "metrics", "kv")
+    __slots__ = ("call", "error", "done", "load", "view", "flushed_pages", "metrics", "kv", "adapter")
     CALL_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
@@ -290,6 +306,7 @@ class Answer(_message.Message):
     FLUSHED_PAGES_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
     KV_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     call: int
     error: Error
     done: bool
@@ -298,7 +315,8 @@ class Answer(_message.Message):
     flushed_pages: int
     metrics: bytes
     kv: str
-    def __init__(self, call: _Optional[int] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., done: bool = ..., load: _Optional[_Union[Load, _Mapping]] = ..., view: _Optional[str] = ..., flushed_pages: _Optional[int] = ..., metrics: _Optional[bytes] = ..., kv: _Optional[str] = ...) -> None: ...
+    adapter: str
+    def __init__(self, call: _Optional[int] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., done: bool = ..., load: _Optional[_Union[Load, _Mapping]] = ..., view: _Optional[str] = ..., flushed_pages: _Optional[int] = ..., metrics: _Optional[bytes] = ..., kv: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class Error(_message.Message):
     __slots__ = ("field", "message", "status", "retry_after", "reason")
@@ -333,20 +351,34 @@ class Load(_message.Message):
     def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ..., queued_prefill_seconds: _Optional[float] = ..., pages_free: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_cached: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("alive", "available", "overdue", "load", "other_requests", "kv_rates")
+    __slots__ = ("alive", "available", "overdue", "load", "other_requests", "kv_rates", "adapters")
     ALIVE_FIELD_NUMBER: _ClassVar[int]
     AVAILABLE_FIELD_NUMBER: _ClassVar[int]
     OVERDUE_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     OTHER_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     KV_RATES_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     alive: bool
     available: bool
     overdue: float
     load: Load
     other_requests: int
     kv_rates: _containers.RepeatedCompositeFieldContainer[KvRate]
-    def __init__(self, alive: bool = ..., available: bool = ..., overdue: _Optional[float] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., other_requests: _Optional[int] = ..., kv_rates: _Optional[_Iterable[_Union[KvRate, _Mapping]]] = ...) -> None: ...
+    adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
+    def __init__(self, alive: bool = ..., available: bool = ..., overdue: _Optional[float] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., other_requests: _Optional[int] = ..., kv_rates: _Optional[_Iterable[_Union[KvRate, _Mapping]]] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ...) -> None: ...
+
+class Adapter(_message.Message):
+    __slots__ = ("name", "folder", "identity", "number")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    FOLDER_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    folder: str
+    identity: str
+    number: int
+    def __init__(self, name: _Optional[str] = ..., folder: _Optional[str] = ..., identity: _Optional[str] = ..., number: _Optional[int] = ...) -> None: ...
 
 class KvRate(_message.Message):
     __slots__ = ("source", "plane", "bytes_per_s")

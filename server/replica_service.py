@@ -25,6 +25,7 @@ from jaxserve.server.block_service import MAX_STREAMS, BlockService
 from jaxserve.server.caller_session import CallerSession, Served
 from jaxserve.server.cluster_port import ClusterPort
 from jaxserve.server.own_address import OwnAddress
+from jaxserve.server.remote_adapters import adapter_messages
 from jaxserve.server.replica_messages import info_text, load_message
 from jaxserve.store.peers import FetchesBlocks, OffersBlocks
 from jaxserve.text.structured_output import Guides
@@ -167,6 +168,7 @@ class ReplicaService(rpc.ReplicaServicer):
             overdue=replica.overdue(),
             load=self._load,
             kv_rates=_kv_rates(replica),
+            adapters=adapter_messages(replica),
         )
 
     def _ask_load(self, replica: Replica) -> None:

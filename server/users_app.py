@@ -8,6 +8,7 @@ from typing import Any
 import fastapi
 
 from jaxserve.server import dashboard
+from jaxserve.server.adapter_routes import adapter_routes, refuse_keyed
 from jaxserve.server.anthropic.routes import anthropic_routes
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.generation.unknown_fields import UnknownFields
@@ -63,6 +64,11 @@ def users_app(frontend: Frontend, readiness: Readiness) -> fastapi.FastAPI:
     unknown = UnknownFields(frontend.config.strict_fields)
     for routes in (openai_routes, anthropic_routes, rerank_routes, tokenization_routes):
         app.include_router(routes(frontend, unknown), responses=ERROR_RESPONSES)
+    app.include_router(
+        adapter_routes(frontend),
+        dependencies=[fastapi.Depends(refuse_keyed)],
+        responses=ERROR_RESPONSES,
+    )
     app.include_router(health_routes(frontend, readiness))
     app.include_router(dashboard.router(frontend, _visible_ids))
     app.openapi()  # cached by this call: it takes 40 ms, which would stall streams later

@@ -249,8 +249,7 @@ class Request(RequestOptions):
 
 def unknown_adapter(identity: str) -> RequestError:
     """Makes the error of a request for an adapter that is not loaded."""
-    name, _, _ = identity.rpartition("@")
-    fault = f"the adapter {name!r:.100} is not loaded"
+    fault = f"the adapter {adapter_name(identity)!r:.100} is not loaded"
     return RequestError("model", fault, "NOT_FOUND", reason=UNKNOWN_MODEL)
 
 
@@ -258,6 +257,17 @@ def adapter_identity(name: str, fingerprint: str) -> str:
     """Returns what names an adapter and its weights: equal for equal ones under one name, on all
     replicas."""
     return f"{name}@{fingerprint}"
+
+
+def adapter_name(identity: str) -> str:
+    """Returns the name in an adapter's identity."""
+    return identity.rpartition("@")[0]
+
+
+def split_key_salt(key_salt: str) -> tuple[str, str]:
+    """Returns the identity of the adapter ('': none) and the salt of `RequestOptions.key_salt`."""
+    adapter, _, salt = key_salt.rpartition(SALT_SEPARATOR)
+    return adapter, salt
 
 
 def seconds_of(name: str, milliseconds: float | None) -> float | None:

@@ -20,6 +20,7 @@ from prometheus_client import CollectorRegistry
 from jaxserve.api.request import Request
 from jaxserve.cache.block_events import BlockEvents
 from jaxserve.clock import Clock, WallClock
+from jaxserve.cluster.adapters import ClusterAdapters
 from jaxserve.cluster.arrivals import ArrivalCheck
 from jaxserve.cluster.counts import ConductorCounts
 from jaxserve.cluster.dispatcher import MIGRATIONS, Dispatcher
@@ -86,6 +87,7 @@ class Conductor:
         self.metrics_registry = CollectorRegistry(auto_describe=False)
         self.metrics_registry.register(MergedMetrics(lambda: self.members))
         self.metrics_registry.register(RoleSignals(self.table, self.now))
+        self.adapters = ClusterAdapters(self.table)
         self._dispatcher = Dispatcher(
             self.router,
             ArrivalCheck(self.table, settings.overload),

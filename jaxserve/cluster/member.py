@@ -106,6 +106,11 @@ class Member:
             return False
         return not here.cache_layout or here.block_size == there.block_size
 
+    def has_adapter(self, identity: str) -> bool:
+        """Returns whether it has an adapter, as it said last."""
+        adapters = self.replica.adapters.by_name.values()
+        return any(adapter.identity == identity for adapter in adapters)
+
     @property
     def alive(self) -> bool:
         return self.replica.alive and not self.suspect

@@ -71,7 +71,7 @@ class CachedPrefixes:
         blocks = (len(prompt) - 1) // size
         if not blocks:
             return [0] * numbers
-        chain = info.block_hashes(prompt, request.cache_salt)
+        chain = info.block_hashes(prompt, request.key_salt)
         chain[blocks - 1]  # hashes all of them before anybody waits for the lock
         with self._lock:
             return self._directory.prefix_blocks(chain, blocks, numbers)

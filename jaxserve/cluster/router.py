@@ -89,12 +89,12 @@ class Router:
     ) -> Placement | None:
         """Places a request; None if no member is left. prefixes: see `prefixes`. tried: that
         are not to serve it. spared: that are not to compute its prompt for others."""
-        serving = self._serving(tried)
+        serving = self._serving(request, tried)
         if not serving:
             return None
         mixed = [member for member in serving if member.role is Role.MIXED]
         if not _computes_all(request) and any(member.role.decodes for member in serving):
-            prefilling = [member for member in self._prefilling() if member not in spared]
+            prefilling = [one for one in self._prefilling(request) if one not in spared]
             if prefilling:
                 return self._shared(request, prefixes, prefilling, serving, now)
         return self._local(request, prefixes, mixed or serving, now)
@@ -104,21 +104,26 @@ class Router:
     ) -> Member | None:
         """The member that decodes a request whose prompt another one computes; None where none is
         left."""
-        serving = self._serving(tried)
+        serving = self._serving(request, tried)
         if not serving:
             return None
         return self._decode(request, prefixes, serving)
 
-    def _serving(self, tried: Collection[Member]) -> list[Member]:
-        """The members that may serve requests: where none that decodes is usable, as the last
+    def _serving(self, request: Request, tried: Collection[Member]) -> list[Member]:
+        """The members that may serve a request: where none that decodes is usable, as the last
         resort, those that should only prefill."""
-        usable = [member for member in self.table.all if member.usable]
+        usable = [member for member in self._having(request.adapter) if member.usable]
         decoding = [member for member in usable if member.role.decodes]
         return [member for member in decoding or usable if member not in tried]
 
-    def _prefilling(self) -> list[Member]:
-        """The members that compute prompts for others."""
-        members = [member for member in self.table.all if member.moves_kv and member.usable]
+    def _having(self, adapter: str) -> list[Member]:
+        """The members that have an adapter; "": all."""
+        return [member for member in self.table.all if not adapter or member.has_adapter(adapter)]
+
+    def _prefilling(self, request: Request) -> list[Member]:
+        """The members that compute the prompt of a request for others."""
+        having = self._having(request.adapter)
+        members = [member for member in having if member.moves_kv and member.usable]
         return [member for member in members if member.role is Role.PREFILL]
 
     def _shared(

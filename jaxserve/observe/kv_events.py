@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxserve.api.request import adapter_name, split_key_salt
 from jaxserve.cache.block_events import Medium, StoredBlocks
 
 KvEvent = dict[str, Any]
@@ -38,15 +39,18 @@ def block_hash(key: bytes) -> int:
 def block_stored(blocks: StoredBlocks, block_size: int) -> KvEvent:
     """The event of blocks with their tokens. The salt stands where each reader looks for it: with
     the first block of a prompt for vLLM's, and in a field `cache_salt` of every event for Dynamo's
-    (lib/kv-router/src/zmq_wire), which hashes the salt with each block."""
+    (lib/kv-router/src/zmq_wire), which hashes the salt with each block; the adapter's name stands
+    with each block of its own."""
     assert blocks.tokens is not None
-    first = blocks.parent is None
-    extra_keys: list[list[str] | None] = [None] * len(blocks.keys)
+    adapter, salt = split_key_salt(blocks.salt)
+    name = adapter_name(adapter) or None
+    own = None if name is None else [name]
+    extra_keys: list[list[str] | None] = [own] * len(blocks.keys)
     salted: KvEvent = {}
-    if blocks.salt:
-        salted["cache_salt"] = blocks.salt
-        if first:
-            extra_keys[0] = [blocks.salt]
+    if salt:
+        salted["cache_salt"] = salt
+        if blocks.parent is None:
+            extra_keys[0] = [*(own or []), salt]
     return {
         "type": "BlockStored",
         "block_hashes": [block_hash(key) for key in blocks.keys],
@@ -55,7 +59,7 @@ def block_stored(blocks: StoredBlocks, block_size: int) -> KvEvent:
         "block_size": block_size,
         "lora_id": None,
         "medium": MEDIA[blocks.medium],
-        "lora_name": None,
+        "lora_name": name,
         "extra_keys": extra_keys,
         "group_idx": 0,
         "kv_cache_spec_kind": "full_attention",

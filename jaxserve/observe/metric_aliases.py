@@ -19,6 +19,7 @@ VLLM_NAMES = frozenset(
         "num_requests_running",
         "num_requests_waiting",
         "kv_cache_usage_perc",
+        "lora_requests_info",
         "num_preemptions",
         "prefix_cache_queries",
         "prefix_cache_hits",

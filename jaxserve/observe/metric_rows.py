@@ -31,6 +31,8 @@ READ_GAUGES: Mapping[str, str] = {
     ),
     "kv_blocks_promised": "KV blocks that are kept for prompts that wait",
     "kv_blocks_leased": "KV blocks that stay for as long as operators asked",
+    "lora_adapters_loaded": "Adapters that requests may name",
+    "lora_adapters_on_devices": "Adapters on the devices",
     "kv_blocks_in_host": "KV blocks in host memory",
     "kv_blocks_on_disk": "KV blocks on disk",
 }
@@ -39,6 +41,7 @@ READ_COUNTERS: Mapping[str, str] = {
     "num_step_interruptions": (
         "Long steps between whose layers another step ran, for prompts that would have been late"
     ),
+    "lora_device_loads": "Times that an adapter was brought to the devices",
     "kv_promises_given_up": "Prompts that waited and lost the KV blocks that were kept for them",
     "kv_blocks_stored": "KV blocks that left the devices and were kept in host memory",
     "kv_blocks_from_host": "KV blocks read from host memory",

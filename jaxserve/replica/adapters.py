@@ -6,12 +6,14 @@ import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol, TypeVar
 
 from jaxserve.api.errors import RequestError
 from jaxserve.api.request import UNKNOWN_MODEL, adapter_identity
 from jaxserve.scheduling import Scheduler
+from jaxserve.settings.schema import AdapterConfig
 
 T = TypeVar("T")
 MAX_NAME_CHARS = 200
@@ -78,8 +80,9 @@ class AdapterSource(Protocol):
 
 class LocalAdapters:
     """The adapters of a replica in this process. source: reads their files. exclusively: runs what
-    changes the scheduler while nothing else does. taken: names that adapters may not have. most:
-    that may be loaded at once, those included that are unloaded and have requests left."""
+    changes the scheduler while nothing else does. taken: names that adapters may not have. config:
+    how many there may be, those included that are unloaded and have requests left, and the folder
+    below which they must be."""
 
     def __init__(
         self,
@@ -87,13 +90,13 @@ class LocalAdapters:
         source: AdapterSource,
         exclusively: Exclusively,
         taken: Sequence[str],
-        most: int,
+        config: AdapterConfig,
     ):
         self._scheduler = scheduler
         self._source = source
         self._exclusively = exclusively
         self._taken = frozenset(taken)
-        self._most = most
+        self._config = config
         self._changing = threading.Lock()  # one change at a time; held while files are read
         self._by_name: Mapping[str, Adapter] = {}  # replaced as a whole: others read it
         self._leaving: list[Adapter] = []
@@ -104,12 +107,35 @@ class LocalAdapters:
         return self._by_name
 
     def load(self, name: str, folder: str, in_place: bool = False) -> Adapter:
+        return self.load_given(name, self._checked(folder), in_place)
+
+    def _checked(self, folder: str) -> str:
+        """Returns the path of a folder that a request names. Errors: RequestError."""
+        if self._config.lora_root is None:
+            raise RequestError(
+                "lora_path",
+                "no adapter can be loaded while serving: the server was started without lora_root",
+                "FAILED_PRECONDITION",
+            )
+        root = Path(self._config.lora_root).resolve()
+        try:
+            path = (root / folder).resolve()
+        except (OSError, ValueError, RuntimeError):
+            path = Path()
+        if not path.is_relative_to(root):
+            raise RequestError("lora_path", f"{folder[:200]!r} is not below lora_root")
+        if not path.is_dir():
+            raise RequestError("lora_path", f"there is no folder {folder[:200]!r}", "NOT_FOUND")
+        return str(path)
+
+    def load_given(self, name: str, folder: str, in_place: bool = False) -> Adapter:
+        """Serves an adapter as `load` does, of any folder: that the settings name."""
         check_name(name)
         with self._changing:
             if name in self._taken or (name in self._by_name and not in_place):
-                raise RequestError("lora_name", f"{name!r} is served already", "ALREADY_EXISTS")
+                raise RequestError("lora_name", f"{name!r} has already been loaded")
             count = len(self._by_name) + len(self._leaving)
-            if count >= self._most:
+            if count >= self._config.max_cpu_loras:
                 raise RequestError(
                     "lora_name",
                     f"{count} adapters are loaded, which is the limit (max_cpu_loras)",

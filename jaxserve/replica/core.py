@@ -11,9 +11,10 @@ from prometheus_client import CollectorRegistry
 
 from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Event
-from jaxserve.api.request import Request
+from jaxserve.api.request import Request, adapter_name
 from jaxserve.cache.block_events import BlockEvents
 from jaxserve.clock import Clock
+from jaxserve.observe.adapter_metrics import AdapterMetrics
 from jaxserve.observe.journal import Journal
 from jaxserve.observe.metrics import Metrics
 from jaxserve.observe.view import Snapshot
@@ -24,7 +25,8 @@ from jaxserve.replica.protocol import Sink
 from jaxserve.replica.registry import Registry
 from jaxserve.scheduling import Load, Scheduler
 from jaxserve.scheduling.events import Rejected
-from jaxserve.settings.schema import CacheConfig
+from jaxserve.scheduling.sequence import NO_SLOT
+from jaxserve.settings.schema import AdapterConfig, CacheConfig
 
 T = TypeVar("T")
 
@@ -80,12 +82,23 @@ class ReplicaCore:
         """Returns seconds on the replica's clock."""
         return self.clock.now()
 
-    def _serve_adapters(self, source: AdapterSource, most: int) -> None:
-        """Serves adapters from now on, as far as the scheduler has places for some. source, most:
-        see `LocalAdapters`."""
+    def _serve_adapters(self, source: AdapterSource, config: AdapterConfig) -> None:
+        """Serves adapters from now on, if the scheduler has places for some. source, config: see
+        `LocalAdapters`."""
         if self.scheduler.config.max_loras:
             names = self.info.names
-            self.adapters = LocalAdapters(self.scheduler, source, self._exclusively, names, most)
+            self.adapters = LocalAdapters(self.scheduler, source, self._exclusively, names, config)
+            shown = AdapterMetrics(self._adapters_in_use, self.scheduler.config.max_loras)
+            self.metrics_registry.register(shown)
+
+    def _adapters_in_use(self) -> tuple[list[str], list[str]]:
+        """Names of the adapters of running requests, and of waiting ones."""
+        sequences = self._exclusively(lambda: list(self.scheduler.sequences.values()))
+        names: tuple[list[str], list[str]] = ([], [])
+        for sequence in sequences:
+            if sequence.request.adapter:
+                names[sequence.slot == NO_SLOT].append(adapter_name(sequence.request.adapter))
+        return names
 
     # --- requests
 
@@ -177,6 +190,9 @@ class ReplicaCore:
             "predictor_scale": self.scheduler.predictor.scale,
             "num_preemptions": self.scheduler.slots.preemptions,
             "num_step_interruptions": self.scheduler.interruptions,
+            "lora_adapters_loaded": len(self.adapters.by_name),
+            "lora_adapters_on_devices": len(self.scheduler.slots.adapters.resident),
+            "lora_device_loads": self.scheduler.slots.adapters.loaded,
             "kv_blocks_promised": len(self.scheduler.cache.promises),
             "kv_blocks_leased": len(self.scheduler.cache.leases),
             "kv_promises_given_up": self.scheduler.cache.promises.given_up,

@@ -23,12 +23,14 @@ class AdapterPlaces:
     """The adapters in each of some places, by their identity (see `Request`).
 
     by_slot [slots] int32: the place of the adapter of each slot's sequence, or NONE. numbers: of
-    the adapters that are known, as commands to the devices name them.
+    the adapters that are known, as commands to the devices name them. loaded: how many were brought
+    to the devices so far.
     """
 
     def __init__(self, places: int, slots: int):
         self.by_slot = np.full(slots, NONE, np.int32)
         self.numbers: dict[str, int] = {}
+        self.loaded = 0
         self._in_place: list[str] = [""] * places
         self._running = [0] * places  # sequences with a slot
         self._used = [0] * places  # when each was last given to a sequence
@@ -75,6 +77,7 @@ class AdapterPlaces:
             place = free
             self._in_place[place] = identity
             self._loads.append((place, self.numbers[identity]))
+            self.loaded += 1
         self._uses += 1
         self._used[place] = self._uses
         self._running[place] += 1

@@ -89,19 +89,23 @@ def _add_model_routes(router: fastapi.APIRouter, frontend: Frontend) -> None:
 
 
 def _models(frontend: Frontend) -> list[JsonObject]:
-    """Returns the model, once for each of its names."""
+    """Returns the model, once for each of its names, and its adapters."""
     info = frontend.info
+    names = (info.served_name, *info.other_names)
+    roots: dict[str, tuple[str, str | None]] = dict.fromkeys(names, (info.served_name, None))
+    adapters = frontend.require_replica().adapters.by_name.values()
+    roots |= {adapter.name: (adapter.folder, info.served_name) for adapter in adapters}
     return [
         {
             "id": name,
             "object": "model",
             "created": frontend.started,
             "owned_by": "jaxserve",
-            "root": info.served_name,
-            "parent": None,
+            "root": root,
+            "parent": parent,
             "max_model_len": info.max_model_len,
         }
-        for name in (info.served_name, *info.other_names)
+        for name, (root, parent) in roots.items()
     ]
 
 

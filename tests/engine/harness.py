@@ -90,7 +90,7 @@ def engine(
             draft_tokens=draft_tokens,
             max_loras=loras,
         ),
-        AdapterConfig(max_lora_rank=lora_rank),
+        AdapterConfig(max_lora_rank=lora_rank, lora_root="/" if loras else None),
         layer_groups=layer_groups,
     )
     return build(

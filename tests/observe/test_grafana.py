@@ -12,6 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse
 
 from jaxserve.cli import main as cli
+from jaxserve.observe.adapter_metrics import AdapterMetrics
 from jaxserve.observe.metric_rows import OF_TRANSFERS, READ
 from jaxserve.observe.metrics import Metrics
 from jaxserve.server.frontend_metrics import FrontendMetrics, exposition
@@ -33,6 +34,7 @@ def families() -> dict:
         lambda: dict.fromkeys(READ, 1.0),
         transfers=lambda: {("host:1", "tcp"): dict.fromkeys(OF_TRANSFERS, 1.0)},
     )
+    metrics.registry.register(AdapterMetrics(lambda: (["a"], []), 4))
     front = FrontendMetrics()
     metrics.configured(
         block_size=16,

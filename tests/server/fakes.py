@@ -19,6 +19,7 @@ from jaxserve.api.request import Request
 from jaxserve.cache.block_events import BlockEvents
 from jaxserve.observe.metric_rows import READ
 from jaxserve.observe.metrics import Metrics
+from jaxserve.replica.adapters import NoAdapters
 from jaxserve.replica.info import ReplicaInfo
 from jaxserve.replica.protocol import Sink
 from jaxserve.scheduling import Load
@@ -153,6 +154,7 @@ class FakeReplica:
         self.alive = True
         self.available = True
         self.block_events = BlockEvents()
+        self.adapters = NoAdapters()
         self.paused = False
         self.fault: Exception | None = None
         self.overdue_seconds: float | None = None

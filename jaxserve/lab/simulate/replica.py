@@ -36,7 +36,7 @@ from jaxserve.scheduling import Scheduler
 from jaxserve.scheduling.batch_reader import StepResults
 from jaxserve.scheduling.events import StepIssued, StepRead
 from jaxserve.scheduling.prefill_facts import prefill_facts
-from jaxserve.settings.schema import CacheConfig, MeshConfig
+from jaxserve.settings.schema import AdapterConfig, CacheConfig, MeshConfig
 
 SOME_RIGHT = Guesses()
 NO_SHAPE = ModelConfig(
@@ -51,7 +51,6 @@ NO_SHAPE = ModelConfig(
     max_len=2**31 - 1,
 )
 NEVER = float("inf")
-MOST_ADAPTERS = 2**16
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +168,7 @@ class VirtualReplica(ReplicaCore):
         assert tiers is None or isinstance(tiers, VirtualTiers)
         clock = VirtualClock() if tiers is None else tiers.clock
         super().__init__(scheduler, info, cache, clock)
-        self._serve_adapters(NoFiles(), MOST_ADAPTERS)
+        self._serve_adapters(NoFiles(), AdapterConfig(lora_root="/"))
         self.listeners: list[StepListener] = []
         self._depth = mesh.spp + lookahead  # batches in flight
         self._stages = mesh.spp
