@@ -119,11 +119,7 @@ class Frontend:
         """Facts about the replica. Errors: as of `require_replica`."""
         return self.require_replica().info
 
-    def check_model(self, name: str) -> None:
-        """Refuses a model that is not served here; '' is the one that is. Errors: RequestError."""
-        self._adapter(name)
-
-    def _adapter(self, name: str) -> str:
+    def check_model(self, name: str) -> str:
         """Returns the identity of the adapter that a model's name stands for, '' where it stands
         for the model itself. Errors: RequestError."""
         if not name or name in self.info.names:
@@ -278,7 +274,7 @@ class Frontend:
         """Checks a call against the model, and makes a request of it. Errors: RequestError."""
         info = self.info
         arrival = self.require_replica().now()
-        adapter = self._adapter(call.model)
+        adapter = self.check_model(call.model)
         if call.kv_transfer is not None and self.handoff is None:
             refuse_transfer(call.kv_transfer)
         if len(call.cache_salt) > MAX_SALT_CHARS:

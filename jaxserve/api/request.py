@@ -141,7 +141,7 @@ class RequestOptions:
 
     @property
     def key_salt(self) -> str:
-        """What the keys of the request's KV cover besides tokens and model: salt and adapter."""
+        """Text that stands for all that the keys of its KV cover besides tokens and model."""
         if not self.adapter:
             return self.cache_salt
         return f"{self.adapter}{SALT_SEPARATOR}{self.cache_salt}"

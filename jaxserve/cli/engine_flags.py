@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxserve.settings.options import Option, make, options_of
 from jaxserve.settings.schema import (
+    AdapterConfig,
     CacheConfig,
     EngineConfig,
     ModelSource,
@@ -33,6 +34,7 @@ ENGINE = {
         *("profile", "lookahead", "layer_groups", "attention", "hang_timeout", "replay", "role"),
         *("compile_cache", "compile_all"),
     ),
+    "adapters": _of(AdapterConfig),
 }
 CONFIG = {
     "settings": [

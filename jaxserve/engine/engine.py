@@ -69,7 +69,7 @@ class Engine(ReplicaCore):
         self._lock = threading.RLock()
         info = replica_info(config, worker, scheduler)
         super().__init__(scheduler, info, config.cache, clock or WallClock(), worker.members)
-        self._serve_adapters(worker, config.adapters)
+        self._serve_adapters(worker.adapters, config.adapters)
         self.steps = Steps(config, worker, scheduler, self.registry, self.now, self._notify)
         self.block_exporter: BlockExporter | PartedExporter | None = None
         if worker.lower_tiers is not None:

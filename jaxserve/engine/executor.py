@@ -14,6 +14,7 @@ from jaxserve.engine.fetched_pieces import Arrival
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.step_shapes import StepShape
 from jaxserve.lanes.rates import LaneLinks
+from jaxserve.replica.adapters import AdapterSource
 from jaxserve.store.peers import BlockExporter, PartedExporter
 
 
@@ -21,10 +22,12 @@ class CommandExecutor(Protocol):
     """Devices behind commands. Errors of any method: DeviceError, where the devices fail and can be
     used again after a reset; WorkersLost, where processes are gone. Executors are made from this
     class: what it does by itself is right where there are no tiers below the devices, no other
-    process, and all programs are compiled. goes_by_groups: whether steps may be issued group by
-    group of their layers."""
+    process, and all programs are compiled. adapters: in host memory, from where commands bring them
+    to the devices by number. goes_by_groups: whether steps may be issued group by group of their
+    layers."""
 
     plan: StagePlan
+    adapters: AdapterSource
     goes_by_groups: bool = False
 
     @property
@@ -62,16 +65,6 @@ class CommandExecutor(Protocol):
 
     def execute(self, command: StepCommand) -> None:
         """Issues all that a command says; waits for nothing."""
-
-    def load_adapter(self, number: int, folder: str) -> str:
-        """Reads an adapter's files into host memory, from where commands bring it to the devices by
-        its number; returns its fingerprint. May be called on any thread, beside steps. Errors:
-        RequestError for files that cannot be served, or that differ between processes."""
-        raise NotImplementedError
-
-    def drop_adapter(self, number: int) -> None:
-        """Forgets an adapter in host memory, which no later command may bring to the devices."""
-        return None
 
     @property
     def lower_tiers(self) -> LowerTiers | None:

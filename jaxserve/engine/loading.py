@@ -62,12 +62,12 @@ def make_worker(
     if plan.attention is not None or DeviceRoom.here().platform != "cpu":
         plan = checked(plan, fails_over=this_member() is None)
     tiers = _tiers(config, checkpoint.config) if config.cache.host_cache_gib else None
-    read_adapter = None
+    open_adapter = None
     if plan.adapters is not None:
-        read_adapter = functools.partial(
+        open_adapter = functools.partial(
             AdapterFolder, model=checkpoint.config, max_rank=plan.adapters.rank
         )
-    worker = Worker(plan, tiers, checkpoint.config.kv_heads, peers, read_adapter)
+    worker = Worker(plan, tiers, checkpoint.config.kv_heads, peers, open_adapter)
     return worker, lambda declared, shardings: load(
         checkpoint, model, declared, shardings, plan.dtype, progress
     )

@@ -17,15 +17,15 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxserve.checkpoint.model import padded_vocab
-from jaxserve.checkpoint.specs import Declared
 from jaxserve.engine import sampling, sampling_rows
+from jaxserve.engine.adapter_pools import factor_shapes, pool_shapes
 from jaxserve.engine.command import SCORES
 from jaxserve.engine.programs import Lower, Programs
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.state_copies import restore_states, save_states
 from jaxserve.engine.step import HeadProgram, LayersProgram, Weights, write_table
 from jaxserve.engine.step_shapes import SAMPLE_COLUMNS, StepShape, delta_columns, layout
-from jaxserve.models.adapters import Pools, set_adapter
+from jaxserve.models.adapters import set_adapter
 from jaxserve.models.decoder import LayerCache
 from jaxserve.sharding.exchange import compiler_options
 from jaxserve.sharding.mesh import KVP
@@ -133,7 +133,7 @@ class StagePrograms(Programs):
 
     def set_adapter(self, stage: Stage) -> Named:
         """Writes an adapter to a place on a stage."""
-        return f"adapter_{stage.index}", functools.partial(self._lower_adapter, stage)
+        return f"adapter_{stage.index}", functools.partial(_lower_adapter, self._plan, stage)
 
     def restore_states(self, stage: Stage) -> Named:
         """Copies the states of a slot on each lane from pages."""
@@ -201,20 +201,6 @@ class StagePrograms(Programs):
     def _hidden(self, mesh: Mesh, tokens: int) -> jax.ShapeDtypeStruct:
         return self._on_lanes(mesh, tokens, self._plan.model.d_model, dtype=self._plan.dtype)
 
-    def factor_shapes(self, stage: Stage, places: int | None = None) -> list[Pools]:
-        """Factors of adapters on a stage, in the order of its parameters that have some. places:
-        with a dimension of so many in front; None: those of one adapter."""
-        plan = self._plan
-        leading = () if places is None else (places,)
-        in_front = () if places is None else (None,)
-
-        def shape(d: Declared) -> jax.ShapeDtypeStruct:
-            where = sharding(stage.mesh, *in_front, *d.axes)
-            return jax.ShapeDtypeStruct((*leading, *d.shape), plan.dtype, sharding=where)
-
-        found = plan.factors(stage.layers)
-        return [(shape(f.down), shape(f.up)) for f in map(found.get, stage.paths) if f is not None]
-
     # --- lowering
 
     def _lower_layers(self, stage: Stage, shape: StepShape) -> Any:
@@ -250,12 +236,6 @@ class StagePrograms(Programs):
         columns = delta_columns(self._plan.page_groups)
         arguments = (self.table_shape(stage), self._on_lanes(stage.mesh, UPDATES, columns))
         return lowered(f, stage.mesh, arguments, LANES, donate=(0,))
-
-    def _lower_adapter(self, stage: Stage) -> Any:
-        assert self._plan.adapters is not None
-        pools = self.factor_shapes(stage, self._plan.adapters.places)
-        arguments = (pools, self.factor_shapes(stage), np.int32(0))
-        return lowered(set_adapter, stage.mesh, arguments, _specs(pools), donate=(0,))
 
     def _lower_restore(self, stage: Stage) -> Any:
         pools, states = self._plan.pools_and_states(stage.layers, self.cache_shapes(stage))
@@ -313,6 +293,13 @@ class StagePrograms(Programs):
         state = self.sampling_shapes(self._last.mesh)
         arguments = (state, sampling_rows.blank_admission())
         return lowered(sampling.admit, self._last.mesh, arguments, _specs(state), donate=(0,))
+
+
+def _lower_adapter(plan: StagePlan, stage: Stage) -> Any:
+    of_stage = plan, stage.mesh, stage.layers, stage.paths
+    pools = pool_shapes(*of_stage)
+    arguments = (pools, factor_shapes(*of_stage), np.int32(0))
+    return lowered(set_adapter, stage.mesh, arguments, _specs(pools), donate=(0,))
 
 
 def lowered(

@@ -25,11 +25,12 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxserve.checkpoint.specs import Declared
 from jaxserve.engine import sampling_rows
+from jaxserve.engine.adapter_pools import pool_shapes, pools_of, with_pools
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.stage_programs import UPDATES, HeadStage, Stage, StagePrograms
 from jaxserve.engine.step import HeadProgram, Weights
 from jaxserve.engine.step_shapes import NOWHERE, StepShape, delta_columns
-from jaxserve.models.adapters import Adapted, Pools
+from jaxserve.models.adapters import Pools
 from jaxserve.models.decoder import parameters, stage_modules
 from jaxserve.sharding.mesh import stage_meshes
 from jaxserve.sharding.rules import sharding
@@ -85,7 +86,7 @@ class Stages:
         self.stages = list(self._local.values())
         self.programs = StagePrograms(plan, self.stages, self.head)
         for stage in self.stages:
-            self._set_pools(stage, self._pool_shapes(stage))
+            self._set_pools(stage)
         self.sampling_state: Any = None
         self._sampled: deque[tuple[int, jax.Array | None]] = deque(maxlen=KEPT)
         self.newest: Any = None  # what the last stage here returned in the newest step
@@ -107,15 +108,12 @@ class Stages:
         values = [shapes[path] for path in paths]
         return Stage(index, mesh, Weights.of(module), paths, values, part)
 
-    def _set_pools(self, stage: Stage, pools: list[Pools]) -> None:
-        """Puts the pools of adapters, or their shapes, beside the weights that they change."""
+    def _set_pools(self, stage: Stage, pools: list[Pools] | None = None) -> None:
+        """Puts the pools of adapters beside the weights of a stage; None: their shapes."""
         changed = self.plan.factors(stage.layers)
-        left = iter(pools)
-        for number, path in enumerate(stage.paths):
-            if path in changed:
-                value = stage.values[number]
-                weight = value.weight if isinstance(value, Adapted) else value
-                stage.values[number] = Adapted(weight, *next(left))
+        if pools is None:
+            pools = pool_shapes(self.plan, stage.mesh, stage.layers, stage.paths)
+        stage.values = with_pools(stage.values, stage.paths, changed, pools)
 
     def _weight_shapes(self, mesh: Mesh, part: range) -> dict[str, Any]:
         """Returns the shapes of the weights of some layers, with their shardings, by path."""
@@ -137,7 +135,7 @@ class Stages:
             places = jax.tree.map(lambda shape: shape.sharding, shapes)
             arrays = load(self.plan.parameters(stage.layers), places)
             stage.values = [arrays[path] for path in stage.paths]
-            self._set_pools(stage, self._pool_shapes(stage))
+            self._set_pools(stage)
             if self.head is not None and stage is self.stages[-1]:
                 self.head.values = [arrays[path] for path in self.head.paths]
 
@@ -149,11 +147,11 @@ class Stages:
         for stage in self.stages:
             stage.caches = []
             stage.table = None
-            self._set_pools(stage, self._pool_shapes(stage))
+            self._set_pools(stage)
         for stage in self.stages:
             stage.caches = jax.tree.map(_zeros, self.programs.cache_shapes(stage))
             stage.table = jax.tree.map(_zeros, self.programs.table_shape(stage))
-            self._set_pools(stage, jax.tree.map(_zeros, self._pool_shapes(stage)))
+            self._set_pools(stage, jax.tree.map(_zeros, pools_of(stage.values)))
         self._fed = None
         if not self.has_last:
             self._sampled.append((0, None))
@@ -268,20 +266,13 @@ class Stages:
         program = self.programs.get(*self.programs.admit())
         self.sampling_state = program(self.sampling_state, admission)
 
-    def _pool_shapes(self, stage: Stage) -> list[Pools]:
-        """Returns the shapes of a stage's pools of adapters; [] where steps have none."""
-        room = self.plan.adapters
-        return [] if room is None else self.programs.factor_shapes(stage, room.places)
-
     def set_adapter(self, place: int, factors: Mapping[str, Pair]) -> None:
         """Issues the write of an adapter's factors to a place. factors: by path, of all layers
         here."""
         for stage in self.stages:
-            pools = [(v.down, v.up) for v in stage.values if isinstance(v, Adapted)]
-            changed = self.plan.factors(stage.layers)
-            new = [factors[path] for path in stage.paths if path in changed]
+            new = [factors[path] for path in stage.paths if path in factors]
             program = self.programs.get(*self.programs.set_adapter(stage))
-            self._set_pools(stage, program(pools, new, np.int32(place)))
+            self._set_pools(stage, program(pools_of(stage.values), new, np.int32(place)))
 
     def restore_states(self, copies: np.ndarray) -> None:
         """Issues copies of states from pages to slots. copies [m, 2 + pages]: see `Batch`."""

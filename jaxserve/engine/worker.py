@@ -15,15 +15,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxserve.api.batch import PageStores
-from jaxserve.api.errors import RequestError
-from jaxserve.checkpoint.model_paths import CheckpointError
 from jaxserve.engine.block_export import BlockWishes, TierExporter, WorkerExporter
 from jaxserve.engine.block_layout import BlockLayout
 from jaxserve.engine.block_mover import BlockMover
@@ -37,6 +34,7 @@ from jaxserve.engine.command import (
 )
 from jaxserve.engine.executor import CommandExecutor
 from jaxserve.engine.fetched_pieces import Arrival
+from jaxserve.engine.host_adapters import HostAdapters, OpenAdapter
 from jaxserve.engine.page_io import PageIo
 from jaxserve.engine.profiling.links import measure_links
 from jaxserve.engine.programs import Lower
@@ -47,12 +45,10 @@ from jaxserve.engine.step_shapes import StepShape
 from jaxserve.lanes.rates import LaneLinks
 from jaxserve.store.peers import PeerBlocks
 from jaxserve.store.tiered import TieredBlocks
-from jaxserve.weights.adapters import AdapterFolder, Pair
 
 KEEP_SECONDS = 20.0  # for what is on the devices at the end
 KEEP_PAGES = 32  # at a time
 COMPILE_SECONDS = 120.0  # most for one program, at the end: compiling cannot be interrupted
-ReadAdapter = Callable[[Path], AdapterFolder]
 log = logging.getLogger(__name__)
 
 
@@ -87,10 +83,11 @@ class Worker(CommandExecutor):
 
     plan: what the stages are made of. tiers: makes the tiers below the devices for the parts of
     blocks that are here; None: without. kv_heads: the model's own. peers: other replicas that are
-    asked for blocks. read_adapter: opens an adapter's folder; None where steps have none. It can be
+    asked for blocks. open_adapter: see `HostAdapters`. It can be
     used after `start`. Errors of the devices come as DeviceError from every method.
     """
 
+    adapters: HostAdapters
     goes_by_groups = True
 
     def __init__(
@@ -99,12 +96,12 @@ class Worker(CommandExecutor):
         tiers: Callable[[BlockLayout], TieredBlocks] | None = None,
         kv_heads: int | None = None,
         peers: PeerBlocks | None = None,
-        read_adapter: ReadAdapter | None = None,
+        open_adapter: OpenAdapter | None = None,
     ):
         self.plan = plan
         self.stages = Stages(plan)
-        self._read_adapter = read_adapter
-        self._adapters: dict[int, dict[str, Pair]] = {}  # in host memory, by number
+        layers = [stage.layers for stage in self.stages.stages]
+        self.adapters = HostAdapters(plan, layers, open_adapter)
         self._uncompiled: Set[StepShape] = frozenset()
         self._compiler: threading.Thread | None = None
         self._closed = False
@@ -233,7 +230,7 @@ class Worker(CommandExecutor):
             for admission in command.admissions:
                 self.stages.admit(admission)
             for place, number in command.adapter_loads.tolist():
-                self.stages.set_adapter(place, self._adapters[number])
+                self.stages.set_adapter(place, self.adapters[number])
             if len(command.stores):
                 self._mover.store(command.stores)
             for row in command.loads.tolist():
@@ -315,23 +312,6 @@ class Worker(CommandExecutor):
         step.unsampled = None
         if step.sampled is not None and self.platform != "cpu":  # there tokens are read in place
             step.sampled.tokens.copy_to_host_async()
-
-    # --- adapters
-
-    def load_adapter(self, number: int, folder: str) -> str:
-        assert self._read_adapter is not None, "steps have no adapters"
-        try:
-            adapter = self._read_adapter(Path(folder))
-        except CheckpointError as error:
-            raise RequestError("lora_path", error.message) from None
-        factors: dict[str, Pair] = {}
-        for stage in self.stages.stages:
-            factors |= adapter.arrays(self.plan.model, stage.layers, np.dtype(self.plan.dtype))
-        self._adapters[number] = factors
-        return adapter.fingerprint
-
-    def drop_adapter(self, number: int) -> None:
-        self._adapters.pop(number, None)
 
     # --- blocks of lower tiers
 

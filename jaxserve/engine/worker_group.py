@@ -20,11 +20,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from jaxserve.api.batch import PageStores
-from jaxserve.api.errors import RequestError
 from jaxserve.engine.block_export import BlockWishes, GroupExporter
 from jaxserve.engine.command import NO_STEP, StepCommand, StepResult, WorkersLost
 from jaxserve.engine.executor import CommandExecutor
 from jaxserve.engine.fetched_pieces import Arrival
+from jaxserve.engine.group_adapters import GroupAdapters
 from jaxserve.engine.group_fetches import GroupFetches
 from jaxserve.engine.profiling.measure import first_token
 from jaxserve.engine.stage_plan import StagePlan
@@ -43,7 +43,6 @@ from jaxserve.store.parts import PartIndex
 
 HANGS = 3  # times hang_timeout that a step may take before the workers are given up
 START_SECONDS = 7200.0  # that weights may take, and one program more than those before it
-ADAPTER_SECONDS = 600.0  # that the files of an adapter may take to be read
 END_SECONDS = 5.0  # for workers to end by themselves
 WRITE_SECONDS = 60.0  # where they write first what is in host memory to their disks
 AskForBlocks = Callable[[str, Sequence[bytes], int], None]
@@ -72,6 +71,8 @@ class WorkerGroup(CommandExecutor):
     devices; None: workers keep none. Errors: ConfigError where the address cannot be had.
     """
 
+    adapters: GroupAdapters
+
     def __init__(
         self,
         plan: StagePlan,
@@ -90,12 +91,12 @@ class WorkerGroup(CommandExecutor):
         self._tell_state = tell_state
         self._issued = 0
         self._compiles_others = False
-        self._adapters: dict[int, str] = {}  # folders, by number
         self._hang_seconds = HANGS * terms.hang_timeout  # after which a step is given up
         self._tiers = None if tiers is None else tiers(self._ask_for_blocks)
         self._fetches = GroupFetches(member.workers)
         self._arrived: Callable[[Arrival], None] = lambda arrival: None
         self._peers = Peers(member.workers, terms.leader)
+        self.adapters = GroupAdapters(self._peers)
         self._listener = Listener(member, tls, self._peers, self._hear)
         threading.Thread(target=self._keep_forming, name="group", daemon=True).start()
 
@@ -196,7 +197,7 @@ class WorkerGroup(CommandExecutor):
             raise
         for peer, status in zip(peers.all, statuses):
             peer.status = status
-        self._load_adapters_again()
+        self.adapters.load_again()
         first_token(self.plan, self._execute, self._wait, self.uncompiled)
         if self._compiles_others:
             peers.tell(Kind.COMPILE, b"{}")
@@ -274,42 +275,6 @@ class WorkerGroup(CommandExecutor):
         if self._tiers is not None:
             self._tiers.expect([*command.stores.keys, *command.computed.keys])
         self._peers.tell(Kind.COMMAND, content)
-
-    # --- adapters
-
-    def load_adapter(self, number: int, folder: str) -> str:
-        fingerprint = self._ask_for_adapter(number, folder)
-        self._adapters[number] = folder
-        return fingerprint
-
-    def _ask_for_adapter(self, number: int, folder: str) -> str:
-        """Has all workers read an adapter; returns its fingerprint. Errors: RequestError."""
-        try:
-            answers = self._peers.ask("load_adapter", ADAPTER_SECONDS, number=number, folder=folder)
-        except WorkersLost as lost:
-            raise RequestError("", f"workers were lost: {lost}", "UNAVAILABLE") from None
-        for worker, answer in enumerate(answers):
-            if "error" in answer:
-                raise RequestError("lora_path", f"worker {worker}: {answer['error']}")
-        found = {answer["fingerprint"] for answer in answers}
-        if len(found) > 1:
-            raise RequestError("lora_path", f"the files of {folder} differ between workers")
-        return found.pop()
-
-    def drop_adapter(self, number: int) -> None:
-        self._adapters.pop(number, None)
-        with contextlib.suppress(WorkersLost):
-            self._peers.tell(Kind.DROP_ADAPTER, json.dumps({"number": number}).encode())
-
-    def _load_adapters_again(self) -> None:
-        """Has new workers read the adapters that those before them had. Errors: ConfigError."""
-        for number, folder in list(self._adapters.items()):
-            try:
-                self._ask_for_adapter(number, folder)
-            except RequestError as error:
-                if error.status == "UNAVAILABLE":
-                    raise WorkersLost(self._peers.lost) from None
-                raise ConfigError("lora_modules", str(error)) from None
 
     # --- blocks of lower tiers
 

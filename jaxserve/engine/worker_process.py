@@ -246,7 +246,7 @@ class _Process:
             elif frame.kind == Kind.BLOCKS:
                 self._ask_for_blocks(**json.loads(frame.content))
             elif frame.kind == Kind.DROP_ADAPTER:
-                self._worker.drop_adapter(json.loads(frame.content)["number"])
+                self._worker.adapters.drop(json.loads(frame.content)["number"])
             elif frame.kind == Kind.COMPILE:
                 self._worker.compile_others()
             elif frame.kind == Kind.END:
@@ -329,7 +329,7 @@ class _Process:
 
     def _load_adapter(self, number: int, folder: str) -> dict[str, str]:
         try:
-            return {"fingerprint": self._worker.load_adapter(number, folder)}
+            return {"fingerprint": self._worker.adapters.load(number, folder)}
         except RequestError as error:
             return {"error": str(error)}
 

@@ -1,5 +1,5 @@
-"""Which adapters run and wait, as routers ask for it (Gateway API Inference Extension, by way of
-vLLM's metric)."""
+"""The adapters of running and of waiting requests, as routers ask for them (Gateway API Inference
+Extension, by way of vLLM's metric)."""
 
 from __future__ import annotations
 

@@ -70,12 +70,14 @@ class NoAdapters:
 
 
 class AdapterSource(Protocol):
-    """Whatever has adapters' files read into host memory, from where steps have them brought to
-    the devices: see `engine.executor.CommandExecutor`."""
+    """Adapters in host memory, by number."""
 
-    def load_adapter(self, number: int, folder: str) -> str: ...
+    def load(self, number: int, folder: str) -> str:
+        """Reads an adapter's files; returns its fingerprint. May be called on any thread, beside
+        steps. Errors: RequestError for files that cannot be served."""
 
-    def drop_adapter(self, number: int) -> None: ...
+    def drop(self, number: int) -> None:
+        """Forgets an adapter, which no step has any more."""
 
 
 class LocalAdapters:
@@ -143,7 +145,7 @@ class LocalAdapters:
                 )
             self._loaded += 1
             number = self._loaded
-            fingerprint = self._source.load_adapter(number, folder)
+            fingerprint = self._source.load(number, folder)
             adapter = Adapter(name, folder, adapter_identity(name, fingerprint), number)
             self._exclusively(lambda: self._enter(adapter))
             return adapter
@@ -159,7 +161,7 @@ class LocalAdapters:
         if twin is not None:
             # what runs, and what is on the devices, is the same adapter: the new copy replaces it
             self._leaving = [each for each in self._leaving if each is not twin]
-            self._source.drop_adapter(twin.number)
+            self._source.drop(twin.number)
         elif before is not None:
             self._leaving.append(before)
         known[adapter.identity] = adapter.number
@@ -184,7 +186,7 @@ class LocalAdapters:
         for adapter in self._leaving:
             if adapter.identity not in used:
                 self._scheduler.slots.adapters.forget(adapter.identity)
-                self._source.drop_adapter(adapter.number)
+                self._source.drop(adapter.number)
         self._leaving = [each for each in self._leaving if each.identity in used]
 
 

@@ -212,7 +212,7 @@ def test_accepted_requests_go_on_with_an_adapter_that_is_unloaded(base, folders)
     assert_same([(one.ids, [each.chosen for each in one.logprobs]) for one in done], expected)
     assert runner.completion(other).finished.reason == "length"
     assert list(real.scheduler.slots.adapters.numbers) == [real.adapters.by_name["a0"].identity]
-    assert len(real.worker._adapters) == 1  # host memory of the old one is free
+    assert len(real.worker.adapters) == 1  # host memory of the old one is free
     with pytest.raises(RequestError, match="'b' is not loaded"):
         real.adapters.unload("b")
     with pytest.raises(RequestError, match="'b' is not loaded"):

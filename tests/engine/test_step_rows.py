@@ -94,7 +94,8 @@ def said(arrays: StepArrays, lanes: int) -> Counter:
         for groups, spread in ((shape.local, False), (shape.spread, True)):
             for rows, width in groups:
                 for _ in range(rows):
-                    slot, start, length = view["rows"][lane, row].tolist()
+                    slot, start, length, adapter = view["rows"][lane, row].tolist()
+                    assert not adapter
                     assert 0 <= length <= width
                     for i in range(length):
                         found[
@@ -168,7 +169,8 @@ def row_tokens(
         row = token = 0
         for rows, width in arrays.shape.local + arrays.shape.spread:
             for _ in range(rows):
-                slot, start, length = view["rows"][lane, row].tolist()
+                slot, start, length, adapter = view["rows"][lane, row].tolist()
+                assert not adapter
                 found |= {(lane, token + i): (slot, start + i) for i in range(length)}
                 row = row + 1
                 token = token + width

@@ -52,6 +52,7 @@ COUNTERS = {
     "xla_compiles",
     "xla_recompiles",
     "num_preemptions",
+    "lora_device_loads",
     "num_step_interruptions",
     "kv_promises_given_up",
     "kv_blocks_stored",
@@ -69,6 +70,8 @@ COUNTERS = {
 GAUGES = {
     "kv_blocks_promised",
     "kv_blocks_leased",
+    "lora_adapters_loaded",
+    "lora_adapters_on_devices",
     "kv_blocks_in_host",
     "kv_blocks_on_disk",
     "num_requests_running",

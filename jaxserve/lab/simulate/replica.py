@@ -66,10 +66,10 @@ class StagePassage:
 class NoFiles:
     """Adapters without files: those with equal folders are equal."""
 
-    def load_adapter(self, number: int, folder: str) -> str:
+    def load(self, number: int, folder: str) -> str:
         return folder
 
-    def drop_adapter(self, number: int) -> None:
+    def drop(self, number: int) -> None:
         """Does nothing: no memory is held."""
 
 
