@@ -94,7 +94,7 @@ class AdapterFolder:
     def _found(self, folder: Path) -> dict[str, str]:
         """Finds the modules that the file has factors of. Errors: CheckpointError."""
         types = self._tensors.types
-        known = _shapes_by_module(self._stored)
+        known = module_shapes(self._stored)
         by_layer = {_from_layers(module): module for module in known}
         stems = dict.fromkeys(map(_stem, types))
         found: dict[str, str] = {}
@@ -157,7 +157,7 @@ class _Matrices:
 
 
 @functools.lru_cache(maxsize=8)
-def _shapes_by_module(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+def module_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shapes [out, in] of the modules that adapters can change. model: before `with_tp`."""
     shapes = tensors_of(model)
     paths = declare_factors(model, range(model.layers), 1)

@@ -43,11 +43,14 @@ STARTS = [  # what is typed behind `serve`, and what becomes of it
     ("MODEL --enable-auto-tool-choice --tool-call-parser hermes", {"model": MODEL}),
     ("MODEL --ssl-keyfile key.pem --ssl-certfile cert.pem", {"tls_cert": "cert.pem"}),
     ("MODEL --http-port=0 --grpc-port=0", {"port": 0, "grpc_port": 0}),
+    (
+        "MODEL --enable-lora --max-loras 2 --lora-modules a=/x b=/y",
+        {"max_loras": 2, "lora_modules": ("a=/x", "b=/y")},
+    ),
 ]
 SAYS = [
     ("MODEL --data-parallel-size 4", "--data-parallel-size is not a flag here: start `jaxserve cl"),
     ("MODEL -dp 4", "-dp is not a flag here: start `jaxserve cluster --mixed=N`"),
-    ("MODEL --enable-lora", "--enable-lora is not a flag here: "),
     ("MODEL --speculative-config '{}'", "--speculative-config is not a flag here: "),
     ("MODEL --swap-space 16", "--swap-space is not a flag here: --host-cache-gib=GIB"),
     ("MODEL --max-num-sequence 8", "did you mean --max_num_seqs?"),

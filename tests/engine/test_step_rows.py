@@ -184,7 +184,7 @@ def check_held(batch: Batch, arrays: StepArrays, view: dict[str, np.ndarray]) ->
     held = {int(slot): row.tolist() for slot, row in zip(batch.slot, batch.blocks_per_lane)}
     local = sum(rows for rows, _ in arrays.shape.local)
     for lane in range(len(view["rows"])):
-        for row, (slot, _, length) in enumerate(view["rows"][lane, local:].tolist()):
+        for row, (slot, _, length, _) in enumerate(view["rows"][lane, local:].tolist()):
             if length:
                 group = group_around(lane, arrays.shape.group_size)
                 assert view["held"][lane, row].tolist() == held[slot][group.start : group.stop]

@@ -35,6 +35,7 @@ from jaxserve.scheduling.sequence import Sequence
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 
 VOCAB = 12
+ADAPTERS = ("a@1", "b@1", "c@1")
 EOS = 5
 CONFIG = SchedulerConfig(max_seqs=4)
 CACHE = CacheConfig(block_size=4, pages=100)
@@ -333,6 +334,9 @@ class Replica:
             ),
         )
         self.scheduler = Scheduler(config, self.cache, mesh, max_len, {EOS}, costs, planner)
+        numbers = {name: number for number, name in enumerate(ADAPTERS, 1)}
+        self.scheduler.slots.adapters.numbers |= numbers
+        self.adapters: dict[int, int] = {}  # number of the adapter in each place
         drafting = self.scheduler.packer.drafting
         if drafting is not None:
             drafting.kind = DrafterKind("", 3, lambda prompt, output: Seer(self, output))
@@ -349,6 +353,7 @@ class Replica:
         deadline: float | None = None,
         salt: str = "",
         bypass: bool = False,
+        adapter: str = "",
         **sampling,
     ) -> str:
         id = id or f"r{len(self.requests)}"
@@ -362,6 +367,7 @@ class Replica:
             deadline=deadline,
             cache_salt=salt,
             bypass_prefix_cache=bypass,
+            adapter=adapter,
         )
         self.heard[id] = self.scheduler.add(request)
         self.requests[id] = request
@@ -378,6 +384,7 @@ class Replica:
                 for page in self.device.used(batch, row)
             }
             self._check_fresh(batch, used)
+            self._check_adapters(batch)
             self._check_limits(batch)
             self.flight.append((batch, tokens, used))
         self.scheduler.check()
@@ -412,6 +419,14 @@ class Replica:
         if not last:
             self.fetches.insert(number, rest)
         self.scheduler.check()
+
+    def _check_adapters(self, batch: Batch) -> None:
+        """Each row is computed with the adapter of its sequence, which is on the devices."""
+        self.adapters.update(batch.adapter_loads.tolist())
+        numbers = self.scheduler.slots.adapters.numbers
+        for place, seq in zip(batch.adapters.tolist(), batch.seq.tolist(), strict=True):
+            adapter = self.scheduler.sequences[seq].request.adapter
+            assert (self.adapters[place] == numbers[adapter]) if adapter else place < 0
 
     def _check_fresh(self, batch: Batch, used: set) -> None:
         """No page is written that a batch in flight uses for another sequence, but one from which a
@@ -473,6 +488,7 @@ class Replica:
         batch, _, _ = self.flight[-1]
         self.flight.clear()
         self.device.pages.clear()
+        self.adapters.clear()
         self.hear(
             self.scheduler.reset(
                 lambda sequence: sequence.number in batch.seq,

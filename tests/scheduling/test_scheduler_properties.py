@@ -15,7 +15,7 @@ from jaxserve.lanes.placement import PLACEMENTS
 from jaxserve.settings.schema import CacheConfig, MeshConfig, SchedulerConfig
 from tests.examples import examples
 from tests.lanes.plans import Plans
-from tests.scheduling.fakes import VOCAB, Replica, Tier
+from tests.scheduling.fakes import ADAPTERS, VOCAB, Replica, Tier
 
 CONFIG = st.builds(
     SchedulerConfig,
@@ -27,6 +27,7 @@ CONFIG = st.builds(
     chunking=st.sampled_from(["static", "adaptive"]),
     drafts=st.sampled_from(["none", "ngram"]),
     draft_tokens=st.integers(1, 5),
+    max_loras=st.sampled_from([0, 0, 1, 2]),
 )
 COSTS = Costs(layers=1, linear_token=0.02, decode_kv=0.001)
 CACHE = st.builds(
@@ -96,8 +97,9 @@ class Traffic(RuleBasedStateMachine):
         sampling=SAMPLING,
         patience=st.none() | st.integers(0, 9),
         bypass=st.booleans(),
+        adapter=st.sampled_from(["", *ADAPTERS]),
     )
-    def add(self, common, tail, sampling, patience, bypass):
+    def add(self, common, tail, sampling, patience, bypass, adapter):
         replica = self.replica
         try:
             deadline = None if patience is None else replica.now + patience
@@ -105,6 +107,7 @@ class Traffic(RuleBasedStateMachine):
                 [i % VOCAB for i in range(common)] + tail,
                 deadline=deadline,
                 bypass=bypass,
+                adapter=adapter if replica.scheduler.config.max_loras else "",
                 **sampling,
             )
         except RequestError as error:

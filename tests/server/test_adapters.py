@@ -265,6 +265,8 @@ def test_settings_for_adapters_that_cannot_be_served_are_refused(folder, tmp_pat
     for settings, fault in (
         (dict(max_loras=0), "needs places for adapters"),
         (dict(lora_modules=("a1",)), "is not NAME=FOLDER"),
+        (dict(lora_modules=('{"name": "a1"}',)), "is not NAME=FOLDER"),
+        (dict(lora_modules=('{"name": ',)), "is not NAME=FOLDER"),
         (dict(lora_modules=("a=x", "a=y")), "a is given more than once"),
         (dict(lora_root=str(tmp_path / "none")), "is no folder"),
         (dict(max_cpu_loras=1, lora_modules=("a=x", "b=y")), "more than max_cpu_loras"),

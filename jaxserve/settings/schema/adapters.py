@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -59,8 +60,21 @@ class AdapterConfig(Settings):
         """Names and folders of the adapters that are served from the start. Errors: ConfigError."""
         found = []
         for module in self.lora_modules:
-            name, equals, folder = module.partition("=")
-            if not (name and equals and folder):
+            name, folder = _named(module)
+            if not (name and folder):
                 raise ConfigError("lora_modules", f"{module!r:.100} is not NAME=FOLDER")
             found.append((name, folder))
         return found
+
+
+def _named(module: str) -> tuple[str, str]:
+    """Name and folder of an adapter, given as NAME=FOLDER or as vLLM's JSON; empty where it is
+    neither."""
+    if not module.startswith("{"):
+        name, _, folder = module.partition("=")
+        return name, folder
+    try:
+        fields = json.loads(module)
+    except ValueError:
+        return "", ""
+    return str(fields.get("name", "")), str(fields.get("path", ""))
