@@ -8,6 +8,7 @@ import itertools
 import numpy as np
 import pytest
 
+from jaxserve.costs.coefficients import Costs
 from jaxserve.drafts.drafter import DrafterKind
 from jaxserve.drafts.lookup import Proposal
 from jaxserve.engine.engine import Engine
@@ -20,6 +21,7 @@ from tests.text.vocabulary import tokenizer
 MESHES = ["", "spp=2,kvp=2,tp=2"]
 EVERY_MESH = ["tp=2", "kvp=2", "spp=2", "kvp=4", "kvp=8", "spp=2,tp=2", "kvp=2,tp=2", "spp=2,kvp=2"]
 WRONG = 0.25  # share of proposed tokens
+FREE_ROWS = Costs(layers=1, launch=0.01, linear_token=1e-6)
 SAMPLING = {
     "greedy": {},
     "drawn": dict(temperature=1.3, top_p=0.95, seed=7),
@@ -216,3 +218,69 @@ def test_the_real_model_says_what_the_reference_says(mesh, golden, smollm2_gguf)
         assert runner.ids(id) == case["output_ids"], f"prompt of {len(case['prompt_ids'])}"
     assert any(right) and not all(right)
     assert_empty(new)
+
+
+class Alternating:
+    """Proposes two tokens by turns."""
+
+    def __init__(self, pair: tuple[int, int]):
+        self._pair = pair
+
+    def propose(self, count: int) -> Proposal:
+        return Proposal(np.resize(np.array(self._pair, np.int32), count), 1)
+
+
+@pytest.mark.parametrize("draws", [2_000, pytest.param(100_000, marks=pytest.mark.matrix)])
+def test_draws_behind_proposed_tokens_follow_the_models_distribution(draws):
+    """Tokens are drawn of two only, so that all that four of them can be come often; how often
+    each does is what the model's own probabilities say."""
+    pair = (40, 300)
+    length = 4
+    real = engine(**SHARED | {"seqs": 64}, drafts="ngram", draft_tokens=3)
+    prompt = prompts(3)[2]
+    at_once = 16  # sequences, so that there are rows for proposed tokens
+    outcomes = list(itertools.product(pair, repeat=length))
+    expected = {said: probability(fresh(real, "grow"), prompt, said, pair) for said in outcomes}
+    assert sum(expected.values()) == pytest.approx(1, abs=1e-4)
+    new = with_drafts(real, costs=FREE_ROWS)
+    new.scheduler.packer.drafting.kind = DrafterKind("", 1, lambda prompt, out: Alternating(pair))
+    right = checked(new)
+    runner = Runner(new)
+    bias = dict.fromkeys(pair, 100.0)
+    counts = dict.fromkeys(outcomes, 0)
+    for first in range(0, draws // length, at_once):
+        ids = [
+            runner.submit(
+                prompt,
+                max_tokens=length,
+                ignore_eos=True,
+                temperature=1,
+                seed=first + i,
+                logit_bias=bias,
+            )
+            for i in range(min(at_once, draws // length - first))
+        ]
+        runner.run()
+        for id in ids:
+            counts[tuple(runner.completion(id).ids)] += 1
+    total = draws // length
+    assert sum(counts.values()) == total
+    squares = [(counts[said] - p * total) ** 2 / (p * total) for said, p in expected.items()]
+    degrees = len(outcomes) - 1
+    assert sum(squares) < degrees + 5 * np.sqrt(2 * degrees)
+    assert total / 4 < sum(right) < len(right)
+
+
+def probability(real: Engine, prompt: list[int], said: tuple[int, ...], pair) -> float:
+    """Returns the probability of tokens behind a prompt, where each is one of a pair, as the
+    engine scores prompts that end in each."""
+    runner = Runner(real)
+    result = 1.0
+    for at, token in enumerate(said):
+        before = [*prompt, *said[:at]]
+        ids = [runner.submit([*before, one], max_tokens=1, prompt_logprobs=0) for one in pair]
+        runner.run()
+        scores = [runner.completion(id).finished.prompt_logprobs[-1].chosen for id in ids]
+        odds = np.exp(np.array(scores) - max(scores))
+        result *= odds[pair.index(token)] / odds.sum()
+    return result
