@@ -128,13 +128,16 @@ class RequestOptions:
     it, EPHEMERAL does not, and a number of seconds keeps it stored at least as long, although newer
     KV may have to go; requests that share KV get the strongest of their wishes (Mooncake, section
     5.2). adapter: identity of the adapter that it is computed with (see `adapter_identity`); "":
-    none. embed: returns the prompt's embedding instead of tokens, see `Finished`.
+    none. session: name of the conversation, whose next turn is expected soon: see
+    `scheduling.sessions`; "": none. embed: returns the prompt's embedding instead of tokens, see
+    `Finished`.
     """
 
     slo: Slo = Slo()
     priority: int = 0
     cache_salt: str = ""
     adapter: str = ""
+    session: str = ""
     bypass_prefix_cache: bool = False
     cache_retention: int = NORMAL_RETENTION
     embed: bool = False
@@ -209,6 +212,8 @@ class Request(RequestOptions):
         RETENTION.check("cache_retention", rest.get("cache_retention", NORMAL_RETENTION))
         if SALT_SEPARATOR in rest.get("cache_salt", ""):
             raise RequestError("cache_salt", "has the control character U+001F")
+        if len(rest.get("session", "")) > MAX_ID_CHARS:
+            raise RequestError("session", f"is longer than {MAX_ID_CHARS} characters")
         _check_class("slo.class_name", rest.get("slo", Slo()).class_name, classes)
         tokens = prompt_ids(prompt, vocab, max_len)
         if rest.get("embed", False):

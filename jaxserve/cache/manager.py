@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -59,9 +59,10 @@ class LaneRules(NamedTuple):
     state_pages: int = 0
 
 
-# shares of all pages that are locked at most, for prompts that wait and by leases
+# shares of all pages that are locked at most, for prompts that wait, by leases and for sessions
 PROMISED_SHARE = 1 / 4
 LEASED_SHARE = 1 / 4
+SESSION_SHARE = 1 / 2
 ANONYMOUS = CacheIdentity()
 NO_RULES = LaneRules()
 
@@ -128,6 +129,7 @@ class CacheManager:
         self.promises = BlockLocks(self.pages, self.below, most_promised, most_below)
         most_leased = int(LEASED_SHARE * self.total)
         self.leases = BlockLocks(self.pages, self.below, most_leased, most_below)
+        self.sessions = BlockLocks(self.pages, self.below, int(SESSION_SHARE * self.total), 0)
         self.pages.on_shortage = self._give_up_locks
         self.table_updates = TableUpdates(len(self.windows))
         self.moves = PageMoves(config.pages, rules.most_moves)
@@ -212,6 +214,14 @@ class CacheManager:
             self.promises.lock(number, due, *self.published.keys_of(prefix, hashes))
         return found
 
+    def keep(self, session: Hashable, due: float, hashes: BlockHashes, blocks: int) -> None:
+        """Locks the first blocks that are known of a sequence, at most `blocks`, on the devices,
+        for the next turn of its session, until `sessions` are released or due."""
+        if self.prefix_caching:
+            prefix = self.published.reachable(hashes, blocks, self.match(hashes, blocks).pages)
+            on_pages, _ = self.published.keys_of(prefix, hashes)
+            self.sessions.lock(session, due, on_pages)
+
     def publish(self, slot: int, first: int, last: int, hashes: BlockHashes) -> None:
         """Lets later batches share the slot's blocks `first` to before `last`, which are full and
         part of an issued batch."""
@@ -239,12 +249,15 @@ class CacheManager:
         """Forgets the blocks that no slot holds, promised and leased ones too; returns how many
         pages are free by that."""
         self.promises.clear()
+        self.sessions.clear()
         self.leases.clear()
         return self.pages.flush()
 
     def _give_up_locks(self, lane: int) -> bool:
-        """Gives up promises, then leases, until a page of a lane can be evicted."""
-        return self.promises.make_room(lane) or self.leases.make_room(lane)
+        """Gives up what is kept for sessions, then promises, then leases, until a page of a lane
+        can be evicted."""
+        locks = (self.sessions, self.promises, self.leases)
+        return any(each.make_room(lane) for each in locks)
 
     # --- the pages of a slot
 
@@ -497,8 +510,9 @@ class CacheManager:
         of_states = [] if self.states is None else self.states.held()
         self.pages.check([*of_states, *(page for each in self.layouts for page in each.held())])
         self.promises.check()
+        self.sessions.check()
         self.leases.check()
-        locked = bool(self.promises) or bool(self.leases)
+        locked = bool(self.promises) or bool(self.leases) or bool(self.sessions)
         assert locked or not self.pages.locks, "a block stayed locked"
         for slot, layout in enumerate(self.layouts):
             layout.check()

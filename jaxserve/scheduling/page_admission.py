@@ -212,7 +212,9 @@ class PageAdmission:
         if missing > cache.available - before:
             return False
         due = -math.inf if self._nothing_runs else sequence.ttft_deadline
-        given_up = cache.promises.give_up_later(due, but=sequence.number)
+        given_up = cache.sessions.give_up_later(-math.inf)
+        if not given_up:
+            given_up = cache.promises.give_up_later(due, but=sequence.number)
         if not given_up and self._nothing_runs:
             given_up = cache.leases.give_up_later(due)
         if not given_up and self._nothing_runs:

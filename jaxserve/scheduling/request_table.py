@@ -12,6 +12,7 @@ from jaxserve.api.events import Finished
 from jaxserve.api.request import Request
 from jaxserve.scheduling.events import CompletionEnded, EventBus, FirstToken
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
+from jaxserve.scheduling.sessions import Sessions
 from jaxserve.scheduling.slots import ENDED, SlotTable
 
 
@@ -33,6 +34,7 @@ class RequestTable:
     def __init__(self, slots: SlotTable, bus: EventBus):
         self.slots = slots
         self.bus = bus
+        self.sessions = Sessions(slots.cache)
         self.entries: dict[str, LiveEntry] = {}
         # (clock second, number of the first sequence, id) of each request with a deadline, sorted
         self._deadlines: list[tuple[float, int, str]] = []
@@ -78,6 +80,8 @@ class RequestTable:
         """Ends a sequence at clock second `now`, and with the last one its request. Those that wait
         for its prefill join the queue."""
         entry = self.entries[sequence.id]
+        if reason in ("stop", "length"):
+            self.sessions.ended(sequence, now)
         del entry.alive[sequence.index]
         if sequence.slot != NO_SLOT:
             self.slots.withdraw(sequence, ENDED)

@@ -196,6 +196,7 @@ class Scheduler:
         self.requests.add(LiveEntry(request, leader, alive, later, had_token))
         self.slots.wait(leader)
         self.page_admission.promise(leader)
+        self.requests.sessions.began(leader, request.arrival)
         if self._planner is not None:
             self._planner.arrived(request.arrival)
         if first is None:
@@ -381,6 +382,7 @@ class Scheduler:
     def expire(self, now: float) -> Events:
         """Ends the requests whose deadline has come, and the leases of blocks that are over."""
         self.cache.leases.release_due(now)
+        self.cache.sessions.release_due(now)
         events: Events = []
         while (id := self.requests.next_expired(now)) is not None:
             events += self.cancel(id, now, "deadline")

@@ -217,7 +217,10 @@ class GenerateRequest(PromptRequest):
     store: bool | None = _IGNORED
     service_tier: str | None = _IGNORED
     safety_identifier: str | None = _IGNORED
-    prompt_cache_key: str | None = _IGNORED
+    prompt_cache_key: str | None = Field(
+        None,
+        description="names a conversation whose next turn is expected soon: its KV is kept for it",
+    )
 
     def call_fields(self, headers: Mapping[str, str]) -> JsonObject:
         guided, guided_field = self.guided()
@@ -225,6 +228,7 @@ class GenerateRequest(PromptRequest):
             **super().call_fields(headers),
             "slo": self.slo(headers),
             "cache_retention": self.retention(),
+            "session": self.prompt_cache_key or "",
             "timeout": _seconds("deadline_ms", self.deadline_ms, None),
             "guided": guided,
             "guided_field": guided_field,

@@ -356,6 +356,7 @@ class Replica:
         salt: str = "",
         bypass: bool = False,
         adapter: str = "",
+        session: str = "",
         **sampling,
     ) -> str:
         id = id or f"r{len(self.requests)}"
@@ -370,6 +371,7 @@ class Replica:
             cache_salt=salt,
             bypass_prefix_cache=bypass,
             adapter=adapter,
+            session=session,
         )
         self.heard[id] = self.scheduler.add(request)
         self.requests[id] = request

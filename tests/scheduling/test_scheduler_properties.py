@@ -98,8 +98,9 @@ class Traffic(RuleBasedStateMachine):
         patience=st.none() | st.integers(0, 9),
         bypass=st.booleans(),
         adapter=st.sampled_from(["", *ADAPTERS]),
+        session=st.sampled_from(["", "s", "t"]),
     )
-    def add(self, common, tail, sampling, patience, bypass, adapter):
+    def add(self, common, tail, sampling, patience, bypass, adapter, session):
         replica = self.replica
         try:
             deadline = None if patience is None else replica.now + patience
@@ -108,6 +109,7 @@ class Traffic(RuleBasedStateMachine):
                 deadline=deadline,
                 bypass=bypass,
                 adapter=adapter if replica.scheduler.config.max_loras else "",
+                session=session,
                 **sampling,
             )
         except RequestError as error:

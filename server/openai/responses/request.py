@@ -83,7 +83,7 @@ class ResponsesRequest(OpenModel):
     user: str | None = Field(None, description="has no effect")
     service_tier: str | None = Field(None, description="has no effect")
     safety_identifier: str | None = Field(None, description="has no effect")
-    prompt_cache_key: str | None = Field(None, description="has no effect")
+    prompt_cache_key: str | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
 
     @property
