@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -213,14 +213,6 @@ class CacheManager:
             prefix = self.published.reachable(hashes, blocks, found.pages)
             self.promises.lock(number, due, *self.published.keys_of(prefix, hashes))
         return found
-
-    def keep(self, session: Hashable, due: float, hashes: BlockHashes, blocks: int) -> None:
-        """Locks the first blocks that are known of a sequence, at most `blocks`, on the devices,
-        for the next turn of its session, until `sessions` are released or due."""
-        if self.prefix_caching:
-            prefix = self.published.reachable(hashes, blocks, self.match(hashes, blocks).pages)
-            on_pages, _ = self.published.keys_of(prefix, hashes)
-            self.sessions.lock(session, due, on_pages)
 
     def publish(self, slot: int, first: int, last: int, hashes: BlockHashes) -> None:
         """Lets later batches share the slot's blocks `first` to before `last`, which are full and

@@ -31,6 +31,7 @@ READ_GAUGES: Mapping[str, str] = {
     ),
     "kv_blocks_promised": "KV blocks that are kept for prompts that wait",
     "kv_blocks_leased": "KV blocks that stay for as long as operators asked",
+    "kv_blocks_of_sessions": "KV blocks that are kept for the next turns of conversations",
     "lora_adapters_loaded": "Adapters that requests may name",
     "lora_adapters_on_devices": "Adapters on the devices",
     "kv_blocks_in_host": "KV blocks in host memory",

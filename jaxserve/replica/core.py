@@ -195,5 +195,6 @@ class ReplicaCore:
             "lora_device_loads": self.scheduler.slots.adapters.loaded,
             "kv_blocks_promised": len(self.scheduler.cache.promises),
             "kv_blocks_leased": len(self.scheduler.cache.leases),
+            "kv_blocks_of_sessions": len(self.scheduler.cache.sessions),
             "kv_promises_given_up": self.scheduler.cache.promises.given_up,
         }

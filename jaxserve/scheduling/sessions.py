@@ -59,9 +59,18 @@ class Sessions:
         self._ended.move_to_end(session)
         if len(self._ended) > MAX_SESSIONS:
             self._ended.popitem(last=False)
-        blocks = (len(sequence.history) - 1) // self._cache.block_size
-        due = now + self.keep_seconds
-        self._cache.keep(session, due, sequence.block_hashes, blocks)
+        self._keep(session, now + self.keep_seconds, sequence)
+
+    def _keep(self, session: tuple[str, str], due: float, sequence: Sequence) -> None:
+        """Locks what is on the devices of a sequence's blocks, until clock second `due`."""
+        cache = self._cache
+        if not cache.prefix_caching:
+            return
+        hashes = sequence.block_hashes
+        blocks = (len(sequence.history) - 1) // cache.block_size
+        prefix = cache.published.reachable(hashes, blocks, cache.match(hashes, blocks).pages)
+        on_pages, _ = cache.published.keys_of(prefix, hashes)
+        cache.sessions.lock(session, due, on_pages)
 
 
 def _session(sequence: Sequence) -> tuple[str, str] | None:

@@ -70,6 +70,7 @@ COUNTERS = {
 GAUGES = {
     "kv_blocks_promised",
     "kv_blocks_leased",
+    "kv_blocks_of_sessions",
     "lora_adapters_loaded",
     "lora_adapters_on_devices",
     "kv_blocks_in_host",
