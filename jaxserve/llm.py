@@ -123,28 +123,29 @@ class LLM:
         *,
         guided: Guided | Sequence[Guided | None] | None = None,
         class_name: str | Sequence[str | None] | None = None,
+        tenant: str | Sequence[str] = "",
         progress: bool = False,
         watch: Watch | None = None,
     ) -> list[Completion]:
         """Completes all prompts; returns n completions for each, in order.
 
         prompts: one or several; a prompt is text, token ids, or chat messages (dicts of role and
-        content). sampling, guided (constraints on outputs) and class_name (of the setting
-        `classes`): one for all prompts, or a list with one for each; without `sampling` those of
-        `get_default_sampling_params`. watch: called with a prompt's
-        number and its next tokens, as they come.
+        content). sampling, guided (constraints on outputs), class_name (of the setting `classes`)
+        and tenant (of `tenant_shares`): one for all prompts, or a list with one for each; without
+        `sampling` those of `get_default_sampling_params`. watch: called with a prompt's number and
+        its next tokens, as they come.
 
         Errors: PromptError, before anything runs, where a prompt or its sampling is at fault;
         RequestError where the engine fails.
         """
         listed = _listed(prompts)
-        requests = self._requests(listed, sampling, guided, class_name)
+        requests = self._requests(listed, sampling, guided, class_name, tenant)
         streams = [self._stream(prompt, request) for prompt, request in zip(listed, requests)]
         with tqdm(total=len(requests), desc="prompts", disable=not progress) as bar:
             return _Run(self.engine, requests, streams, watch).completions(bar.update)
 
     def _requests(
-        self, prompts: list[Prompt], sampling: Any, guided: Any, class_name: Any
+        self, prompts: list[Prompt], sampling: Any, guided: Any, class_name: Any, tenant: Any
     ) -> list[Request]:
         params = _for_each(
             "sampling",
@@ -154,13 +155,15 @@ class LLM:
         )
         guides = _for_each("guided", guided, Guided | None, len(prompts))
         names = _for_each("class_name", class_name, str | None, len(prompts))
+        tenants = _for_each("tenant", tenant, str, len(prompts))
         now = self.engine.now()
         requests = []
         for number, prompt in enumerate(prompts):
             try:
-                requests.append(
-                    self._request(prompt, params[number], guides[number], names[number], now)
+                request = self._request(
+                    prompt, params[number], guides[number], names[number], tenants[number], now
                 )
+                requests.append(request)
             except RequestError as error:
                 raise PromptError(number, error) from None
         return requests
@@ -171,6 +174,7 @@ class LLM:
         sampling: SamplingParams,
         guided: Guided | None,
         class_name: str | None,
+        tenant: str,
         now: float,
     ) -> Request:
         sampling.check()
@@ -187,6 +191,7 @@ class LLM:
             arrival=now,
             slo=Slo(class_name=class_name),
             guide=None if guided is None else self._guides.compile(guided),
+            tenant=tenant,
         )
 
     def _ids(self, prompt: Prompt) -> Any:

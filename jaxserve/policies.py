@@ -33,6 +33,8 @@ class PromptView(NamedTuple):
     priority: np.ndarray = UNKNOWN  # as requested; smaller is more urgent
     class_index: np.ndarray = UNKNOWN  # place of the request's class in `class_names`
     class_names: tuple[str | None, ...] = ()  # None: requests that name no class
+    tenant: np.ndarray = UNKNOWN  # number of the request's tenant, see scheduling.shares
+    turn: np.ndarray = UNKNOWN  # of the tenant: its prompts go before those of a later turn
 
     def at(self, places: np.ndarray | slice) -> PromptView:
         """Returns the view of the prompts at these places [m], in their order."""
@@ -43,6 +45,8 @@ class PromptView(NamedTuple):
             tokens=self.tokens[places] if len(self.tokens) else UNKNOWN,
             priority=self.priority[places] if len(self.priority) else UNKNOWN,
             class_index=self.class_index[places] if len(self.class_index) else UNKNOWN,
+            tenant=self.tenant[places] if len(self.tenant) else UNKNOWN,
+            turn=self.turn[places] if len(self.turn) else UNKNOWN,
         )
 
     @property
@@ -81,6 +85,20 @@ class Policy:
         self.rank = rank
         self.forecast = forecast or rank
         self.by_deadlines = by_deadlines
+
+    def order(self, view: PromptView) -> np.ndarray:
+        """Returns a key per prompt [n] of the next step: `rank`, within the turns of tenants."""
+        return in_turn(self.rank(view), view.turn)
+
+
+def in_turn(key: np.ndarray, turn: np.ndarray) -> np.ndarray:
+    """Returns a key [n] by which the smallest `turn` [n or 0] goes first, and in each turn the
+    smallest `key` [n]: that itself where all have the same turn."""
+    if not turn.size or (turn == turn[0]).all():
+        return key
+    places = np.empty(len(key))
+    places[np.lexsort((key, turn))] = np.arange(len(key))
+    return places
 
 
 def by_deadline(view: PromptView) -> np.ndarray:

@@ -304,6 +304,7 @@ class Frontend:
                 **call.options(),
                 "cache_salt": caller.cache_salt(call.cache_salt),
                 "adapter": adapter,
+                "tenant": caller.tenant,
             },
         )
         if call.kv_transfer is None or self.handoff is None:

@@ -131,14 +131,16 @@ class Slo(_message.Message):
     def __init__(self, ttft_ms: _Optional[float] = ..., tbt_ms: _Optional[float] = ..., priority: _Optional[int] = ..., class_name: _Optional[str] = ...) -> None: ...
 
 class KvOptions(_message.Message):
-    __slots__ = ("cache_salt", "bypass_prefix_cache", "cache_retention")
+    __slots__ = ("cache_salt", "bypass_prefix_cache", "cache_retention", "session")
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     BYPASS_PREFIX_CACHE_FIELD_NUMBER: _ClassVar[int]
     CACHE_RETENTION_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
     cache_salt: str
     bypass_prefix_cache: bool
     cache_retention: int
-    def __init__(self, cache_salt: _Optional[str] = ..., bypass_prefix_cache: bool = ..., cache_retention: _Optional[int] = ...) -> None: ...
+    session: str
+    def __init__(self, cache_salt: _Optional[str] = ..., bypass_prefix_cache: bool = ..., cache_retention: _Optional[int] = ..., session: _Optional[str] = ...) -> None: ...
 
 class GenerateEvent(_message.Message):
     __slots__ = ("accepted", "progress", "token", "finished")

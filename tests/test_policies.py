@@ -167,6 +167,7 @@ def sequence(number: int) -> SimpleNamespace:
         ttft_deadline=number * 3.0,
         prefill_len=number + 1,
         prefill_seconds_left=number * 7.0,
+        tenant=number % 4,
     )
 
 
@@ -196,6 +197,7 @@ def test_the_line_keeps_the_order_of_age_with_what_a_policy_looks_at(numbers):
     assert view.work.tolist() == [number * 7.0 for number in everyone]
     assert view.tokens.tolist() == [number + 1.0 for number in everyone]
     assert view.priority.tolist() == [number % 3 for number in everyone]
+    assert view.tenant.tolist() == [number % 4 for number in everyone]
     names = [view.class_names[int(index)] for index in view.class_index]
     assert names == [(None, "chat")[number % 2] for number in everyone]
 

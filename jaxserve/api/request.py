@@ -17,6 +17,7 @@ from jaxserve.api.sampling import SamplingParams
 
 MAX_PROMPT_LOGPROBS = 2**20  # of all tokens of a prompt and all completions together
 MAX_ID_CHARS = 256
+MAX_TENANT_CHARS = 64
 # reasons of errors that clients know
 TOO_LONG = "context_length_exceeded"  # they shorten what they send
 UNKNOWN_MODEL = "model_not_found"
@@ -130,7 +131,8 @@ class RequestOptions:
     5.2). adapter: identity of the adapter that it is computed with (see `adapter_identity`); "":
     none. session: name of the conversation, whose next turn is expected soon: see
     `scheduling.sessions`; "": none. embed: returns the prompt's embedding instead of tokens, see
-    `Finished`.
+    `Finished`. tenant: whose share of the replica's time it uses (`scheduling.shares`); "" where
+    callers have no keys.
     """
 
     slo: Slo = Slo()
@@ -141,6 +143,7 @@ class RequestOptions:
     bypass_prefix_cache: bool = False
     cache_retention: int = NORMAL_RETENTION
     embed: bool = False
+    tenant: str = ""
 
     @property
     def key_salt(self) -> str:
@@ -214,6 +217,7 @@ class Request(RequestOptions):
             raise RequestError("cache_salt", "has the control character U+001F")
         if len(rest.get("session", "")) > MAX_ID_CHARS:
             raise RequestError("session", f"is longer than {MAX_ID_CHARS} characters")
+        check_tenant(rest.get("tenant", ""))
         _check_class("slo.class_name", rest.get("slo", Slo()).class_name, classes)
         tokens = prompt_ids(prompt, vocab, max_len)
         if rest.get("embed", False):
@@ -316,6 +320,12 @@ def check_id(id: Any) -> None:
     """Checks the id of a request. Errors: RequestError."""
     if not isinstance(id, str) or not 0 < len(id) <= MAX_ID_CHARS:
         raise RequestError("request_id", f"must be a string of 1 to {MAX_ID_CHARS} characters")
+
+
+def check_tenant(tenant: Any) -> None:
+    """Checks the name of a tenant. Errors: RequestError."""
+    if not isinstance(tenant, str) or len(tenant) > MAX_TENANT_CHARS:
+        raise RequestError("tenant", f"must be a string of at most {MAX_TENANT_CHARS} characters")
 
 
 def numbered_id(id: str, number: int) -> str:

@@ -4,7 +4,8 @@ state an objective themselves; the others wait, as nothing was promised to them.
 
 All prompts that are partly prefilled or wait are put in the order in which they will be prefilled,
 with the new one among them, and the forecast says when each would have its first token. The new one
-is refused where its own would be late, or where it would make one late that was accepted before.
+is refused where its own would be late, or where it would make one late that was accepted before,
+but for those of tenants that have used more than their share, which go behind it.
 As many get a slot as a step can have decodes within the tightest objective per token of those
 that run; a request with a tighter objective is refused where more than that run already.
 
@@ -46,19 +47,26 @@ MIN_RETRY_AFTER = 0.05  # seconds
 
 class LatenessMargins:
     """By how much, as a share of the TTFT budget, all but a few first tokens come later than they
-    were forecast: one margin for each class of prompt sizes."""
+    were forecast: one margin for each tenant and class of prompt sizes."""
 
     def __init__(self, slots: SlotTable):
         self.slots = slots
-        self._margin = np.full(SIZE_CLASSES, MIN_MARGIN)
+        self._margin = np.empty((0, SIZE_CLASSES))  # by number of the tenant
+        slots.shares.joined.append(self._joined)
         # clock second of the forecast first token, by number of a sequence that waits for it
         self._forecast: dict[int, float] = {}
         # a heap of deadlines and numbers of these sequences, and of some that have begun
         self._due: list[tuple[float, int]] = []
 
-    def of(self, tokens: np.ndarray) -> np.ndarray:
-        """Returns the margins of prompts of these tokens [n]."""
-        return self._margin[_size_class(tokens)]
+    def _joined(self, tenant: int) -> None:
+        """Sets the margins of a tenant that was not known."""
+        if tenant == len(self._margin):
+            self._margin = np.append(self._margin, np.empty((1, SIZE_CLASSES)), 0)
+        self._margin[tenant] = MIN_MARGIN
+
+    def of(self, prompts: PromptView) -> np.ndarray:
+        """Returns the margins of prompts [n]."""
+        return self._margin[prompts.tenant, _size_class(prompts.tokens)]
 
     def promise(self, sequence: Sequence, first: float) -> None:
         """Notes that a sequence was accepted, with its first token forecast for clock second
@@ -94,9 +102,10 @@ class LatenessMargins:
     def _learn(self, sequence: Sequence, late: float) -> None:
         """late: share of the TTFT budget by which a first token came later than forecast."""
         size = int(_size_class(np.asarray(len(sequence.request.prompt))))
-        missed = late > self._margin[size]
-        margin = self._margin[size] + MARGIN_STEP * (float(missed) - TARGET_MISSES)
-        self._margin[size] = min(max(margin, MIN_MARGIN), MAX_MARGIN)
+        margins = self._margin[sequence.tenant]
+        missed = late > margins[size]
+        margin = margins[size] + MARGIN_STEP * (float(missed) - TARGET_MISSES)
+        margins[size] = min(max(margin, MIN_MARGIN), MAX_MARGIN)
 
 
 class RankedPrompts(NamedTuple):
@@ -179,7 +188,7 @@ class AdmissionController:
         """Checks the tightest objective per token. Errors: RequestError if too many sequences
         run."""
         limit = forecast.most_decodes
-        count = forecast.decodes + len(self.slots.prefilling) + sequence.request.sampling.n
+        count = forecast.decodes + forecast.prefills + sequence.request.sampling.n
         if count <= max(limit, 1):
             return
         after = forecast.step
@@ -216,6 +225,8 @@ class AdmissionController:
             # late ones have a key some seconds below or above LAST
             size_class[key >= LAST / 2] += LAST_CLASS
             order = order[np.argsort(size_class[order], kind="stable")]
+        if prompts.turn.size:
+            order = order[np.argsort(prompts.turn[order], kind="stable")]
         return order
 
     def _first_tokens(
@@ -240,8 +251,10 @@ class AdmissionController:
         those behind it, which are `due`."""
         behind = prompts.view.at(slice(prompts.place, None))
         budget = behind.deadline - behind.arrival
-        latest = due - self.margins.of(behind.tokens) * budget
+        latest = due - self.margins.of(behind) * budget
         is_long = prompts.view.work > forecast.prefill_per_step / SHARER_WORK_RATIO
+        if prompts.view.turn.size:  # others make way for it
+            is_long &= prompts.view.turn <= prompts.view.turn[prompts.place]
         if is_long[prompts.place] and np.count_nonzero(is_long) > 1:
             latest[0] = min(latest[0], due[0] - LONG_PROMPT_RESERVE * budget[0])
         return latest
@@ -286,6 +299,8 @@ class AdmissionController:
         at_best = due[1:] - MIN_MARGIN * (behind.deadline - behind.arrival)
         made_late = (before <= latest) & (first > latest)
         made_late |= (behind.work <= at_best) & (first > at_best)
+        if behind.turn.size:  # those of tenants that used more than their share may become late
+            made_late &= behind.turn <= prompts.view.turn[prompts.place]
         if made_late.any():
             after = float(np.where(made_late, first - at_best, -math.inf).max())
             raise _refused(

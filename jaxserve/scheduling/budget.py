@@ -61,6 +61,14 @@ class StepBudget:
         decodes = self.decode_seconds[home]
         return decodes + share * max(0.0, self.target - decodes)
 
+    def end_here(self) -> bool:
+        """Lets the step take no longer than with what it has so far. Returns whether some lane has
+        time left."""
+        slowest = max(self.lane_seconds)
+        self.target = min(self.target, slowest)
+        self.long_target = min(self.long_target, slowest)
+        return min(self.lane_seconds) < slowest
+
     def capacity(self, place: ChunkPlace) -> int:
         """Returns the most tokens of a chunk: as many as its lanes can still take; none where the
         home lane, which computes the last of them, takes no more."""

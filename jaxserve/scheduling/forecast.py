@@ -36,6 +36,7 @@ class LoadForecast(NamedTuple):
 
     tpot: float  # the tightest objective per token
     decodes: int
+    prefills: int  # sequences that are partly prefilled
     step: float  # of a step with these decodes and prompts, through all stages
     prefill_per_step: float  # seconds of prefill that such a step does
     prefill_rate: np.ndarray  # [slots + 1] seconds of prefill per second, by number of decodes
@@ -44,6 +45,7 @@ class LoadForecast(NamedTuple):
     slot_free: np.ndarray  # [at most slots] when slots come free, soonest first
     completion: float  # how long a completion that begins later takes
     most_decodes: int  # that this objective allows
+    yielded: int = 0  # pages of sequences that make way
 
 
 class LoadModel:
@@ -67,6 +69,7 @@ class LoadModel:
         self._lengths = lengths
         self._counts = np.unique(np.linspace(0, config.max_seqs, CURVE_POINTS).astype(int))
         self._current: LoadForecast | None = None
+        self._all = np.ones(config.max_seqs, bool)
 
     # --- what runs
 
@@ -80,12 +83,16 @@ class LoadModel:
         return self._current
 
     def beside(self, sequence: Sequence) -> tuple[LoadForecast, bool]:
-        """The forecast of what runs, as it is for `sequence`; and whether its objective per token
-        is tighter than those of all that run, so that it sets the time of steps."""
+        """The forecast of what runs, as it is for `sequence`: without sequences of tenants whose
+        turn comes later, which make way; and whether its objective per token is tighter than those
+        of all that run, so that it sets the time of steps."""
+        stays = self._stays(sequence)
         forecast = self.current()
+        if not stays.all():
+            forecast = self._forecast(math.inf, sequence.prefill_len, stays)
         tighter = sequence.tpot < forecast.tpot
         if tighter:
-            forecast = self._forecast(sequence.tpot, sequence.prefill_len)
+            forecast = self._forecast(sequence.tpot, sequence.prefill_len, stays)
         tokens = min(sequence.max_new_tokens - 1, self._lengths.remaining)
         return forecast._replace(completion=tokens * forecast.step), tighter
 
@@ -97,13 +104,24 @@ class LoadModel:
         limit = MAX_DECODE_SHARE * (tpot / self.predictor.mesh.spp)
         return int(np.searchsorted(decode_step, limit, side="right")) - 1
 
-    def _forecast(self, tpot: float, context: float) -> LoadForecast:
+    def _stays(self, sequence: Sequence) -> np.ndarray:
+        """Returns which slots [slots] do not make way for a sequence."""
+        shares = self.slots.shares
+        if len(shares) < 2:
+            return self._all
+        return shares.turns[self.slots.tenant] <= shares.turns[sequence.tenant]
+
+    def _forecast(
+        self, tpot: float, context: float, stays: np.ndarray | None = None
+    ) -> LoadForecast:
         """Makes a forecast with a tightest objective of at most `tpot`; decodes to come have
-        `context` tokens."""
+        `context` tokens. stays: slots [slots] whose sequences go on; default: all."""
         slots = self.slots
         stages = self.predictor.mesh.spp
-        running = slots.phase == DECODE
-        tpot = slots.tightest(tpot)
+        stays = self._all if stays is None else stays
+        running = (slots.phase == DECODE) & stays
+        prefilling = [sequence for sequence in slots.prefilling if stays[sequence.slot]]
+        tpot = slots.tightest(tpot, stays)
         decodes = int(np.count_nonzero(running))
         decode_step = self._decode_steps(slots.issued[running], context)
         step, prefill_share = self._mixed_steps(decode_step, tpot / stages)
@@ -112,13 +130,14 @@ class LoadModel:
         remaining = self._lengths.remaining
         ends = np.minimum(slots.max_positions - slots.issued, remaining) * period
         busy = np.where(running, ends, 0.0)
-        for sequence in slots.prefilling:
+        for sequence in prefilling:
             tokens = min(sequence.max_positions - sequence.prefill_len, remaining)
             busy[sequence.slot] = sequence.prefill_seconds_left / rate[decodes] + tokens * period
         most = self._most_decodes(decode_step, tpot)
         return LoadForecast(
             tpot=tpot,
             decodes=decodes,
+            prefills=len(prefilling),
             step=period,
             prefill_per_step=period / stages * float(rate[decodes]),
             prefill_rate=rate,
@@ -127,7 +146,13 @@ class LoadModel:
             slot_free=np.sort(busy)[len(busy) - max(1, most) :],
             completion=0.0,
             most_decodes=most,
+            yielded=0 if stays is self._all else int(self._pages(~stays).sum()),
         )
+
+    def _pages(self, which: np.ndarray) -> np.ndarray:
+        """Pages of each of these slots [slots]; 0 of others."""
+        cache = self.cache
+        return np.where(which, cache.capacity // cache.block_size * cache.needs.per_block, 0)
 
     def _mixed_steps(self, decode_step: np.ndarray, target: float) -> tuple[np.ndarray, np.ndarray]:
         """Seconds of a step in a stage while prompts wait [slots + 1], by number of decodes, and
@@ -204,7 +229,7 @@ class LoadModel:
             cache.needs.left(cache.layouts[sequence.slot], sequence.prefill_len)
             for sequence in self.slots.prefilling
         )
-        spare = cache.available - promised
+        spare = cache.available - promised + forecast.yielded
         pages = cache.needs.of(tokens)
         if pages.sum() <= spare:
             return 0.0

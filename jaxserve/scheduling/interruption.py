@@ -88,7 +88,7 @@ class InterruptionRule:
         latest = start + self._spare(step, start)
         end = start
         chosen = []
-        for place in smallest_first(np.where(urgent, self.policy.rank(prompts), math.inf)):
+        for place in smallest_first(np.where(urgent, self.policy.order(prompts), math.inf)):
             sequence = sequences[place]
             if not urgent[place]:
                 break

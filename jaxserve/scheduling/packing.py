@@ -31,10 +31,12 @@ from jaxserve.lanes.choice import decode_choices
 from jaxserve.lanes.exchange import EXCHANGES
 from jaxserve.scheduling.budget import StepBudget
 from jaxserve.scheduling.checkpoint_policy import CheckpointPolicy
+from jaxserve.scheduling.decode_turns import DecodeTurns
 from jaxserve.scheduling.drafting import NO_DRAFTS, Drafting, Drafts
 from jaxserve.scheduling.prefill_packing import PrefillPacker
 from jaxserve.scheduling.prefill_step import PrefillChunk
 from jaxserve.scheduling.sequence import Sequence
+from jaxserve.scheduling.shares import DEBTORS_STEP
 from jaxserve.scheduling.slots import DECODE, LEAVING, PREFILL, SlotTable
 from jaxserve.settings.schema import SchedulerConfig
 
@@ -64,6 +66,7 @@ class BatchPacker:
         self.copies = copies
         self.checkpoints = checkpoints
         self.drafting = drafting
+        self.turns = DecodeTurns(slots)
 
     def pack(self, number: int, now: float) -> tuple[Batch, list[PrefillChunk]] | None:
         """Returns batch `number` and its prefill chunks, issued as far as the slots go; None where
@@ -74,9 +77,16 @@ class BatchPacker:
             self.copies.advance(self._computed())
         if self.prefill.chunks.planner is not None:
             self.prefill.chunks.history.advance(self.config)
-        decodes = self._pick_decodes(number)
+        self.prefill.admission.make_way()
+        self.turns.begin()
+        picked = self._pick_decodes(number)
+        decodes = self.turns.going(picked)
         budget = self._budget(decodes)
         chunks = self.prefill.pack(self.config, now, budget)
+        self.turns.end(chunks)
+        if not chunks and decodes.size < picked.size:
+            decodes = picked
+            budget = self._budget(decodes)
         if not chunks and not decodes.size and self.mesh.spp > 1:
             decodes = self._pick_decodes(number, hurry=True)
             budget = self._budget(decodes)
@@ -163,8 +173,12 @@ class BatchPacker:
             cache.group_size[decodes],
             cache.blocks_per_lane[decodes],
         )
-        running = slots.decoding
+        running = self.turns.going(slots.decoding)
         target = float(slots.tpot[running].min()) if running.size else config.step_time
+        longest = config.step_time
+        if self.turns.all_in_debt:
+            target *= DEBTORS_STEP
+            longest *= DEBTORS_STEP
         stages = self.mesh.spp
         return StepBudget(
             self.predictor,
@@ -172,7 +186,7 @@ class BatchPacker:
             config.chunk_tokens,
             config.tile,
             target / stages,
-            config.step_time / stages,
+            longest / stages,
         )
 
     # --- decodes
@@ -245,16 +259,28 @@ class BatchPacker:
         on their way back."""
         slots = self.slots
         while not self.cache.available_blocks and not slots.draining:
-            younger = np.flatnonzero((slots.phase == DECODE) & (slots.number > slots.number[slot]))
-            if slots.prefilling:
-                victim = slots.prefilling[-1]
-            elif younger.size:
-                victim = slots.by_slot[int(younger[np.argmax(slots.number[younger])])]
-            else:
+            victim = self._victim(slot)
+            if victim is None:
                 return
             slots.withdraw(victim, LEAVING)
         if self.cache.available_blocks:
             self.cache.extend(slot, 1)
+
+    def _victim(self, slot: int) -> Sequence | None:
+        """Returns the sequence that makes way for a decode: of the tenant whose turn comes last the
+        youngest partly prefilled one, or else the youngest decode that is younger than this
+        one."""
+        slots = self.slots
+        younger = np.flatnonzero((slots.phase == DECODE) & (slots.number > slots.number[slot]))
+        places = np.append(younger, [one.slot for one in slots.prefilling]).astype(np.intp)
+        if not places.size:
+            return None
+        turns = slots.shares.turns[slots.tenant[places]]
+        last = places[turns == turns.max()]
+        partly = last[slots.phase[last] == PREFILL]
+        if partly.size:
+            last = partly
+        return slots.by_slot[int(last[np.argmax(slots.number[last])])]
 
     # --- the batch
 

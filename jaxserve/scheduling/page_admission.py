@@ -29,11 +29,15 @@ from jaxserve.cache import NO_MATCH, CacheManager
 from jaxserve.cache.copies import PrefixCopies
 from jaxserve.cache.prefix_match import ReachablePrefix
 from jaxserve.scheduling.decode_reserve import DecodeReserve
+from jaxserve.scheduling.reclaim import Reclaim
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
+from jaxserve.scheduling.shares import DEBTORS_STEP
 from jaxserve.scheduling.slots import SlotTable
 
 SMALL_PROMPT = 1 / 64  # share of all pages: the most that a small prompt takes, cached or not
 SMALL_PROMPT_RESERVE = 1 / 8  # share of all pages that large prompts leave to small ones
+# share of slots and pages that tenants which used more than their share of the time leave to others
+TENANT_RESERVE = 1 / 16
 # (large prompts, small prompts): whether more of them can be admitted in this step
 ALL = (True, True)
 NONE = (False, False)
@@ -87,7 +91,8 @@ class PageAdmission:
     `admit` gives it its slot and pages. `small_tokens` is the length of the longest small prompt.
     `max_running`, if given, is the number of sequences that may have a slot, by the tightest
     objective per output token in seconds. copies: chooses among pages that have the same block, and
-    copies prefixes; None: no block is copied.
+    copies prefixes; None: no block is copied. reclaim: takes slots and pages from tenants that have
+    more than their part.
     """
 
     def __init__(
@@ -95,6 +100,7 @@ class PageAdmission:
         cache: CacheManager,
         slots: SlotTable,
         decode_reserve: DecodeReserve,
+        reclaim: Reclaim,
         max_running: Callable[[float], int] | None = None,
         copies: PrefixCopies | None = None,
     ):
@@ -102,6 +108,7 @@ class PageAdmission:
         self.copies = copies
         self.slots = slots
         self.decode_reserve = decode_reserve
+        self.reclaim = reclaim
         self.max_running = max_running
         self._small_pages = int(SMALL_PROMPT * cache.total)  # the most that a small prompt takes
         self.small_tokens = self._small_pages // cache.needs.per_block * cache.block_size
@@ -109,6 +116,16 @@ class PageAdmission:
         self._open = ALL
         self._room = 0  # pages beyond those that the sequence matched last takes
         self._claimant: Sequence | None = None  # the large prompt that claims pages
+
+    def make_way(self) -> None:
+        """Takes slots and pages from tenants that have more than their part of them, for waiting
+        prompts. To be called before a step is packed."""
+        if len(self.slots.shares) < 2:
+            return
+        limit = len(self.slots.phase)
+        if self.max_running is not None:
+            limit = min(limit, self.max_running(self.slots.tightest()))
+        self.reclaim.make_way(limit)
 
     def begin(self, reserve: int) -> None:
         """Begins a step in which decodes need `reserve` pages."""
@@ -130,21 +147,30 @@ class PageAdmission:
         self._of_small = self._held_by_small.count + promised_to_small
         self._of_small += int(growth[self._held_by_small.is_small].sum())
         self._tpot = self.slots.tightest()
-        self._open = ALL if self._has_slot else NONE
+        self._open = ALL if self._has_slot() else NONE
         if self._claimant is not None and not self._waits(self._claimant):
             self._claimant = None
 
     def _waits(self, sequence: Sequence) -> bool:
         return sequence.slot == NO_SLOT and sequence.number in self.slots.by_number
 
-    @property
-    def _has_slot(self) -> bool:
-        """True if one more sequence may have a slot."""
+    def _is_behind(self, sequence: Sequence) -> bool:
+        """Returns whether a sequence's tenant leaves some slots and pages to others, as it has used
+        more than its share."""
+        shares = self.slots.shares
+        return len(shares) > 1 and bool(shares.turns[sequence.tenant])
+
+    def _has_slot(self, reserve: float = 0.0, step: float = 1.0) -> bool:
+        """Returns whether one more sequence may have a slot, beside a share of all slots that is
+        kept free. step: share of the tightest objective per token that steps may take."""
         free = len(self.slots.free)
         if not free:
             return False
-        running = len(self.slots.phase) - free
-        return self.max_running is None or running < self.max_running(self._tpot)
+        limit = len(self.slots.phase)
+        running = limit - free
+        if self.max_running is not None:
+            limit = min(limit, self.max_running(step * self._tpot))
+        return running < limit - int(reserve * limit)
 
     @property
     def open(self) -> bool:
@@ -164,12 +190,18 @@ class PageAdmission:
     def match(self, sequence: Sequence) -> np.ndarray | None:
         """Returns pages that hold a waiting sequence's first blocks already; None if it must wait,
         and with it others of its size in this step."""
+        behind = self._is_behind(sequence)
+        if behind and not self._has_slot(TENANT_RESERVE, DEBTORS_STEP):
+            self._open = NONE  # those after it are not of an earlier turn
+            return None
         small = self.is_small(sequence)
         pages = self._cached_pages(sequence)
         need, matched = self._needed(sequence, pages)
         reserve = self._kept_for_small(sequence, need)
         left_to_small = max(0, reserve - self._of_small)
         growth = self._growth(sequence)
+        if behind and not self._nothing_runs:
+            growth += int(TENANT_RESERVE * self.cache.usable)
         claimed = small and self._claimant is not None
         if claimed and need + growth - self._held_by_small.among(matched) > left_to_small:
             self._open = (self._open[0], False)
@@ -188,6 +220,7 @@ class PageAdmission:
         if room >= 0:
             self._room = room
             return pages
+        self.reclaim.lacks(sequence, -room)
         if small:
             self._open = NONE
         else:
@@ -331,7 +364,7 @@ class PageAdmission:
             self.copies.admitted(slot, pages)
         cache.extend(slot, max(cache.blocks(sequence.received) - len(pages), 0))
         self._tpot = min(self._tpot, sequence.tpot)
-        if not self._has_slot:
+        if not self._has_slot():
             self._open = NONE
         if self._claimant is sequence:
             self._claimant = None

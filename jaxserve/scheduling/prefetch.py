@@ -51,7 +51,7 @@ class QueuePrefetch:
     def _head(self, policy: Policy, now: float) -> list[Sequence]:
         """Returns the waiting prompts that come first."""
         slots = self._slots
-        keys = policy.rank(slots.prompts(now))[len(slots.prefilling) :]
+        keys = policy.order(slots.prompts(now))[len(slots.prefilling) :]
         waiting = tuple(slots.queue.copy())
         return [waiting[index] for index in np.argsort(keys)[:LOOKED_AT]]
 

@@ -22,12 +22,18 @@ class PrefillOrder:
     def __init__(self, policy: Policy, now: float, slots: SlotTable, admission: PageAdmission):
         self.admission = admission
         self._running = tuple(slots.prefilling)
+        self._shares = slots.shares
         self._waiting = slots.queue.copy()
         prompts = slots.prompts(now)
         self._work = prompts.work
         self._tokens = prompts.tokens
-        self._key = policy.rank(prompts)
+        self._key = policy.order(prompts)
+        self._turn = prompts.turn
         self._left = np.ones(self._key.size, bool)
+
+    def turn(self, sequence: Sequence) -> int:
+        """Returns the turn of a sequence's tenant; 0 while there is one tenant."""
+        return int(self._shares.turns[sequence.tenant]) if self._turn.size else 0
 
     def first(self, most: int, running: bool = True) -> list[Sequence]:
         """Returns the first sequences, at most `most`, which come none the less; running: partly
@@ -43,12 +49,17 @@ class PrefillOrder:
                 break
         return chosen
 
-    def ranked(self, most_work: float = math.inf) -> Iterator[Sequence]:
+    def ranked(
+        self, most_work: float = math.inf, beside: Sequence | None = None
+    ) -> Iterator[Sequence]:
         """Sequences that have not come yet, of at most `most_work` seconds of prefill, and the
-        first large prompt that waits: it may claim pages."""
+        first large prompt that waits: it may claim pages. beside: only those whose tenants' turns
+        are not after this one's."""
         chosen = self._left
         if most_work < math.inf:
             chosen = self._left & (self._work <= most_work) | self._first_large()
+        if beside is not None and self._turn.size:
+            chosen = chosen & (self._turn <= self.turn(beside))
         indices = chosen.nonzero()[0]
         count = len(self._running)
         running_left = int(np.searchsorted(indices, count))

@@ -175,7 +175,13 @@ class PrefillPacker:
 
     def _pack(self, step: PrefillStep, order: PrefillOrder) -> None:
         budget = step.budget
+        lead = None
         for candidate in self._computable(step, order.ranked()):
+            turn = order.turn(candidate.sequence)
+            # prompts of a later turn do not prolong the step
+            if lead is not None and turn > lead and not budget.end_here():
+                return
+            lead = turn if lead is None else lead
             limit = budget.long_target if candidate.first is None else budget.target
             length = self._length(step, candidate, limit)
             unfinished = length < candidate.sequence.prefill_len - candidate.start
@@ -209,20 +215,24 @@ class PrefillPacker:
         much of the prompt as time is left for.
 
         On other lanes all prompts may use all of the step's time, on its own lane much shorter ones
-        a share of it.
+        a share of it, but not those of tenants whose turn is later.
         """
         long = candidate.sequence
         self.chunks.admit(step, candidate)
         candidate = self.chunks.find(step, long) or candidate._replace(first=None)
         if len(candidate.place.group) < len(step.budget.lanes):
-            self._add_sharers(step, candidate, order.ranked())
+            self._add_sharers(step, candidate, order.ranked(), order)
         work = SHARER_WORK_RATIO * long.prefill_seconds_left
-        self._add_sharers(step, candidate, order.ranked(work))
+        self._add_sharers(step, candidate, order.ranked(work, beside=long), order)
         length = self._length(step, candidate, step.budget.long_target)
         self._add_something(step, candidate, length)
 
     def _add_sharers(
-        self, step: PrefillStep, long: ChunkCandidate, others: Iterable[Sequence]
+        self,
+        step: PrefillStep,
+        long: ChunkCandidate,
+        others: Iterable[Sequence],
+        order: PrefillOrder,
     ) -> None:
         """Adds chunks of other prompts to the step of a long one."""
         misses = 0
@@ -232,7 +242,10 @@ class PrefillPacker:
                 other.place.home not in long.place.group
                 and long.place.home not in other.place.group
             )
-            if apart or other.sequence.prefill_seconds_left <= most_work:
+            if apart or (
+                other.sequence.prefill_seconds_left <= most_work
+                and order.turn(other.sequence) <= order.turn(long.sequence)
+            ):
                 share = 1.0 if apart else self._share(step, other.sequence)
                 limit = step.budget.limit(other.place.home, share)
                 length = self._length(step, other, limit)

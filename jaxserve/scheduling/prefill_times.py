@@ -55,7 +55,7 @@ class PrefillTimes:
         """
         config = self.config
         prompts = slots.prompts(sequence.request.arrival)
-        key = POLICIES[config.policy].rank(prompts)
+        key = POLICIES[config.policy].order(prompts)
         work = float(prompts.work[-1])  # the youngest: those of equal rank go before it
         ahead = prompts.work[:-1][key[:-1] <= key[-1]]
         if config.chunking == "adaptive" and config.sharing > 0:

@@ -105,6 +105,7 @@ class RequestTable:
     def _remove(self, entry: LiveEntry) -> None:
         request = entry.request
         del self.entries[request.id]
+        self.slots.shares.end(request.tenant)
         if request.deadline is not None:
             self._deadlines.remove((request.deadline, entry.leader.number, request.id))
 

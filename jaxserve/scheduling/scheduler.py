@@ -10,9 +10,11 @@ are issued and read.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+
+import numpy as np
 
 from jaxserve.api.batch import Batch
 from jaxserve.api.errors import RequestError
@@ -40,8 +42,10 @@ from jaxserve.scheduling.pool.interface import Pool, PoolScheduler
 from jaxserve.scheduling.prefill_packing import PrefillPacker
 from jaxserve.scheduling.prefill_step import PrefillChunk
 from jaxserve.scheduling.prefill_times import PrefillTimes
+from jaxserve.scheduling.reclaim import Reclaim
 from jaxserve.scheduling.request_table import LiveEntry, RequestTable
 from jaxserve.scheduling.sequence import Sequence, SequenceLimits
+from jaxserve.scheduling.shares import TenantShares, seconds_by_row
 from jaxserve.scheduling.slots import LEAVING, SlotTable
 from jaxserve.settings.schema import MeshConfig, SchedulerConfig
 
@@ -88,18 +92,24 @@ class Scheduler:
         lanes = lane_costs(costs, mesh.kvp, chooser, cache.prompt_lanes)
         self.predictor = Predictor(costs, mesh, lanes)
         self.times = PrefillTimes(config, self.predictor)
-        self.slots = SlotTable(config.max_seqs, cache, self.times.seconds, config.max_loras)
+        self.shares = TenantShares(config.weights)
+        self.slots = SlotTable(
+            config.max_seqs, cache, self.times.seconds, self.shares, config.max_loras
+        )
         self.sequences = self.slots.by_number
         self.requests = RequestTable(self.slots, self.bus)
         self.fetches = Fetches(cache, self.slots, self.predictor)
         lengths = CompletionLengths()
         lengths.listen(self.bus)
-        self.admission = self._make_admission(lengths)
         copies = PrefixCopies(cache) if cache.copying else None
+        growth = DecodeReserve(cache, self.slots, lengths, config.decode_reserve)
+        reclaim = Reclaim(self.slots, cache, growth)
+        self.admission = self._make_admission(lengths)
         self.page_admission = PageAdmission(
             cache,
             self.slots,
-            DecodeReserve(cache, self.slots, lengths, config.decode_reserve),
+            growth,
+            reclaim,
             None if self.admission is None else self.admission.max_running,
             copies,
         )
@@ -181,15 +191,17 @@ class Scheduler:
         if request.adapter and request.adapter not in self.slots.adapters.numbers:
             raise unknown_adapter(request.adapter)
         ahead = len(self.slots.queue)
+        now = request.arrival if now is None else now
         begins = request.continuation is None
         if begins:
-            self._check_queue(ahead)
+            self._check_queue(ahead, request.tenant)
         sequences = self._sequences(request, received)
         leader, *later = sequences
         first = None
         if begins:
-            first = self._check_admission(leader, request.arrival if now is None else now)
+            first = self._check_admission(leader, now)
         self._born += len(sequences)
+        self.shares.begin(request.tenant, now)
         self.sequences.update((sequence.number, sequence) for sequence in sequences)
         alive = {sequence.index: sequence for sequence in sequences}
         had_token = any(sequence.output for sequence in sequences)
@@ -204,10 +216,15 @@ class Scheduler:
             return [Accepted(ahead, self.times.waiting(leader, self.slots, begun))]
         return [Accepted(ahead, first - request.arrival)]
 
-    def _check_queue(self, ahead: int) -> None:
+    def _check_queue(self, ahead: int, tenant: str) -> None:
         """Checks the queue. Errors: RequestError if `ahead` waiting requests leave no room for
-        more."""
-        if ahead < self.config.max_queue:
+        more, and this tenant's are as many as its share of them."""
+        limit = self.config.max_queue
+        if ahead < limit:
+            return
+        number = self.shares.number(tenant)
+        own = np.count_nonzero(self.slots.queue.tenants == number)
+        if own < limit * self.shares.part_beside(number):
             return
         after = float(self.slots.queue.work.mean()) / self.predictor.mesh.kvp
         raise RequestError(
@@ -257,6 +274,7 @@ class Scheduler:
         # nothing is promised of later completions: they take slots as these come
         turn = limit * tpot / self.config.max_seqs
         hashes = self.cache.block_hashes
+        tenant = self.shares.number(request.tenant)
         return [
             Sequence(
                 self._born + place,
@@ -265,6 +283,7 @@ class Scheduler:
                 SequenceLimits(limit, stops, deadline + place * turn, tpot),
                 hashes,
                 0 if place else received,
+                tenant,
             )
             for place, index in enumerate(request.completions)
         ]
@@ -282,19 +301,28 @@ class Scheduler:
             return None
         batch, chunks = packed
         self._flight.append(batch)
-        self._publish_packed(batch, backlog)
+        self._publish_packed(batch, backlog, now)
         if self.interruption_rule.applies(batch):
             self.partial = PartialStep(batch, chunks, self.interruption_rule.groups)
         else:
             self._publish_blocks(chunks)
         return batch
 
-    def _publish_packed(self, batch: Batch, backlog: float) -> None:
+    def _publish_packed(self, batch: Batch, backlog: float, now: float) -> None:
+        self._charge(batch, now)
         self.bus.publish(BatchPacked(batch, backlog))
         self._batches += 1
         for row in batch.admitted:
             slot = int(batch.slot[row])
             self.bus.publish(Admitted(self.slots.by_slot[slot], slot))
+
+    def _charge(self, batch: Batch, now: float) -> None:
+        """Takes the batch's predicted seconds from its tenants' credits."""
+        if len(self.shares) == 1:
+            self.shares.charge_all(batch.seconds, now)
+        else:
+            seconds = seconds_by_row(batch, self.predictor.costs)
+            self.shares.charge(self.slots.tenant[batch.slot], seconds, now)
 
     def _publish_blocks(self, chunks: Iterable[PrefillChunk]) -> None:
         """Lets later batches share what issued chunks compute."""
@@ -324,7 +352,7 @@ class Scheduler:
         step.interrupted_after = step.issued
         self.interruptions += 1
         self._flight.insert(len(self._flight) - 1, batch)
-        self._publish_packed(batch, backlog)
+        self._publish_packed(batch, backlog, now)
         self._publish_blocks(chunks)
         return batch
 
@@ -421,3 +449,4 @@ class Scheduler:
         self.page_admission.check()
         self.slots.check(self._flight)
         self.requests.check()
+        self.shares.check(Counter(one.request.tenant for one in self.requests.entries.values()))

@@ -57,6 +57,7 @@ class Sequence:
     the most positions to compute: the last token is never fed. `prefill_len` is how many tokens
     were known when it was last queued: these are prefilled, and what is sampled after the last of
     them is fed on the device. The KV of the first `received` of them comes with the request, once.
+    `tenant` is the number of the request's tenant, see `TenantShares`.
     """
 
     def __init__(
@@ -67,8 +68,10 @@ class Sequence:
         limits: SequenceLimits,
         hashes: Callable[[str, History], BlockHashes],
         received: int = 0,
+        tenant: int = 0,
     ):
         self.number = number
+        self.tenant = tenant
         self.index = index
         self.request = request
         self.id = request.id

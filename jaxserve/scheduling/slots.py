@@ -19,6 +19,7 @@ from jaxserve.cache import CacheManager
 from jaxserve.policies import PromptView
 from jaxserve.scheduling.adapter_places import AdapterPlaces
 from jaxserve.scheduling.sequence import NO_SLOT, Sequence
+from jaxserve.scheduling.shares import TenantShares
 from jaxserve.scheduling.waiting_queue import WaitingQueue, age
 
 # phases of a slot; from LEAVING on nothing more of its sequence is issued
@@ -30,8 +31,8 @@ class SlotTable:
 
     `queue`: waiting sequences, `prefilling`: partly prefilled ones, both by age; `by_slot` and
     `by_number`: sequences by their slot, and all of them by their number. Arrays are by slot.
-    work: predicted seconds to prefill tokens a to before b. adapters: places for them on the
-    devices.
+    work: predicted seconds to prefill tokens a to before b. shares: of the tenants that they are
+    of. adapters: places for them on the devices.
     """
 
     def __init__(
@@ -39,11 +40,13 @@ class SlotTable:
         slots: int,
         cache: CacheManager,
         work: Callable[[int, int], float],
+        shares: TenantShares,
         adapters: int = 0,
     ):
         self.cache = cache
         self.adapters = AdapterPlaces(adapters, slots)
         self.work = work
+        self.shares = shares
         self.phase = np.full(slots, EMPTY, np.int8)
         self.number = np.full(slots, -1, np.int64)
         self.issued = np.zeros(slots, np.int32)  # positions that are part of a batch
@@ -51,6 +54,7 @@ class SlotTable:
         self.proposed = np.zeros(slots, np.int32)
         self.max_positions = np.zeros(slots, np.int32)  # positions to compute at most
         self.tpot = np.zeros(slots)  # objective, seconds per output token
+        self.tenant = np.zeros(slots, np.intp)  # number of the tenant
         self.in_flight = np.zeros(slots, np.int32)  # batches in flight that contain it
         self.last_batch = np.zeros(slots, np.int64)  # batch it was last part of
         self.by_slot: dict[int, Sequence] = {}
@@ -96,10 +100,13 @@ class SlotTable:
             sequence.prefill_seconds_left for sequence in self.prefilling
         )
 
-    def tightest(self, tpot: float = math.inf) -> float:
-        """The tightest objective per output token, in seconds, of the running sequences and
-        `tpot`."""
-        return float(self.tpot[(self.phase == PREFILL) | (self.phase == DECODE)].min(initial=tpot))
+    def tightest(self, tpot: float = math.inf, which: np.ndarray | None = None) -> float:
+        """The tightest objective per output token, in seconds, of the running sequences and `tpot`.
+        which: the slots [slots] that count; default: all."""
+        running = (self.phase == PREFILL) | (self.phase == DECODE)
+        if which is not None:
+            running &= which
+        return float(self.tpot[running].min(initial=tpot))
 
     def wait(self, sequence: Sequence) -> None:
         """Queues a sequence: what it has put out so far is part of what it prefills."""
@@ -110,7 +117,10 @@ class SlotTable:
     def prompts(self, now: float, *new: Sequence) -> PromptView:
         """Returns what policies look at: the prefilling sequences, those that wait, and `new` ones
         that have not joined the queue."""
-        return self.queue.view_among(now, self.prefilling, new)
+        view = self.queue.view_among(now, self.prefilling, new)
+        if len(self.shares) < 2:
+            return view
+        return view._replace(turn=self.shares.turns[view.tenant])
 
     def forget(self, sequence: Sequence, later: list[Sequence]) -> None:
         """Removes a sequence that has ended from the queue, or from those that join it `later`."""
@@ -138,6 +148,7 @@ class SlotTable:
         self.max_positions[slot] = sequence.max_positions
         self.tpot[slot] = sequence.tpot
         self.adapters.take(slot, sequence.request.adapter)
+        self.tenant[slot] = sequence.tenant
         insort(self.prefilling, sequence, key=age)
         return slot
 

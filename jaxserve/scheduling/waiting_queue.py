@@ -14,9 +14,11 @@ from jaxserve.policies import PromptView
 from jaxserve.scheduling.sequence import Sequence
 
 age = attrgetter("number")  # sequences are numbered as they come
-COLUMNS = ("arrival", "deadline", "work", "tokens", "priority", "class_index")  # of a PromptView
+# of a PromptView
+COLUMNS = ("arrival", "deadline", "work", "tokens", "priority", "class_index", "tenant")
 WORK = COLUMNS.index("work")
 TOKENS = COLUMNS.index("tokens")
+TENANT = COLUMNS.index("tenant")
 
 
 class WaitingQueue:
@@ -51,6 +53,11 @@ class WaitingQueue:
         """Tokens of each prefill [n]."""
         return self._rows[TOKENS, : len(self)]
 
+    @property
+    def tenants(self) -> np.ndarray:
+        """Number of the tenant of each [n]."""
+        return self._rows[TENANT, : len(self)].astype(np.intp)
+
     def view_among(
         self, now: float, first: Sequenced[Sequence], last: Sequenced[Sequence] = ()
     ) -> PromptView:
@@ -61,10 +68,11 @@ class WaitingQueue:
             rows.insert(0, self._columns(first))
         if last:
             rows.append(self._columns(last))
-        arrival, deadline, work, tokens, priority, class_index = np.concatenate(rows, 1)
+        arrival, deadline, work, tokens, priority, class_index, tenant = np.concatenate(rows, 1)
         names = tuple(self._class_index)
         classes = class_index.astype(np.intp)
-        return PromptView(now, arrival, deadline, work, tokens, priority, classes, names)
+        tenants = tenant.astype(np.intp)
+        return PromptView(now, arrival, deadline, work, tokens, priority, classes, names, tenants)
 
     def add(self, sequence: Sequence) -> None:
         """Adds a sequence at the place of its age."""
@@ -84,7 +92,7 @@ class WaitingQueue:
         self._rows[:, at : count - 1] = self._rows[:, at + 1 : count]
 
     def _columns(self, sequences: Sequenced[Sequence]) -> np.ndarray:
-        """Returns the columns [6, n] of these sequences."""
+        """Returns the columns [7, n] of these sequences."""
         columns = np.array([self._column(sequence) for sequence in sequences])
         return columns.reshape(-1, len(COLUMNS)).T
 
@@ -98,6 +106,7 @@ class WaitingQueue:
             sequence.prefill_len,
             request.priority,
             self._class_index.setdefault(name, len(self._class_index)),
+            sequence.tenant,
         )
 
 

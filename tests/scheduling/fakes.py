@@ -357,6 +357,7 @@ class Replica:
         bypass: bool = False,
         adapter: str = "",
         session: str = "",
+        tenant: str = "",
         **sampling,
     ) -> str:
         id = id or f"r{len(self.requests)}"
@@ -372,6 +373,7 @@ class Replica:
             bypass_prefix_cache=bypass,
             adapter=adapter,
             session=session,
+            tenant=tenant,
         )
         self.heard[id] = self.scheduler.add(request)
         self.requests[id] = request

@@ -99,8 +99,9 @@ class Traffic(RuleBasedStateMachine):
         bypass=st.booleans(),
         adapter=st.sampled_from(["", *ADAPTERS]),
         session=st.sampled_from(["", "s", "t"]),
+        tenant=st.sampled_from(["", "", "a", "b"]),
     )
-    def add(self, common, tail, sampling, patience, bypass, adapter, session):
+    def add(self, common, tail, sampling, patience, bypass, adapter, session, tenant):
         replica = self.replica
         try:
             deadline = None if patience is None else replica.now + patience
@@ -110,6 +111,7 @@ class Traffic(RuleBasedStateMachine):
                 bypass=bypass,
                 adapter=adapter if replica.scheduler.config.max_loras else "",
                 session=session,
+                tenant=tenant,
                 **sampling,
             )
         except RequestError as error:

@@ -436,6 +436,7 @@ def test_requests_cross_with_moments_on_the_replicas_clock(
         kv_source=None if bypass else KvSource("host:1", 7, "id"),
         embed=bypass and sampling.n == 1,
         job=bypass,
+        tenant="team-a",
     )
     message = pb.Submit.FromString(submit_message(1, asked, here).SerializeToString())
     copy = request_of(message, FakeReplica().info, there)
@@ -451,6 +452,7 @@ def test_requests_cross_with_moments_on_the_replicas_clock(
         "kv_source",
         "embed",
         "job",
+        "tenant",
     ):
         assert getattr(copy, name) == getattr(asked, name)
     assert copy.cache_retention == retention

@@ -87,6 +87,7 @@ class LiveRun:
             vocab=engine.info.vocab,
             max_len=engine.info.max_model_len,
             arrival=at,
+            tenant=plan.tenant,
         )
         due = engine.scheduler.times.deadline(request)
         record = self._recorder.sink(request, kind, due)

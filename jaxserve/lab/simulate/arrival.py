@@ -26,7 +26,7 @@ CLASSES = (("short", 8192), ("medium", LONG - 1), ("long", MOST_TOKENS))
 class Arrival:
     """An arrival: `time` in seconds, lengths in tokens. Equal `blocks` (hash ids of `block`
     tokens each) are equal tokens; tokens beyond the last of them, all of them where there are none,
-    are the request's own."""
+    are the request's own. tenant: whose share of the time the request uses."""
 
     time: float
     prompt: int
@@ -34,6 +34,7 @@ class Arrival:
     kind: str = ""
     blocks: tuple[int, ...] | np.ndarray | None = None
     block: int = BLOCK
+    tenant: str = ""
 
 
 def to_request(
@@ -61,7 +62,8 @@ def to_request(
     sampling = SamplingParams(
         temperature=0.0, max_tokens=min(arrival.output, max_len - arrival.prompt), ignore_eos=True
     )
-    return Request(str(number), prompt, sampling, arrival=arrival.time, slo=slo)
+    tenant = arrival.tenant
+    return Request(str(number), prompt, sampling, arrival=arrival.time, slo=slo, tenant=tenant)
 
 
 def scaled(arrival: Arrival, time: float, length: float) -> Arrival:

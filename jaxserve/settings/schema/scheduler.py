@@ -14,6 +14,7 @@ from jaxserve.lanes.planner import ELASTIC
 from jaxserve.policies import POLICIES
 from jaxserve.settings.fields import option
 from jaxserve.settings.schema.objectives import Objectives, objectives_by_class
+from jaxserve.settings.schema.tenants import shares_by_tenant
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,11 @@ class SchedulerConfig(Objectives):
         "objectives of requests that name a class, as "
         "chat:ttft=0.5,tpot=0.05;batch:ttft=600,stretch=20,tpot=1; what a class leaves out is as "
         "for requests without one",
+    )
+    tenant_shares: str = option(
+        "",
+        "shares of the replica's time by tenant of API keys, as team-a:2;team-b:1; tenants that "
+        "are not named have 1. One that uses more than its share goes behind the others",
     )
     exchange: str = option(
         DEFAULT_EXCHANGE,
@@ -144,12 +150,19 @@ class SchedulerConfig(Objectives):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _ = self.objectives  # refuses a mistake in `classes` when the object is made
+        # refuse mistakes in texts when the object is made
+        _ = self.objectives
+        _ = self.weights
 
     @functools.cached_property
     def objectives(self) -> Mapping[str | None, Objectives]:
         """Objectives by class of requests; None: of those that name none."""
         return objectives_by_class(self.classes, self)
+
+    @functools.cached_property
+    def weights(self) -> Mapping[str, float]:
+        """Shares of tenants that have not 1, by name."""
+        return shares_by_tenant(self.tenant_shares)
 
     @property
     def class_names(self) -> tuple[str, ...]:
