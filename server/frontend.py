@@ -274,7 +274,7 @@ class Frontend:
         """Checks a call against the model, and makes a request of it. Errors: RequestError."""
         info = self.info
         arrival = self.require_replica().now()
-        adapter = self.check_model(call.model)
+        self.check_model(call.model)
         if call.kv_transfer is not None and self.handoff is None:
             refuse_transfer(call.kv_transfer)
         if len(call.cache_salt) > MAX_SALT_CHARS:
@@ -303,7 +303,7 @@ class Frontend:
             **{
                 **call.options(),
                 "cache_salt": caller.cache_salt(call.cache_salt),
-                "adapter": adapter,
+                "adapter": self.check_model(call.model),  # as its name stands for it now
                 "tenant": caller.tenant,
             },
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping
 
 from jaxserve.replica.adapters import Adapter
@@ -10,6 +11,7 @@ from jaxserve.replica.protocol import Replica
 from jaxserve.server import replica_pb2 as pb
 
 LOAD_SECONDS = 600.0  # that files may take to be read there
+HEARTBEAT_SECONDS = 2.0  # after a change, in which a heartbeat says so
 Ask = Callable[[pb.AdapterQuestion], str]
 
 
@@ -20,20 +22,34 @@ class RemoteAdapters:
     def __init__(self, said: Callable[[], pb.Heartbeat], ask: Ask):
         self._said = said
         self._ask = ask
+        # what was changed from here, until a heartbeat is sure to say so; None: unloaded
+        self._changed: dict[str, tuple[float, Adapter | None]] = {}
 
     @property
     def by_name(self) -> Mapping[str, Adapter]:
-        return {
+        found = {
             each.name: Adapter(each.name, each.folder, each.identity, each.number)
             for each in self._said().adapters
         }
+        now = time.monotonic()
+        for name, (until, adapter) in list(self._changed.items()):
+            if now > until:
+                self._changed.pop(name, None)
+            elif adapter is None:
+                found.pop(name, None)
+            else:
+                found[name] = adapter
+        return found
 
     def load(self, name: str, folder: str, in_place: bool = False) -> Adapter:
         question = pb.AdapterQuestion(kind="load", name=name, folder=folder, in_place=in_place)
-        return Adapter(**json.loads(self._ask(question)))
+        adapter = Adapter(**json.loads(self._ask(question)))
+        self._changed[name] = time.monotonic() + HEARTBEAT_SECONDS, adapter
+        return adapter
 
     def unload(self, name: str) -> None:
         self._ask(pb.AdapterQuestion(kind="unload", name=name))
+        self._changed[name] = time.monotonic() + HEARTBEAT_SECONDS, None
 
 
 def adapter_messages(replica: Replica) -> list[pb.Adapter]:

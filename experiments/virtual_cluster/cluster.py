@@ -163,7 +163,7 @@ class VirtualCluster:
         for node in self.nodes:
             node.replica.advance(self._now)
         chain = self.prefilling[0].cache.block_hashes(
-            request.cache_salt, lambda first, last: request.prompt[first:last]
+            request.key_salt, lambda first, last: request.prompt[first:last]
         )
         choice = self._route(chain, total, request.slo)
         output = request.sampling.max_tokens

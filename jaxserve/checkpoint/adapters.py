@@ -21,9 +21,9 @@ from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.checkpoint.model_files import read_json
 from jaxserve.checkpoint.model_paths import CheckpointError
 from jaxserve.checkpoint.specs import Declared
-from jaxserve.settings.schema.adapters import MAX_RANK
 
 CONFIG = "adapter_config.json"
+MOST = 1e9  # of factors
 # parameters of a layer that adapters may change -> the matrices of a checkpoint that each is of
 PARTS: Mapping[str, int] = {
     "attention.qkv": 3,
@@ -39,16 +39,16 @@ PARTS: Mapping[str, int] = {
     "mlp.shared_gate_up": 2,
     "mlp.shared_down": 1,
 }
-# fields of a config by which an adapter is more than changes of matrices, and what they say then
+# fields of a config by which an adapter is more than changes of matrices, and what is said of them
 _REFUSED = {
-    "use_dora": "magnitudes of DoRA",
-    "modules_to_save": "whole copies of modules",
-    "trainable_token_indices": "embeddings of tokens",
-    "target_parameters": "changes of parameters that are no modules",
-    "lora_bias": "biases of its own",
-    "layer_replication": "layers that repeat",
-    "alora_invocation_tokens": "tokens that switch it on",
-    "megatron_config": "layers of Megatron",
+    "use_dora": "jaxserve does not yet support DoRA",
+    "modules_to_save": "jaxserve only supports modules_to_save being None",
+    "trainable_token_indices": "adapters with embeddings of tokens are not served",
+    "target_parameters": "changes of parameters that are no modules are not served",
+    "lora_bias": "adapters with biases of their own are not served",
+    "layer_replication": "adapters that repeat layers are not served",
+    "alora_invocation_tokens": "adapters that tokens switch on are not served",
+    "megatron_config": "adapters of Megatron's layers are not served",
 }
 # ways to begin the training by which the base model is another one
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -96,7 +96,7 @@ def read_lora_config(folder: Path) -> LoraConfig:
         raise CheckpointError(f"{path}: peft_type is {kind[:40] or 'missing'}; only LORA is served")
     for name, what in _REFUSED.items():
         if fields.get(name):
-            raise CheckpointError(f"{path}: {name}: adapters with {what} are not served")
+            raise CheckpointError(f"{path}: {name}: {what}")
     if fields.get("bias", "none") != "none":
         raise CheckpointError(f"{path}: bias: adapters that change biases are not served")
     if fields.get("fan_in_fan_out"):
@@ -129,14 +129,14 @@ def _patterns(path: Path, name: str, fields: Mapping[str, Any], read: Any) -> di
 
 
 def _rank(path: Path, name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_RANK:
-        raise CheckpointError(f"{path}: {name} must be a whole number of 1 to {MAX_RANK}")
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise CheckpointError(f"{path}: {name} must be a whole number of at least 1")
     return value
 
 
 def _number(path: Path, name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise CheckpointError(f"{path}: {name} must be a number")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < MOST:
+        raise CheckpointError(f"{path}: {name} must be a number below {MOST:g}")
     return float(value)
 
 

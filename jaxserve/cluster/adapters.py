@@ -26,11 +26,14 @@ class ClusterAdapters:
         return found
 
     def load(self, name: str, folder: str, in_place: bool = False) -> Adapter:
-        """Has all members that can be asked load an adapter; where one refuses, it is unloaded from
-        those that had begun to serve it. Errors: RequestError, the first refusal."""
+        """Has all members that can be asked load an adapter. One that only some have, as others
+        have joined since, is loaded on all of them. Where a member refuses, those that had begun
+        to serve it go back to what they had. Errors: RequestError, the first refusal."""
         members = self._members()
         if not members:
             raise RequestError("", "no replica can be asked", "UNAVAILABLE")
+        before = {member: member.replica.adapters.by_name.get(name) for member in members}
+        in_place = in_place or not all(before.values())
         loaded: list[tuple[Member, Adapter]] = []
         try:
             for member in members:
@@ -41,16 +44,32 @@ class ClusterAdapters:
                     raise RequestError("lora_path", fault)
         except RequestError:
             for member, _ in loaded:
-                member.ask(lambda replica: replica.adapters.unload(name))
+                _go_back(member, name, before[member])
             raise
         return loaded[0][1]
 
     def unload(self, name: str) -> None:
-        having = [one for one in self._members() if name in one.replica.adapters.by_name]
-        if not having:
+        members = self._members()
+        if name not in self.by_name:
             raise not_loaded(name)
-        for member in having:
-            member.replica.adapters.unload(name)
+        faults = []
+        for member in members:
+            try:
+                member.replica.adapters.unload(name)
+            except RequestError as error:
+                if error.status != "NOT_FOUND":
+                    faults.append(error)
+        if faults:
+            raise faults[0]
 
     def _members(self) -> list[Member]:
         return [member for member in self._table.all if member.joined and member.alive]
+
+
+def _go_back(member: Member, name: str, before: Adapter | None) -> None:
+    """Has a member serve what it had by a name before."""
+    if before is None:
+        member.ask(lambda replica: replica.adapters.unload(name))
+        return
+    folder = before.folder
+    member.ask(lambda replica: replica.adapters.load(name, folder, in_place=True))

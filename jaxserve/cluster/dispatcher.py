@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 
 from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Event, Finished, Token
-from jaxserve.api.request import Request
+from jaxserve.api.request import UNKNOWN_MODEL, Request
 from jaxserve.cluster.arrivals import ArrivalCheck
 from jaxserve.cluster.counts import ENDED, LOST, ConductorCounts
 from jaxserve.cluster.delivery import Delivery
@@ -116,7 +116,8 @@ class Dispatcher:
             error = self._send(routed, placement)
             if error is None:
                 return
-            if error.status not in PASSED_ON:
+            # its adapter may have just been unloaded there
+            if error.status not in PASSED_ON and error.reason != UNKNOWN_MODEL:
                 raise error
             self._counts.count_refusal(error)
             if refusal is None or refusal.status == "UNAVAILABLE":

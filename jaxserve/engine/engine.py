@@ -271,11 +271,23 @@ class Engine(ReplicaCore):
             if self.worker.formed(IDLE_WAIT):
                 with contextlib.suppress(WorkersLost):
                     self.steps.reset_devices()
+                    with self._lock:
+                        self._end_without_adapters()
                     self.available = True
                     return
             with self._lock:
                 self._run_posted()
                 self._notify(self.scheduler.expire(self.clock.now()))
+
+    def _end_without_adapters(self) -> None:
+        """Ends the requests whose adapters new workers do not have."""
+        lost = self.adapters.withdraw_lost()
+        error = RequestError("model", "its adapter could not be read again", "UNAVAILABLE")
+        requests = [entry.request for entry in self.scheduler.requests.entries.values()]
+        for request in requests:
+            if request.adapter in lost:
+                self._notify(self.scheduler.cancel(request.id, self.now(), "error", error=error))
+        self.adapters.settle()
 
     def step(self) -> bool:
         """Issues what can be issued and reads at most one batch. False where there was nothing to

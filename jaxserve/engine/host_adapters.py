@@ -36,15 +36,21 @@ class HostAdapters:
         """Reads an adapter's files; returns its fingerprint. May be called on any thread, beside
         steps. Errors: RequestError for files that cannot be served."""
         assert self._open is not None, "steps have no adapters"
+        factors: dict[str, Pair] = {}
         try:
             adapter = self._open(Path(folder))
+            for layers in self._layers:
+                factors |= adapter.arrays(self._plan.model, layers, np.dtype(self._plan.dtype))
         except CheckpointError as error:
             raise RequestError("lora_path", error.message) from None
-        factors: dict[str, Pair] = {}
-        for layers in self._layers:
-            factors |= adapter.arrays(self._plan.model, layers, np.dtype(self._plan.dtype))
+        except (OSError, ValueError, OverflowError, MemoryError) as error:
+            raise RequestError("lora_path", f"{folder}: {error}") from None
         self._factors[number] = factors
         return adapter.fingerprint
+
+    def take_lost(self) -> list[int]:
+        """Returns []: nothing is lost while the process lives."""
+        return []
 
     def drop(self, number: int) -> None:
         """Forgets an adapter, which no later command may bring to the devices."""

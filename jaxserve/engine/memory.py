@@ -209,5 +209,7 @@ def _work(plan: StagePlan) -> int:
     heads = 3 * (model.heads + 2 * model.kv_heads) * model.head_dim // tp
     deltas = [spec.share(tp) for spec in model.mixers if isinstance(spec, DeltaNetSpec)]
     widest = max(heads, model.inner(tp), *(spec.inner(item) for spec in deltas))
+    if plan.adapters is not None:  # what they add: sorted by adapter, and in its place
+        widest += 2 * max(heads, 2 * model.inner(tp)) + 2 * model.d_model
     logits = max(plan.samples) * padded_vocab(model, tp) // tp
     return tokens * (4 * model.d_model + widest) * item + 3 * logits * F32

@@ -110,10 +110,15 @@ class Stages:
 
     def _set_pools(self, stage: Stage, pools: list[Pools] | None = None) -> None:
         """Puts the pools of adapters beside the weights of a stage; None: their shapes."""
+        stage.values = self._with_pools(stage, stage.values, pools)
+
+    def _with_pools(
+        self, stage: Stage, values: list[Any], pools: list[Pools] | None = None
+    ) -> list[Any]:
         changed = self.plan.factors(stage.layers)
         if pools is None:
             pools = pool_shapes(self.plan, stage.mesh, stage.layers, stage.paths)
-        stage.values = with_pools(stage.values, stage.paths, changed, pools)
+        return with_pools(values, stage.paths, changed, pools)
 
     def _weight_shapes(self, mesh: Mesh, part: range) -> dict[str, Any]:
         """Returns the shapes of the weights of some layers, with their shardings, by path."""
@@ -134,8 +139,8 @@ class Stages:
             shapes = self._weight_shapes(stage.mesh, stage.layers)
             places = jax.tree.map(lambda shape: shape.sharding, shapes)
             arrays = load(self.plan.parameters(stage.layers), places)
-            stage.values = [arrays[path] for path in stage.paths]
-            self._set_pools(stage)
+            # at once: programs are lowered from these meanwhile
+            stage.values = self._with_pools(stage, [arrays[path] for path in stage.paths])
             if self.head is not None and stage is self.stages[-1]:
                 self.head.values = [arrays[path] for path in self.head.paths]
 

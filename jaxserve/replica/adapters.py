@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol, TypeVar
 
 from jaxserve.api.errors import RequestError
-from jaxserve.api.request import UNKNOWN_MODEL, adapter_identity
+from jaxserve.api.request import UNKNOWN_MODEL, Request, adapter_identity, adapter_name
 from jaxserve.scheduling import Scheduler
 from jaxserve.settings.schema import AdapterConfig
 
@@ -68,6 +68,14 @@ class NoAdapters:
     def settle(self) -> None:
         """Does nothing: see `LocalAdapters.settle`."""
 
+    def current(self, request: Request) -> Request:
+        """Returns the request: see `LocalAdapters.current`."""
+        return request
+
+    def withdraw_lost(self) -> frozenset[str]:
+        """Returns none: see `LocalAdapters.withdraw_lost`."""
+        return frozenset()
+
 
 class AdapterSource(Protocol):
     """Adapters in host memory, by number."""
@@ -78,6 +86,9 @@ class AdapterSource(Protocol):
 
     def drop(self, number: int) -> None:
         """Forgets an adapter, which no step has any more."""
+
+    def take_lost(self) -> Sequence[int]:
+        """Returns the numbers of the adapters that are not in host memory any more, each once."""
 
 
 class LocalAdapters:
@@ -122,11 +133,13 @@ class LocalAdapters:
         root = Path(self._config.lora_root).resolve()
         try:
             path = (root / folder).resolve()
+            exists = path.is_dir()
         except (OSError, ValueError, RuntimeError):
             path = Path()
+            exists = False
         if not path.is_relative_to(root):
             raise RequestError("lora_path", f"{folder[:200]!r} is not below lora_root")
-        if not path.is_dir():
+        if not exists:
             raise RequestError("lora_path", f"there is no folder {folder[:200]!r}", "NOT_FOUND")
         return str(path)
 
@@ -136,7 +149,8 @@ class LocalAdapters:
         with self._changing:
             if name in self._taken or (name in self._by_name and not in_place):
                 raise RequestError("lora_name", f"{name!r} has already been loaded")
-            count = len(self._by_name) + len(self._leaving)
+            others = [each for each in self._by_name.values() if each.name != name]
+            count = len(others) + len(self._leaving)
             if count >= self._config.max_cpu_loras:
                 raise RequestError(
                     "lora_name",
@@ -145,26 +159,28 @@ class LocalAdapters:
                 )
             self._loaded += 1
             number = self._loaded
-            fingerprint = self._source.load(number, folder)
-            adapter = Adapter(name, folder, adapter_identity(name, fingerprint), number)
-            self._exclusively(lambda: self._enter(adapter))
+            try:
+                fingerprint = self._source.load(number, folder)
+                adapter = Adapter(name, folder, adapter_identity(name, fingerprint), number)
+                self._exclusively(lambda: self._enter(adapter))
+            except BaseException:
+                self._source.drop(number)
+                raise
             return adapter
 
     def _enter(self, adapter: Adapter) -> None:
         """Serves an adapter in place of another of its name, whose memory it takes over where the
         files are the same."""
-        known = self._scheduler.slots.adapters.numbers
         before = self._by_name.get(adapter.name)
-        twins = [each for each in (before, *self._leaving) if each is not None]
-        twin = next((each for each in twins if each.identity == adapter.identity), None)
         self._by_name = {**self._by_name, adapter.name: adapter}
-        if twin is not None:
-            # what runs, and what is on the devices, is the same adapter: the new copy replaces it
-            self._leaving = [each for each in self._leaving if each is not twin]
-            self._source.drop(twin.number)
-        elif before is not None:
+        if before is not None:
             self._leaving.append(before)
-        known[adapter.identity] = adapter.number
+        for twin in [each for each in self._leaving if each.identity == adapter.identity]:
+            # what runs, and what is on the devices, is the same adapter: the new copy replaces it
+            self._leaving.remove(twin)
+            self._source.drop(twin.number)
+        self._scheduler.slots.adapters.numbers[adapter.identity] = adapter.number
+        self.settle()
 
     def unload(self, name: str) -> None:
         with self._changing:
@@ -177,6 +193,26 @@ class LocalAdapters:
         self._leaving.append(left.pop(name))
         self._by_name = left
         self.settle()
+
+    def current(self, request: Request) -> Request:
+        """Returns a request with the adapter that its name stands for now, where the one that it
+        names was replaced while it was on its way."""
+        known = self._scheduler.slots.adapters.numbers
+        if not request.adapter or request.adapter in known:
+            return request
+        adapter = self._by_name.get(adapter_name(request.adapter))
+        return request if adapter is None else replace(request, adapter=adapter.identity)
+
+    def withdraw_lost(self) -> frozenset[str]:
+        """Serves no more the adapters that are lost (see `AdapterSource`); returns their
+        identities, whose requests cannot go on. Runs exclusively."""
+        numbers = set(self._source.take_lost())
+        lost = [each for each in self._by_name.values() if each.number in numbers]
+        self._leaving += lost
+        self._by_name = {
+            name: each for name, each in self._by_name.items() if each.number not in numbers
+        }
+        return frozenset(each.identity for each in self._leaving if each.number in numbers)
 
     def settle(self) -> None:
         """Frees adapters that were unloaded and have no requests left. Runs exclusively."""

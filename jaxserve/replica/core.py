@@ -104,6 +104,7 @@ class ReplicaCore:
 
     def _enter(self, request: Request, sink: Sink, seed: int, received: int = 0) -> None:
         """Adds a request, with the KV of its first `received` tokens. Errors: RequestError."""
+        request = self.adapters.current(request)
         events = self.scheduler.add(request, self.now(), received)
         self.registry.add(request, sink, seed)
         self._notify((request.id, event) for event in events)

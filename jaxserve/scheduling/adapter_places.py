@@ -32,16 +32,17 @@ class AdapterPlaces:
         self.numbers: dict[str, int] = {}
         self.loaded = 0
         self._in_place: list[str] = [""] * places
+        self._place_of: dict[str, int] = {}
         self._running = [0] * places  # sequences with a slot
         self._used = [0] * places  # when each was last given to a sequence
         self._uses = 0
-        self._loads: list[tuple[int, int]] = []
+        self._loads: list[tuple[int, str]] = []
         self._emptied: int | None = None  # in this step, for an adapter that found no place
 
     @property
     def resident(self) -> Sequenced[str]:
         """The identities of the adapters on the devices."""
-        return [identity for identity in self._in_place if identity]
+        return list(self._place_of)
 
     def begin(self) -> None:
         """Begins a step."""
@@ -52,12 +53,14 @@ class AdapterPlaces:
         without."""
         if not identity:
             return True
-        if identity in self._in_place:
-            return self._in_place.index(identity) != self._emptied
+        place = self._place_of.get(identity)
+        if place is not None:
+            return place != self._emptied
+        if self._emptied is not None:  # all places are in use
+            return False
         if self._free() is not None:
             return True
-        if self._emptied is None:
-            self._emptied = int(np.argmin(self._running))
+        self._emptied = int(np.argmin(self._running))
         return False
 
     def _free(self) -> int | None:
@@ -69,14 +72,14 @@ class AdapterPlaces:
         """Notes that a sequence, which `may`, has got a slot."""
         if not identity:
             return
-        if identity in self._in_place:
-            place = self._in_place.index(identity)
-        else:
-            free = self._free()
-            assert free is not None, f"all places are in use: {self._in_place}"
-            place = free
+        place = self._place_of.get(identity)
+        if place is None:
+            place = self._free()
+            assert place is not None, f"all places are in use: {self._in_place}"
+            self._place_of.pop(self._in_place[place], None)
             self._in_place[place] = identity
-            self._loads.append((place, self.numbers[identity]))
+            self._place_of[identity] = place
+            self._loads.append((place, identity))
             self.loaded += 1
         self._uses += 1
         self._used[place] = self._uses
@@ -95,15 +98,19 @@ class AdapterPlaces:
         adapters; nothing of it comes again."""
         if not self._loads:
             return NO_COPIES
-        loads = np.array(self._loads, np.int32)
+        loads = [
+            (place, self.numbers[identity])
+            for place, identity in self._loads
+            if self._in_place[place] == identity  # not forgotten, or given away again, meanwhile
+        ]
         self._loads.clear()
-        return loads
+        return np.array(loads, np.int32).reshape(-1, 2)
 
     def forget(self, identity: str) -> None:
         """Forgets an adapter that no sequence has."""
         del self.numbers[identity]
-        if identity in self._in_place:
-            place = self._in_place.index(identity)
+        place = self._place_of.pop(identity, None)
+        if place is not None:
             assert not self._running[place], f"sequences run with adapter {identity}"
             self._in_place[place] = ""
             self._used[place] = 0
@@ -111,13 +118,16 @@ class AdapterPlaces:
     def reset(self) -> None:
         """Notes that nothing is on the devices any more; no sequence has a slot."""
         self._in_place = [""] * len(self._in_place)
+        self._place_of.clear()
         self._loads.clear()
 
     def check(self) -> None:
         """Checks the invariants. Errors: AssertionError with what differs."""
         counted = np.bincount(self.by_slot[self.by_slot != NONE], minlength=len(self._running))
         assert counted.tolist() == self._running, f"running {self._running}, counted {counted}"
-        resident = self.resident
+        resident = [identity for identity in self._in_place if identity]
+        places = {identity: place for place, identity in enumerate(self._in_place) if identity}
+        assert places == self._place_of, f"{self._in_place}, found {self._place_of}"
         assert len(set(resident)) == len(resident), f"an adapter is in two places: {resident}"
         assert set(resident) <= self.numbers.keys(), f"{resident} are not all known"
         used = [self._in_place[place] for place in np.flatnonzero(counted).tolist()]

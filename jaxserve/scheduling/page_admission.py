@@ -138,7 +138,6 @@ class PageAdmission:
             if self._held_by_small.is_small[sequence.slot]:
                 promised_to_small += pages
         self._reserve = reserve
-        self.slots.adapters.begin()
         growth = self.decode_reserve.by_slot()
         kept = self.decode_reserve.bounded(int(growth.sum()))
         apart = cache.total - cache.usable  # on lanes with too few for a block of all page groups

@@ -149,6 +149,7 @@ class PrefillPacker:
         return sequence.slot != NO_SLOT or self.admission.may(sequence)
 
     def _begin(self, config: SchedulerConfig, now: float, budget: StepBudget) -> PrefillStep:
+        self.slots.adapters.begin()
         step = self._new_step(config, now, budget)
         if not step.reserve:
             self._preempt_for_oldest()

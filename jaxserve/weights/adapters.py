@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 
 from jaxserve.checkpoint.adapters import CONFIG, Factors, declare_factors, read_lora_config
-from jaxserve.checkpoint.fingerprint import fingerprint
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.checkpoint.model_paths import CheckpointError
 from jaxserve.weights.names import build, modules_of, tensors_of
@@ -45,7 +44,8 @@ class AdapterFolder:
         self._tensors = MappedTensors(safetensors_header(folder / FILE))
         self._stems = self._found(folder)  # beginnings of tensors' names, by module
         code = hashlib.sha256((folder / CONFIG).read_bytes())
-        code.update(fingerprint(folder / FILE).encode())
+        with open(folder / FILE, "rb") as file:
+            code.update(hashlib.file_digest(file, "sha256").digest())
         self.fingerprint = code.hexdigest()[:16]
 
     def arrays(self, model: ModelConfig, layers: range, dtype: np.dtype) -> dict[str, Pair]:
@@ -109,6 +109,8 @@ class AdapterFolder:
                     f"{stem} is no module that adapters can change in {self._stored.name}"
                 )
                 continue
+            if module in found:
+                faults.append(f"{stem} and {found[module]} are both for {module}")
             found[module] = stem
             faults += self._misshaped(stem, known[module])
         if not types:
@@ -122,7 +124,7 @@ class AdapterFolder:
         """Lists what is wrong with the factors of a matrix [out, in]."""
         rank = self._config.rank_of(stem.removeprefix(_PREFIX))
         if rank > self._rank:
-            return [f"{stem} has rank {rank}, max_lora_rank is {self._rank}"]
+            return [f"{stem}: rank {rank} is greater than max_lora_rank, {self._rank}"]
         outputs, inputs = shape
         right = ((rank, inputs), (outputs, rank))
         faults = []

@@ -13,9 +13,11 @@ import pytest
 from jaxserve.api.errors import RequestError
 from jaxserve.engine.engine import Engine
 from tests.engine.adapters import merge, write_adapter
+from tests.engine.groups import led
 from tests.engine.harness import Runner, assert_empty, engine
 from tests.models.oracle import peft
 from tests.models.test_families import write_model
+from tests.waiting import eventually
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -243,12 +245,12 @@ def one_place(base: Path) -> Engine:
         (dict(use_dora=True), "use_dora"),
         (dict(modules_to_save=["lm_head"]), "modules_to_save"),
         (dict(bias="all"), "bias"),
-        (dict(r=0), "r must be a whole number of 1 to 512"),
+        (dict(r=0), "r must be a whole number of at least 1"),
         (dict(r="8"), "r must be a whole number"),
         (dict(lora_alpha=float("nan")), "lora_alpha must be a number"),
         (dict(init_lora_weights="pissa_niter_4"), "pissa_niter_4 changes the base model"),
         (dict(rank_pattern={"(a+)+$": 2}), "is no name of a module"),
-        (dict(r=16), "has rank 16, max_lora_rank is 8"),
+        (dict(r=16), "rank 16 is greater than max_lora_rank, 8"),
         (dict(r=3), "should be"),
     ],
 )
@@ -262,3 +264,68 @@ def test_adapters_that_cannot_be_served_are_refused(change, fault, base, folders
         real.adapters.load("bad", str(folder))
     assert error.value.field == "lora_path"
     assert not real.adapters.by_name
+
+
+def test_workers_of_a_group_have_adapters_also_after_one_was_lost(base, tmp_path, monkeypatch):
+    """An adapter whose files have changed since is served no more: it would be another one."""
+    for i in range(2):
+        write_adapter(tmp_path / f"a{i}", base, ATTENTION, seed=i)
+    names = ["", "a0", "a1"]
+    every = prompts(3)
+    alone = engine(str(base), "spp=2", **SHARED, loras=2)
+    for name in names[1:]:
+        alone.adapters.load(name, str(tmp_path / name))
+    right = run(alone, every, names)
+    alone.close()
+    settings = dict(max_loras=2, max_lora_rank=8, lora_root=str(tmp_path), max_model_len=256)
+    size = dict(chunk_tokens=32, max_seqs=6, pages=96)
+    with led(monkeypatch, str(base), "spp=2", 2, **settings, **size) as (real, workers):
+        with pytest.raises(RequestError, match=r"worker 0: lora_path: .* has no adapter_model"):
+            real.adapters.load("none", ".")
+        for name in names[1:]:
+            real.adapters.load(name, name)
+        assert_same(run(real, every, names), right)
+        write_adapter(tmp_path / "other", base, ATTENTION, seed=7)
+        shutil.copytree(tmp_path / "other", tmp_path / "a1", dirs_exist_ok=True)
+        real.start()
+        workers.processes[1].kill()
+        eventually(lambda: not real.available)
+        workers.end()
+        for number in range(2):
+            workers.start(number)
+        eventually(lambda: real.available, 300)
+        assert list(real.adapters.by_name) == ["a0"]
+        runner = Runner(real)
+        rest = {"adapter": real.adapters.by_name["a0"].identity}
+        fields = dict(max_tokens=TOKENS, ignore_eos=True, logprobs=1, rest=rest)
+        id = runner.submit(every[1], **fields)
+        eventually(lambda: not real.registry.ids())
+        assert runner.ids(id) == right[1][0]
+        real.close()
+
+
+def test_a_pending_load_is_of_the_adapter_as_it_is_now(base, folders):
+    """As where a sequence has a slot and waits for KV of elsewhere, so that no step was issued."""
+    real = engine(str(base), **SHARED, loras=1)
+    real.adapters.load("a0", str(folders[0]))
+    places = real.scheduler.slots.adapters
+    identity = real.adapters.by_name["a0"].identity
+    places.take(0, identity)
+    real.adapters.load("a0", str(folders[0]), in_place=True)
+    number = real.adapters.by_name["a0"].number
+    assert places.take_loads().tolist() == [[0, number]]
+    places.release(0)
+    places.reset()
+    places.take(0, identity)
+    places.release(0)
+    real.adapters.unload("a0")
+    assert not len(places.take_loads())
+    real.close()
+
+
+def test_replacing_an_adapter_back_and_forth_keeps_one_of_them(base, folders):
+    real = engine(str(base), **SHARED, loras=1)
+    for i in (0, 1, 0, 1, 1, 0):
+        real.adapters.load("a", str(folders[i]), in_place=True)
+        assert len(real.worker.adapters) == len(real.scheduler.slots.adapters.numbers) == 1
+    real.close()

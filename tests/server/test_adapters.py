@@ -274,7 +274,7 @@ def test_settings_for_adapters_that_cannot_be_served_are_refused(folder, tmp_pat
         with pytest.raises(ConfigError, match=fault):
             config(folder, **settings)
     shutil.copytree(folder / "adapters" / "a0", tmp_path / "big")
-    with pytest.raises(ConfigError, match="rank 4, max_lora_rank is 2"):
+    with pytest.raises(ConfigError, match="rank 4 is greater than max_lora_rank, 2"):
         build(
             config(folder, max_lora_rank=2, lora_modules=(f"big={tmp_path / 'big'}",)),
             progress=False,
