@@ -21,6 +21,7 @@ from jaxserve.api.events import Event, Finished
 from jaxserve.api.request import Request, Slo
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.checkpoint.generation_config import sampling_defaults
+from jaxserve.replica.adapters import LocalAdapters, NoAdapters, not_loaded
 from jaxserve.replica.protocol import Replica
 from jaxserve.settings.options import make
 from jaxserve.settings.schema import EngineConfig, MeshConfig
@@ -124,46 +125,56 @@ class LLM:
         guided: Guided | Sequence[Guided | None] | None = None,
         class_name: str | Sequence[str | None] | None = None,
         tenant: str | Sequence[str] = "",
+        adapter: str | Sequence[str] = "",
         progress: bool = False,
         watch: Watch | None = None,
     ) -> list[Completion]:
         """Completes all prompts; returns n completions for each, in order.
 
         prompts: one or several; a prompt is text, token ids, or chat messages (dicts of role and
-        content). sampling, guided (constraints on outputs), class_name (of the setting `classes`)
-        and tenant (of `tenant_shares`): one for all prompts, or a list with one for each; without
-        `sampling` those of `get_default_sampling_params`. watch: called with a prompt's number and
+        content). sampling, guided (constraints on outputs), class_name (of the setting `classes`),
+        tenant (of `tenant_shares`) and adapter (a name in `lora_modules`, or that `load_adapter`
+        was given): one for all prompts, or a list with one for each; without `sampling` those of
+        `get_default_sampling_params`. watch: called with a prompt's number and
         its next tokens, as they come.
 
         Errors: PromptError, before anything runs, where a prompt or its sampling is at fault;
         RequestError where the engine fails.
         """
         listed = _listed(prompts)
-        requests = self._requests(listed, sampling, guided, class_name, tenant)
+        count = len(listed)
+        if sampling is None:
+            sampling = self.get_default_sampling_params()
+        each = {
+            "sampling": _for_each("sampling", sampling, SamplingParams, count),
+            "guided": _for_each("guided", guided, Guided | None, count),
+            "class_name": _for_each("class_name", class_name, str | None, count),
+            "tenant": _for_each("tenant", tenant, str, count),
+            "adapter": _for_each("adapter", adapter, str, count),
+        }
+        options = [dict(zip(each, some)) for some in zip(*each.values())]
+        requests = self._requests(listed, options)
         streams = [self._stream(prompt, request) for prompt, request in zip(listed, requests)]
         with tqdm(total=len(requests), desc="prompts", disable=not progress) as bar:
             return _Run(self.engine, requests, streams, watch).completions(bar.update)
 
-    def _requests(
-        self, prompts: list[Prompt], sampling: Any, guided: Any, class_name: Any, tenant: Any
-    ) -> list[Request]:
-        params = _for_each(
-            "sampling",
-            self.get_default_sampling_params() if sampling is None else sampling,
-            SamplingParams,
-            len(prompts),
-        )
-        guides = _for_each("guided", guided, Guided | None, len(prompts))
-        names = _for_each("class_name", class_name, str | None, len(prompts))
-        tenants = _for_each("tenant", tenant, str, len(prompts))
+    def load_adapter(self, name: str, folder: str) -> None:
+        """Reads an adapter (LoRA) that PEFT saved, for `generate`. Errors: RequestError."""
+        adapters = self.engine.adapters
+        assert isinstance(adapters, (LocalAdapters, NoAdapters)), "its engine is in this process"
+        adapters.load_given(name, folder)
+
+    def unload_adapter(self, name: str) -> None:
+        """Forgets an adapter. Errors: RequestError for an unknown name."""
+        self.engine.adapters.unload(name)
+
+    def _requests(self, prompts: list[Prompt], options: list[dict[str, Any]]) -> list[Request]:
+        """Makes the requests of prompts, each with options of `_request`. Errors: PromptError."""
         now = self.engine.now()
         requests = []
-        for number, prompt in enumerate(prompts):
+        for number, (prompt, given) in enumerate(zip(prompts, options)):
             try:
-                request = self._request(
-                    prompt, params[number], guides[number], names[number], tenants[number], now
-                )
-                requests.append(request)
+                requests.append(self._request(prompt, now, **given))
             except RequestError as error:
                 raise PromptError(number, error) from None
         return requests
@@ -171,13 +182,20 @@ class LLM:
     def _request(
         self,
         prompt: Prompt,
+        now: float,
         sampling: SamplingParams,
         guided: Guided | None,
         class_name: str | None,
         tenant: str,
-        now: float,
+        adapter: str,
     ) -> Request:
         sampling.check()
+        identity = ""
+        if adapter:
+            found = self.engine.adapters.by_name.get(adapter)
+            if found is None:
+                raise not_loaded(adapter)
+            identity = found.identity
         if sampling.stop and self.tokenizer is None:
             raise RequestError("stop", "stop strings need text, and this model has no tokenizer")
         info = self.engine.info
@@ -192,6 +210,7 @@ class LLM:
             slo=Slo(class_name=class_name),
             guide=None if guided is None else self._guides.compile(guided),
             tenant=tenant,
+            adapter=identity,
         )
 
     def _ids(self, prompt: Prompt) -> Any:

@@ -39,7 +39,7 @@ PARTS: Mapping[str, int] = {
     "mlp.shared_gate_up": 2,
     "mlp.shared_down": 1,
 }
-# fields of a config by which an adapter is more than changes of matrices, and what is said of them
+# fields of a config by which an adapter is more than changes of matrices, with the fault of each
 _REFUSED = {
     "use_dora": "jaxserve does not yet support DoRA",
     "modules_to_save": "jaxserve only supports modules_to_save being None",

@@ -31,7 +31,6 @@ from jaxserve.group.handshake import Certificate
 from jaxserve.group.layout import check_processes, described
 from jaxserve.group.member import LEADER, Member, Pulse, this_member
 from jaxserve.progress import progress_bar
-from jaxserve.replica.adapters import LocalAdapters
 from jaxserve.scheduling import Scheduler
 from jaxserve.scheduling.assembly import CachedModel, ReplicaProfile, assemble
 from jaxserve.settings.options import values_of
@@ -160,7 +159,6 @@ def make_engine(
     engine = Engine(config, worker, scheduler)
     for name, folder in config.adapters.named:
         try:
-            assert isinstance(engine.adapters, LocalAdapters)
             engine.adapters.load_given(name, folder)
         except RequestError as error:
             raise ConfigError("lora_modules", f"{name}: {error}") from None

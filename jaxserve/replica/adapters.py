@@ -65,6 +65,9 @@ class NoAdapters:
     def unload(self, name: str) -> None:
         raise not_loaded(name)
 
+    def load_given(self, name: str, folder: str) -> Adapter:
+        return self.load(name, folder)
+
     def settle(self) -> None:
         """Does nothing: see `LocalAdapters.settle`."""
 

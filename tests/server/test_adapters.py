@@ -17,7 +17,7 @@ from jaxserve.api.sampling import SamplingParams
 from jaxserve.cluster.conductor import Conductor
 from jaxserve.cluster.member import Member
 from jaxserve.engine.build import build
-from jaxserve.llm import open_engine
+from jaxserve.llm import LLM, PromptError, open_engine
 from jaxserve.server.client import Client
 from jaxserve.server.remote_replica import RemoteReplica
 from jaxserve.server.replica_service import ReplicaService
@@ -280,3 +280,17 @@ def test_settings_for_adapters_that_cannot_be_served_are_refused(folder, tmp_pat
             progress=False,
             warm_up=False,
         )
+
+
+def test_offline_prompts_have_each_their_adapter(folder):
+    settings = SETTINGS | LORAS | {"lora_modules": (f"a0={folder / 'adapters' / 'a0'}",)}
+    greedy = SamplingParams(temperature=0, max_tokens=8)
+    with LLM(str(folder / "model"), **settings) as llm:
+        llm.load_adapter("a1", str(folder / "adapters" / "a1"))
+        names = ["", "a0", "a1"]
+        texts = [one.text for one in llm.generate([PROMPT] * 3, greedy, adapter=names)]
+        assert len(set(texts)) == 3
+        assert llm.generate(PROMPT, greedy, adapter="a1")[0].text == texts[2]
+        llm.unload_adapter("a1")
+        with pytest.raises(PromptError, match="'a1' is not loaded"):
+            llm.generate(PROMPT, greedy, adapter="a1")
