@@ -80,6 +80,11 @@ def operators_app(frontend: Frontend) -> fastapi.FastAPI:
             for stream in frontend.streams.values()
         ]
 
+    @app.get("/admin/usage")
+    async def usage() -> JsonObject:
+        """Requests and tokens by key, tenant, and model or adapter, since the server's start."""
+        return {"since": frontend.started, "usage": frontend.usage.rows()}
+
     @app.get("/admin/config")
     async def config() -> JsonObject:
         """The settings in use; no secrets are among them."""

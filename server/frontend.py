@@ -32,6 +32,7 @@ from jaxserve.server.prompts import Prompt, is_continued, prompt_cost, prompt_id
 from jaxserve.server.request_log import Outcome, RequestLog
 from jaxserve.server.streams import Mailbox, Stream
 from jaxserve.server.tracing import Tracer
+from jaxserve.server.usage import UsageTable
 from jaxserve.settings.schema import ServerConfig
 from jaxserve.text import Tokenizer
 from jaxserve.text.chat_output import ChatFormats
@@ -74,6 +75,7 @@ class Frontend:
         self.handoff: KvHandoff | None = None
         self.chat_formats = ChatFormats()
         self.metrics = FrontendMetrics()
+        self.usage = UsageTable()
         self.request_log = RequestLog(Tracer(config.traces_endpoint))
         self._loop = asyncio.get_running_loop()
         self._mailbox = Mailbox(self._loop)
@@ -160,6 +162,7 @@ class Frontend:
                             raise
                     finally:
                         self._close(stream)
+                        self._count_used(call, caller, stream, outcome)
                         if self.handoff is not None:
                             self.handoff.ended(request, outcome.finished)
                     if stream.failure is not None:
@@ -171,6 +174,12 @@ class Frontend:
             if before_acceptance and not call.origin.internal:
                 self._count_rejected(error)
             raise
+
+    def _count_used(
+        self, call: GenerateCall, caller: Caller, stream: Stream, outcome: Outcome
+    ) -> None:
+        if not (stream.refused or call.origin.internal):
+            self.usage.count(caller, call.model or self.info.served_name, outcome)
 
     def _count_rejected(self, error: RequestError) -> None:
         if error.status == "RESOURCE_EXHAUSTED" and self.replica is not None:
