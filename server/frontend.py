@@ -162,7 +162,8 @@ class Frontend:
                             raise
                     finally:
                         self._close(stream)
-                        self._count_used(call, caller, stream, outcome)
+                        if not (stream.refused or call.origin.internal):
+                            self.usage.count(caller, call.model or self.info.served_name, outcome)
                         if self.handoff is not None:
                             self.handoff.ended(request, outcome.finished)
                     if stream.failure is not None:
@@ -174,12 +175,6 @@ class Frontend:
             if before_acceptance and not call.origin.internal:
                 self._count_rejected(error)
             raise
-
-    def _count_used(
-        self, call: GenerateCall, caller: Caller, stream: Stream, outcome: Outcome
-    ) -> None:
-        if not (stream.refused or call.origin.internal):
-            self.usage.count(caller, call.model or self.info.served_name, outcome)
 
     def _count_rejected(self, error: RequestError) -> None:
         if error.status == "RESOURCE_EXHAUSTED" and self.replica is not None:

@@ -1,4 +1,4 @@
-"""What callers have used since the server's start, for bills and reports."""
+"""Sums of what callers have used since the server's start, for bills and reports."""
 
 from __future__ import annotations
 
