@@ -79,7 +79,8 @@ class Finished:
     """The end of one completion. reason: stop (end token, stop id or string, end of the guide),
     length, cancelled, deadline, or error (then `error` says which). stop: the stop string or id
     that ended it, once its text is known. embedding [D] f32: the hidden state of the prompt's last
-    token after the model's final norm, where the request wants it; its reason is stop."""
+    token after the model's final norm, where the request wants it; its reason is stop.
+    weight_version: of the weights that it was computed with; "" where that is not known."""
 
     index: int
     reason: str
@@ -89,6 +90,7 @@ class Finished:
     error: RequestError | None = None
     stop: str | int | None = None
     embedding: np.ndarray | None = field(default=None, compare=False)
+    weight_version: str = ""
 
     @property
     def ttft(self) -> float | None:

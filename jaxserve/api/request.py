@@ -93,11 +93,12 @@ class Continuation:
 
     outputs: ids of the tokens of each completion that has not ended, by index, perhaps none; the
     others are not computed. first_token: clock second at which the first of all came; None without
-    any.
+    any. weight_version: of the weights that computed them; "": not known.
     """
 
     outputs: Mapping[int, Sequence[int]]
     first_token: float | None = None
+    weight_version: str = ""
 
     def check(self, sampling: SamplingParams, vocab: int) -> None:
         """Checks that a request with this sampling can go on so. Errors: RequestError."""

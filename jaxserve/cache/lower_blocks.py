@@ -33,7 +33,7 @@ class LowerBlocks:
         self.tiers = tiers
         self._stores = stores
         self._events = events
-        self._identity = identity
+        self.identity = identity
         self._block_size = block_size
         self._tickets = itertools.count()
         self._fetches: list[Fetch] = []
@@ -76,7 +76,7 @@ class LowerBlocks:
         if size in (0, self._block_size):
             return None
         begin, end = first * self._block_size, last * self._block_size
-        far = hashes.resized(root_key(self._identity, size, hashes.salt), size)
+        far = hashes.resized(root_key(self.identity, size, hashes.salt), size)
         keys = [far[block] for block in range(begin // size, -(-end // size))]
         return SourceBlocks(keys, size, begin % size)
 

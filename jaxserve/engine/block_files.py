@@ -35,8 +35,11 @@ class TierFiles(LocalKvPool):
         super().__init__(cache, run, now)
         self._exporter = exporter
         self._tiers = tiers
-        fingerprint, dtype, layout = cache.identity
-        self._facts = KvFacts(cache.block_size, fingerprint, dtype, layout)
+
+    @property
+    def _facts(self) -> KvFacts:
+        fingerprint, dtype, layout = self._cache.identity
+        return KvFacts(self._cache.block_size, fingerprint, dtype, layout)
 
     def get(self, prompt: np.ndarray, salt: str, first: int, most_bytes: int) -> KvFile:
         hashes = self._hashes(prompt, salt)

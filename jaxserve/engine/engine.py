@@ -11,6 +11,7 @@ touches no device: `Steps` writes commands, which a `Worker` executes.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import random
@@ -32,11 +33,13 @@ from jaxserve.engine.executor import CommandExecutor
 from jaxserve.engine.fetched_pieces import Arrival
 from jaxserve.engine.steps import Steps
 from jaxserve.engine.watchdog import RESTARTING, lost_error, request_error
+from jaxserve.engine.weight_loop import WeightLoop
 from jaxserve.observe.kv_view import kv_view
 from jaxserve.observe.view import Snapshot
 from jaxserve.replica.core import ReplicaCore
 from jaxserve.replica.kv_pool import KvPool
 from jaxserve.replica.protocol import Sink
+from jaxserve.replica.weights import LocalWeights
 from jaxserve.scheduling import Load, Scheduler
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.settings.schema import EngineConfig
@@ -71,6 +74,10 @@ class Engine(ReplicaCore):
         super().__init__(scheduler, info, config.cache, clock or WallClock(), worker.members)
         self._serve_adapters(worker.adapters, config.adapters)
         self.steps = Steps(config, worker, scheduler, self.registry, self.now, self._notify)
+        loop = WeightLoop(
+            scheduler, self.steps, self._patiently, self.now, self._notify, self._weights_changed
+        )
+        self.weights: LocalWeights = LocalWeights(scheduler, worker.weights, loop)
         self.block_exporter: BlockExporter | PartedExporter | None = None
         if worker.lower_tiers is not None:
             self.block_exporter = worker.exporter(
@@ -156,6 +163,24 @@ class Engine(ReplicaCore):
         with self._bounded_lock():
             return work()
 
+    def _patiently(self, work: Callable[[], T]) -> T:
+        """Runs work as `_exclusively` does, however long a step takes to be issued. Errors:
+        RequestError, UNAVAILABLE, where one hangs, or none will be issued any more."""
+        while not self._lock.acquire(timeout=LOCK_WAIT):
+            if self.overdue() is not None:
+                raise RequestError("", "the devices do not answer", "UNAVAILABLE")
+        try:
+            if self._closing or not self.alive:
+                raise RequestError("", "the engine is not running", "UNAVAILABLE")
+            return work()
+        finally:
+            self._lock.release()
+            self._wake.set()
+
+    def _weights_changed(self) -> None:
+        fingerprint = self.scheduler.cache.identity.fingerprint
+        self.info = dataclasses.replace(self.info, cache_fingerprint=fingerprint)
+
     def kv_fetched(self) -> list[Fetched]:
         """Counts of KV that came from other replicas; see `store.peers.FetchesBlocks`."""
         tiers = self.worker.lower_tiers
@@ -227,7 +252,8 @@ class Engine(ReplicaCore):
             while not self._closing:
                 self._wake.clear()
                 if not self._safe_step():
-                    self._wake.wait(timeout=TICK if self.scheduler.slots.waiting else IDLE_WAIT)
+                    waits = self.scheduler.slots.waiting and not self.weights.stopped
+                    self._wake.wait(timeout=TICK if waits else IDLE_WAIT)
         except Exception:
             log.exception("the engine's loop failed")
             self.alive = False
@@ -305,7 +331,8 @@ class Engine(ReplicaCore):
                 if issued:
                     self.steps.go_on(now)
             else:
-                issued = not pause and in_flight.has_room and self.steps.start_batch(now)
+                may = not pause and in_flight.has_room and not self.weights.stopped
+                issued = may and self.steps.start_batch(now)
         if issued and (in_flight.partial is not None or not in_flight.full):
             return True
         if pause and not self.worker.ready():

@@ -15,6 +15,7 @@ from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.step_shapes import StepShape
 from jaxserve.lanes.rates import LaneLinks
 from jaxserve.replica.adapters import AdapterSource
+from jaxserve.replica.weights import WeightsHolder
 from jaxserve.store.peers import BlockExporter, PartedExporter
 
 
@@ -24,11 +25,12 @@ class CommandExecutor(Protocol):
     class: what it does by itself is right where there are no tiers below the devices, no other
     process, and all programs are compiled. adapters: in host memory, from where commands bring them
     to the devices by number. goes_by_groups: whether steps may be issued group by group of their
-    layers."""
+    layers. weights: those on the devices."""
 
     plan: StagePlan
     adapters: AdapterSource
     goes_by_groups: bool = False
+    weights: WeightsHolder
 
     @property
     def platform(self) -> str: ...

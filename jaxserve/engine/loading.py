@@ -18,6 +18,7 @@ from jaxserve.clock import WallClock
 from jaxserve.engine.attention_check import checked
 from jaxserve.engine.block_layout import BlockLayout
 from jaxserve.engine.memory import DeviceRoom
+from jaxserve.engine.new_weights import open_new_weights
 from jaxserve.engine.programs import keep_compiled
 from jaxserve.engine.sizing import (
     kept_weights,
@@ -67,7 +68,9 @@ def make_worker(
         open_adapter = functools.partial(
             AdapterFolder, model=checkpoint.config, max_rank=plan.adapters.rank
         )
-    worker = Worker(plan, tiers, checkpoint.config.kv_heads, peers, open_adapter)
+    open_weights = functools.partial(open_new_weights, config, checkpoint.config, plan)
+    kv_heads = checkpoint.config.kv_heads
+    worker = Worker(plan, tiers, kv_heads, peers, open_adapter, open_weights)
     return worker, lambda declared, shardings: load(
         checkpoint, model, declared, shardings, plan.dtype, progress
     )

@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import subprocess
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -96,6 +97,34 @@ class DeviceRoom:
             )
             return cls(platform, None)
         return cls(platform, int(least * 2**20 * claimed_share(share, devices)))
+
+
+def has_room(shapes: Iterable[jax.ShapeDtypeStruct]) -> bool:
+    """Returns whether this process's devices, or the machine where they are its CPUs, have memory
+    left for arrays of these shapes and shardings."""
+    needed = Counter[jax.Device]()
+    for shape in shapes:
+        assert shape.sharding is not None
+        part = math.prod(shape.sharding.shard_shape(shape.shape)) * shape.dtype.itemsize
+        needed.update(dict.fromkeys(shape.sharding.addressable_devices, part))
+    stats = {device: device.memory_stats() for device in needed if device.platform != "cpu"}
+    if not all(stats.values()) or not stats:
+        return sum(needed.values()) < _host_bytes()
+    return all(
+        needed[device] < each["bytes_limit"] - each["bytes_in_use"]
+        for device, each in stats.items()
+        if each is not None
+    )
+
+
+def _host_bytes() -> int:
+    """Returns the bytes of host memory that can be had, those that only hold files among them."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:  # not on Linux
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    available = next(line for line in lines if line.startswith("MemAvailable:"))
+    return 2**10 * int(available.split()[1])
 
 
 def _likely_platform() -> str:

@@ -148,7 +148,7 @@ def make_plan(
             1 + len(windows),
         ),
         sample_sizes(config.scheduler),
-        _kept_parameters(kept, model, config.mesh),
+        kept_parameters(kept, model, config.mesh),
         config.layer_groups,
         None if config.attention == "auto" else config.attention,
         windows,
@@ -197,7 +197,7 @@ def check_layers(config: EngineConfig, model: ModelConfig) -> None:
             raise ConfigError(field, reason)
 
 
-def _kept_parameters(
+def kept_parameters(
     kept: Kept | None, model: ModelConfig, mesh: MeshConfig
 ) -> dict[str, KeptParameter]:
     """Returns the parameters of all layers that stay quantised, by path."""

@@ -30,7 +30,7 @@ from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.stage_programs import UPDATES, HeadStage, Stage, StagePrograms
 from jaxserve.engine.step import HeadProgram, Weights
 from jaxserve.engine.step_shapes import NOWHERE, StepShape, delta_columns
-from jaxserve.models.adapters import Pools
+from jaxserve.models.adapters import Adapted, Pools
 from jaxserve.models.decoder import parameters, stage_modules
 from jaxserve.sharding.mesh import stage_meshes
 from jaxserve.sharding.rules import sharding
@@ -63,6 +63,7 @@ class SampledTokens:
 
 # declared parameters, their shardings -> arrays
 Loader = Callable[[dict, dict], dict[str, jax.Array]]
+WeightsByPath = dict[str, Any]  # trees of arrays, or of their shapes
 
 
 class Stages:
@@ -135,29 +136,62 @@ class Stages:
     def load(self, load: Loader) -> None:
         """Puts the weights on the devices, in the place of their shapes. load: gives the arrays of
         declared parameters by path, of a stage at a time."""
-        for stage in self.stages:
-            shapes = self._weight_shapes(stage.mesh, stage.layers)
+        self.set_weights(self.read_weights(load))
+
+    def weight_shapes(self) -> list[WeightsByPath]:
+        """Returns the shapes of the weights of each stage here, with their shardings, by path."""
+        return [self._weight_shapes(stage.mesh, stage.layers) for stage in self.stages]
+
+    def read_weights(self, load: Loader) -> list[WeightsByPath]:
+        """Puts weights on the devices, beside those that steps use; returns those of each stage
+        here. load: see `load`. May run beside steps."""
+        read = []
+        for stage, shapes in zip(self.stages, self.weight_shapes()):
             places = jax.tree.map(lambda shape: shape.sharding, shapes)
-            arrays = load(self.plan.parameters(stage.layers), places)
+            read.append(load(self.plan.parameters(stage.layers), places))
+        return read
+
+    def set_weights(self, weights: list[WeightsByPath]) -> None:
+        """Has steps use these weights from now on: arrays, or shapes in place of those that are
+        not on the devices. Adapters stay where they are."""
+        for stage, arrays in zip(self.stages, weights):
+            pools = pools_of(stage.values) or None
             # at once: programs are lowered from these meanwhile
-            stage.values = self._with_pools(stage, [arrays[path] for path in stage.paths])
+            stage.values = self._with_pools(stage, [arrays[path] for path in stage.paths], pools)
             if self.head is not None and stage is self.stages[-1]:
                 self.head.values = [arrays[path] for path in self.head.paths]
 
-    def reset(self) -> None:
-        """Replaces pages, states, page tables and sampling state by empty ones: at the start, and
-        when those on the devices may be lost. No step may be in flight."""
+    def weights(self) -> list[WeightsByPath]:
+        """Returns the weights of each stage here that steps use, by path."""
+        found = []
+        for stage in self.stages:
+            values = [v.weight if isinstance(v, Adapted) else v for v in stage.values]
+            by_path = dict(zip(stage.paths, values))
+            if self.head is not None and stage is self.stages[-1]:
+                by_path |= zip(self.head.paths, self.head.values)
+            found.append(by_path)
+        return found
+
+    def drop_kv(self) -> None:
+        """Takes pages, states, page tables, sampling state and adapters from the devices. No step
+        may be in flight; `reset` makes empty ones."""
         self._sampled.clear()
         self.sampling_state = None
+        self.newest = None
+        self._fed = None
         for stage in self.stages:
             stage.caches = []
             stage.table = None
             self._set_pools(stage)
+
+    def reset(self) -> None:
+        """Replaces pages, states, page tables and sampling state by empty ones: at the start, and
+        when those on the devices may be lost. No step may be in flight."""
+        self.drop_kv()
         for stage in self.stages:
             stage.caches = jax.tree.map(_zeros, self.programs.cache_shapes(stage))
             stage.table = jax.tree.map(_zeros, self.programs.table_shape(stage))
             self._set_pools(stage, jax.tree.map(_zeros, pools_of(stage.values)))
-        self._fed = None
         if not self.has_last:
             self._sampled.append((0, None))
             return

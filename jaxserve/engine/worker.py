@@ -35,11 +35,13 @@ from jaxserve.engine.command import (
 from jaxserve.engine.executor import CommandExecutor
 from jaxserve.engine.fetched_pieces import Arrival
 from jaxserve.engine.host_adapters import HostAdapters, OpenAdapter
+from jaxserve.engine.new_weights import OpenWeights
 from jaxserve.engine.page_io import PageIo
 from jaxserve.engine.profiling.links import measure_links
 from jaxserve.engine.programs import Lower
 from jaxserve.engine.sampling_rows import VARIANTS
 from jaxserve.engine.stage_plan import StagePlan
+from jaxserve.engine.stage_weights import StageWeights
 from jaxserve.engine.stages import HiddenStates, Loader, SampledTokens, Stage, Stages
 from jaxserve.engine.step_shapes import StepShape
 from jaxserve.lanes.rates import LaneLinks
@@ -83,8 +85,9 @@ class Worker(CommandExecutor):
 
     plan: what the stages are made of. tiers: makes the tiers below the devices for the parts of
     blocks that are here; None: without. kv_heads: the model's own. peers: other replicas that are
-    asked for blocks. open_adapter: see `HostAdapters`. It can be
-    used after `start`. Errors of the devices come as DeviceError from every method.
+    asked for blocks. open_adapter: see `HostAdapters`. open_weights: opens other weights; None where
+    they stay. It can be used after `start`. Errors of the devices come as DeviceError from every
+    method.
     """
 
     adapters: HostAdapters
@@ -97,11 +100,13 @@ class Worker(CommandExecutor):
         kv_heads: int | None = None,
         peers: PeerBlocks | None = None,
         open_adapter: OpenAdapter | None = None,
+        open_weights: OpenWeights | None = None,
     ):
         self.plan = plan
         self.stages = Stages(plan)
         layers = [stage.layers for stage in self.stages.stages]
         self.adapters = HostAdapters(plan, layers, open_adapter)
+        self.weights = StageWeights(self.stages, open_weights)
         self._uncompiled: Set[StepShape] = frozenset()
         self._compiler: threading.Thread | None = None
         self._closed = False

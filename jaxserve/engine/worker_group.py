@@ -26,6 +26,7 @@ from jaxserve.engine.executor import CommandExecutor
 from jaxserve.engine.fetched_pieces import Arrival
 from jaxserve.engine.group_adapters import GroupAdapters
 from jaxserve.engine.group_fetches import GroupFetches
+from jaxserve.engine.group_weights import GroupWeights
 from jaxserve.engine.profiling.measure import first_token
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.step_shapes import StepShape, first_shapes
@@ -97,6 +98,7 @@ class WorkerGroup(CommandExecutor):
         self._arrived: Callable[[Arrival], None] = lambda arrival: None
         self._peers = Peers(member.workers, terms.leader)
         self.adapters = GroupAdapters(self._peers)
+        self.weights = GroupWeights(self._peers)
         self._listener = Listener(member, tls, self._peers, self._hear)
         threading.Thread(target=self._keep_forming, name="group", daemon=True).start()
 
@@ -198,6 +200,7 @@ class WorkerGroup(CommandExecutor):
         for peer, status in zip(peers.all, statuses):
             peer.status = status
         self.adapters.load_again()
+        self.weights.use_again()
         first_token(self.plan, self._execute, self._wait, self.uncompiled)
         if self._compiles_others:
             peers.tell(Kind.COMPILE, b"{}")

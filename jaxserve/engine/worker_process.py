@@ -47,6 +47,7 @@ from jaxserve.weights import open_checkpoint
 JOIN_SECONDS = 600.0  # that the leader may take to listen
 RETRY_SECONDS = 0.2
 STATUS_SECONDS = 1.0
+BESIDE_STEPS = ("load_adapter", "read_weights")  # what is answered so
 log = logging.getLogger(__name__)
 
 
@@ -238,7 +239,7 @@ class _Process:
                     self._execute(self._codec.decode(frame.content))
             elif frame.kind == Kind.ASK:
                 content = json.loads(frame.content)
-                if content["what"] == "load_adapter":  # beside steps
+                if content["what"] in BESIDE_STEPS:
                     self._start_thread(functools.partial(self._answer, **content))
                     continue
                 with _reporting(self._channel):
@@ -310,6 +311,11 @@ class _Process:
             "settle": self._settle,
             "links": self._links,
             "load_adapter": self._load_adapter,
+            "read_weights": self._read_weights,
+            "use_weights": lambda: _or_error(self._worker.weights.use),
+            "forget_weights": lambda: _or_error(self._worker.weights.forget),
+            "sleep": lambda level: _or_error(lambda: self._worker.weights.sleep(level)),
+            "wake": lambda: _or_error(self._worker.weights.wake),
         }
         answer = answers[what](**arguments)
         self._channel.send(Kind.ANSWER, json.dumps(answer).encode())
@@ -332,6 +338,11 @@ class _Process:
             return {"fingerprint": self._worker.adapters.load(number, folder)}
         except RequestError as error:
             return {"error": str(error)}
+
+    def _read_weights(self, path: str) -> dict[str, str]:
+        found: list[str] = []
+        answer = _or_error(lambda: found.append(self._worker.weights.read(path)))
+        return answer or {"fingerprint": found[0]}
 
     def _links(self) -> dict[str, Any]:
         self._settle()
@@ -383,3 +394,13 @@ class _Process:
             "uncompiled": [number for number, shape in shapes if shape in uncompiled],
             "device_bytes": sum(stats.get("bytes_in_use", 0) for stats in memory),
         }
+
+
+def _or_error(work: Callable[[], object]) -> dict[str, str]:
+    """Runs work of a worker; returns {}, or its error for the leader."""
+    try:
+        work()
+    except RequestError as error:
+        message = str(error).removeprefix(f"{error.field}: ")
+        return {"field": error.field, "error": message, "status": error.status}
+    return {}

@@ -23,6 +23,7 @@ from jaxserve.replica.info import ReplicaInfo
 from jaxserve.replica.kv_pool import KvPool, LocalKvPool
 from jaxserve.replica.protocol import Sink
 from jaxserve.replica.registry import Registry
+from jaxserve.replica.weights import LocalWeights, NoWeights
 from jaxserve.scheduling import Load, Scheduler
 from jaxserve.scheduling.events import Rejected
 from jaxserve.scheduling.sequence import NO_SLOT
@@ -68,6 +69,7 @@ class ReplicaCore:
         )
         self.metrics.listen(self.bus, cache.prefix_caching)
         self.adapters: LocalAdapters | NoAdapters = NoAdapters()
+        self.weights: LocalWeights | NoWeights = NoWeights()
 
     @functools.cached_property
     def kv_pool(self) -> KvPool:

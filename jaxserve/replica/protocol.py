@@ -17,6 +17,7 @@ from jaxserve.api.request import Request
 from jaxserve.cache.block_events import BlockEvents
 from jaxserve.replica.adapters import Adapters
 from jaxserve.replica.info import ReplicaInfo
+from jaxserve.replica.weights import ReplicaWeights
 from jaxserve.scheduling import Load
 
 Sink = Callable[[Sequence[Event]], None]
@@ -89,6 +90,10 @@ class Replica(Protocol):
     @property
     def adapters(self) -> Adapters:
         """The adapters that requests may be computed with."""
+
+    @property
+    def weights(self) -> ReplicaWeights:
+        """The weights that requests are computed with."""
 
     def flush_cache(self) -> int:
         """Forgets cached prefixes that no request uses; returns how many pages that frees."""

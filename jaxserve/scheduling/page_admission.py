@@ -92,7 +92,7 @@ class PageAdmission:
     `max_running`, if given, is the number of sequences that may have a slot, by the tightest
     objective per output token in seconds. copies: chooses among pages that have the same block, and
     copies prefixes; None: no block is copied. reclaim: takes slots and pages from tenants that have
-    more than their part.
+    more than their part. allows: says which waiting sequences may have a slot just now; None: all.
     """
 
     def __init__(
@@ -113,6 +113,7 @@ class PageAdmission:
         self._small_pages = int(SMALL_PROMPT * cache.total)  # the most that a small prompt takes
         self.small_tokens = self._small_pages // cache.needs.per_block * cache.block_size
         self._held_by_small = SmallPromptPages(cache)
+        self.allows: Callable[[Sequence], bool] | None = None
         self._open = ALL
         self._room = 0  # pages beyond those that the sequence matched last takes
         self._claimant: Sequence | None = None  # the large prompt that claims pages
@@ -120,7 +121,7 @@ class PageAdmission:
     def make_way(self) -> None:
         """Takes slots and pages from tenants that have more than their part of them, for waiting
         prompts. To be called before a step is packed."""
-        if len(self.slots.shares) < 2:
+        if len(self.slots.shares) < 2 or self.allows is not None:
             return
         limit = len(self.slots.phase)
         if self.max_running is not None:
@@ -147,11 +148,15 @@ class PageAdmission:
         self._of_small += int(growth[self._held_by_small.is_small].sum())
         self._tpot = self.slots.tightest()
         self._open = ALL if self._has_slot() else NONE
-        if self._claimant is not None and not self._waits(self._claimant):
+        claimant = self._claimant
+        if claimant is not None and not (self._waits(claimant) and self._allows(claimant)):
             self._claimant = None
 
     def _waits(self, sequence: Sequence) -> bool:
         return sequence.slot == NO_SLOT and sequence.number in self.slots.by_number
+
+    def _allows(self, sequence: Sequence) -> bool:
+        return self.allows is None or self.allows(sequence)
 
     def _is_behind(self, sequence: Sequence) -> bool:
         """Returns whether a sequence's tenant leaves some slots and pages to others, as it has used
@@ -182,7 +187,7 @@ class PageAdmission:
     def may(self, sequence: Sequence) -> bool:
         """Returns whether prompts of the waiting sequence's size, and with its adapter, can still
         be admitted in this step."""
-        if not self._open[self.is_small(sequence)]:
+        if not (self._open[self.is_small(sequence)] and self._allows(sequence)):
             return False
         return self.slots.adapters.may(sequence.request.adapter)
 

@@ -27,15 +27,25 @@ class LiveEntry:
     had_token: bool = False
     ends: list[Finished] = field(default_factory=list)
 
+    @property
+    def has_begun(self) -> bool:
+        """Returns whether anything was computed for it, here or by whom it continues."""
+        if self.had_token or self.ends or self.request.continuation is not None:
+            return True
+        started = (one.started_at is not None or one.slot != NO_SLOT for one in self.alive.values())
+        return any(started)
+
 
 class RequestTable:
-    """Live requests: `entries` by id."""
+    """Live requests: `entries` by id. weight_version: of the weights that all are computed
+    with."""
 
     def __init__(self, slots: SlotTable, bus: EventBus):
         self.slots = slots
         self.bus = bus
         self.sessions = Sessions(slots.cache)
         self.entries: dict[str, LiveEntry] = {}
+        self.weight_version = "1"
         # (clock second, number of the first sequence, id) of each request with a deadline, sorted
         self._deadlines: list[tuple[float, int, str]] = []
 
@@ -54,6 +64,14 @@ class RequestTable:
     def sequences(self) -> list[Sequence]:
         """Returns all sequences that have not ended, by request."""
         return [one for entry in self.entries.values() for one in entry.alive.values()]
+
+    def has_begun(self, sequence: Sequence) -> bool:
+        """Returns whether anything was computed for the request of a sequence that is alive."""
+        return self.entries[sequence.id].has_begun
+
+    def begun(self) -> list[str]:
+        """Returns the ids of the requests for which anything was computed, also elsewhere."""
+        return [id for id, entry in self.entries.items() if entry.has_begun]
 
     def next_expired(self, now: float) -> str | None:
         """Returns the id of the request whose deadline comes first, if that is at clock second
@@ -91,7 +109,7 @@ class RequestTable:
             self._remove(entry)
         elif len(entry.later) == len(entry.alive):  # the one they waited for has ended
             self.queue_later(sequence)
-        event = sequence.finished(reason, now, error, embedding)
+        event = sequence.finished(reason, now, error, embedding, self.weight_version)
         entry.ends.append(event)
         ends = () if entry.alive else tuple(entry.ends)
         leader = entry.leader

@@ -22,6 +22,7 @@ from jaxserve.api.events import Accepted, Event
 from jaxserve.api.request import Request, unknown_adapter
 from jaxserve.cache import CacheManager
 from jaxserve.cache.copies import PrefixCopies
+from jaxserve.cache.hashes import CacheIdentity
 from jaxserve.costs.coefficients import NOMINAL, Costs
 from jaxserve.costs.predictor import Predictor
 from jaxserve.lanes.choice import ExchangeChooser
@@ -190,6 +191,7 @@ class Scheduler:
             raise RequestError("request_id", f"{request.id!r} is in use", "ALREADY_EXISTS")
         if request.adapter and request.adapter not in self.slots.adapters.numbers:
             raise unknown_adapter(request.adapter)
+        self._check_version(request)
         ahead = len(self.slots.queue)
         now = request.arrival if now is None else now
         begins = request.continuation is None
@@ -215,6 +217,17 @@ class Scheduler:
             begun = self._flight[-1].seconds / 2 if self._flight else 0.0
             return [Accepted(ahead, self.times.waiting(leader, self.slots, begun))]
         return [Accepted(ahead, first - request.arrival)]
+
+    def _check_version(self, request: Request) -> None:
+        """Checks that a request goes on with the weights that it began with. Errors:
+        RequestError."""
+        begun = request.continuation
+        served = self.requests.weight_version
+        if begun is None or not begun.weight_version or not any(begun.outputs.values()):
+            return
+        if begun.weight_version != served:
+            fault = f"has tokens of weights {begun.weight_version!r}, and {served!r} are served"
+            raise RequestError("continuation", fault, "UNAVAILABLE")
 
     def _check_queue(self, ahead: int, tenant: str) -> None:
         """Checks the queue. Errors: RequestError if `ahead` waiting requests leave no room for
@@ -287,6 +300,26 @@ class Scheduler:
             )
             for place, index in enumerate(request.completions)
         ]
+
+    # --- other weights
+
+    @property
+    def flying(self) -> bool:
+        """Returns whether a batch was issued and not read."""
+        return bool(self._flight)
+
+    def hold(self, held: bool) -> None:
+        """Gives slots only to requests that have begun, while `held`."""
+        self.page_admission.allows = self.requests.has_begun if held else None
+
+    def renew(self, identity: CacheIdentity, weight_version: str) -> None:
+        """Begins anew with other weights: what waits is computed with them, and no block of the
+        cache is known. identity: of its blocks from now on. No request may have begun."""
+        assert not self.slots.running and not self.flying, "something was computed already"
+        self.cache.renew(identity)
+        self.requests.weight_version = weight_version
+        for sequence in self.requests.sequences():
+            sequence.renew_hashes(self.cache.block_hashes)
 
     # --- batches
 

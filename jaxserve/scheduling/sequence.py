@@ -128,6 +128,12 @@ class Sequence:
         log-probabilities of its prompt, which must be computed."""
         return not self.request.bypass_prefix_cache and self.prompt_logprobs is None
 
+    def renew_hashes(self, hashes: Callable[[str, History], BlockHashes]) -> None:
+        """Takes other keys for its blocks, of which none was found or computed yet."""
+        self.block_hashes = hashes(self.request.key_salt, self.history)
+        self.prefix_match = NO_MATCH
+        self.lookup = None
+
     def note_prompt_logprobs(self, start: int, entries: list[Logprobs]) -> None:
         """Notes log-probabilities of the prompt's tokens from position `start + 1` on; after a
         preemption they replace those noted before."""
@@ -158,6 +164,7 @@ class Sequence:
         now: float,
         error: RequestError | None = None,
         embedding: np.ndarray | None = None,
+        weight_version: str = "",
     ) -> Finished:
         """Returns the event of its end at clock second `now`; what had not happened counts as
         then."""
@@ -170,5 +177,12 @@ class Sequence:
         usage = Usage(prompt, min(self.cached_tokens, prompt), len(self.output))
         logprobs = None if self.prompt_logprobs is None else tuple(self.prompt_logprobs)
         return Finished(
-            self.index, reason, usage, timing, logprobs, error=error, embedding=embedding
+            self.index,
+            reason,
+            usage,
+            timing,
+            logprobs,
+            error=error,
+            embedding=embedding,
+            weight_version=weight_version,
         )

@@ -65,7 +65,7 @@ def merged(deltas: Sequence[Delta]) -> Delta:
 @dataclasses.dataclass(frozen=True, slots=True)
 class Completion:
     """A whole completion. reason: stop, length, cancelled, deadline or error. stop: the stop string
-    or id that ended it. embedding: see `Finished`."""
+    or id that ended it. embedding, weight_version: see `Finished`."""
 
     index: int
     prompt_ids: Sequence[int]
@@ -78,6 +78,7 @@ class Completion:
     prompt_logprobs: Sequence[Logprobs | None] | None = None
     stop: str | int | None = None
     embedding: np.ndarray | None = None
+    weight_version: str = ""
 
 
 Output = Accepted | Progress | Delta | Finished
@@ -357,4 +358,5 @@ class CompletionCollector:
             finished.prompt_logprobs,
             finished.stop,
             finished.embedding,
+            finished.weight_version,
         )

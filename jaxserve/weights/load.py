@@ -91,5 +91,6 @@ class Loading:
     def _build(self, path: str, parameter: Declared, index: Index) -> np.ndarray:
         dtype = parameter.dtype(self.dtype)
         stored = self.checkpoint.config
+        # in memory of its own: the checkpoint's may be written to once it is loaded
         values = build(path, index, self.checkpoint, stored, self.config, dtype)
         return np.ascontiguousarray(values)

@@ -89,6 +89,12 @@ def save(
             Tokenizer.load(tokenizer).save(folder)
 
 
+def check_saved(saved: OrbaxFolder, declared: Mapping[str, Declared]) -> None:
+    """Checks that a saved folder holds the declared parameters in their shapes. Errors: one
+    CheckpointError with every missing and misshaped name."""
+    _check(saved.folder, declared, {path: shape for path, (shape, _) in saved.tensors().items()})
+
+
 def restore(
     folder: Path | str,
     declared: Mapping[str, Declared],

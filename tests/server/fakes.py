@@ -22,6 +22,7 @@ from jaxserve.observe.metrics import Metrics
 from jaxserve.replica.adapters import NoAdapters
 from jaxserve.replica.info import ReplicaInfo
 from jaxserve.replica.protocol import Sink
+from jaxserve.replica.weights import NoWeights
 from jaxserve.scheduling import Load
 from jaxserve.scheduling.events import EventBus, Rejected
 from jaxserve.settings.schema import EngineConfig
@@ -155,6 +156,7 @@ class FakeReplica:
         self.available = True
         self.block_events = BlockEvents()
         self.adapters = NoAdapters()
+        self.weights = NoWeights()
         self.paused = False
         self.fault: Exception | None = None
         self.overdue_seconds: float | None = None

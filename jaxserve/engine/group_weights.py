@@ -1,0 +1,97 @@
+"""The weights of a replica over several processes: each worker has its part of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from jaxserve.api.errors import RequestError
+from jaxserve.engine.command import WorkersLost
+from jaxserve.replica.weights import MODEL_PATH, WeightsHolder, WeightSource
+from jaxserve.settings.schema import ConfigError
+
+READ_SECONDS = 3600.0  # that the files of new weights may take to be read
+MOVE_SECONDS = 600.0  # that weights may take between host memory and devices
+
+
+class Asks(Protocol):
+    """Whatever has all workers do something; see `worker_peers.Peers`."""
+
+    lost: str
+
+    def ask(self, what: str, seconds: float, **arguments: Any) -> list[Any]: ...
+
+
+class GroupWeights(WeightsHolder):
+    """Weights of the workers of a group. Where the group forms again, its workers read those that
+    were used last: their files must be there until others are used."""
+
+    def __init__(self, peers: Asks):
+        self._peers = peers
+        self._read: tuple[str, str] | None = None  # path and fingerprint
+        self._used: tuple[str, str] | None = None  # None: those that the settings name
+
+    def read(self, source: WeightSource) -> str:
+        if isinstance(source, Mapping):
+            raise RequestError(
+                MODEL_PATH,
+                "arrays of this process cannot be given to a group of workers: write them to a "
+                "folder, in /dev/shm for instance",
+            )
+        answers = self._ask("read_weights", READ_SECONDS, path=source)
+        found = {answer["fingerprint"] for answer in answers}
+        if len(found) > 1:
+            self.forget()
+            raise RequestError(MODEL_PATH, f"the files of {source} differ between workers")
+        fingerprint: str = found.pop()
+        self._read = source, fingerprint
+        return fingerprint
+
+    def use(self) -> None:
+        self._ask("use_weights", READ_SECONDS)
+        self._used = self._read
+
+    def forget(self) -> None:
+        if self._read is not None:
+            self._read = None
+            try:
+                self._ask("forget_weights", MOVE_SECONDS)
+            except RequestError as error:
+                if error.status != "UNAVAILABLE":  # with the workers what they read is gone
+                    raise
+
+    def sleep(self, level: int) -> None:
+        self._ask("sleep", MOVE_SECONDS, level=level)
+
+    def wake(self) -> None:
+        self._ask("wake", MOVE_SECONDS)
+
+    def use_again(self) -> None:
+        """Has new workers use the weights that those before them had. Errors: ConfigError where
+        they are not there any more; WorkersLost."""
+        if self._used is None:
+            return
+        path, fingerprint = self._used
+        try:
+            found = self.read(path)
+            if found == fingerprint:
+                self.use()
+        except RequestError as error:
+            if error.status == "UNAVAILABLE":
+                raise WorkersLost(self._peers.lost) from None
+            raise ConfigError("model", str(error)) from None
+        if found != fingerprint:
+            raise ConfigError("model", f"the files of {path} are not those that were served")
+
+    def _ask(self, what: str, seconds: float, **arguments: Any) -> list[Any]:
+        """Has all workers do something with their weights; returns their answers. Errors:
+        RequestError, the first worker's, or UNAVAILABLE where workers are lost."""
+        try:
+            answers = self._peers.ask(what, seconds, **arguments)
+        except WorkersLost as lost:
+            raise RequestError("", f"workers were lost: {lost}", "UNAVAILABLE") from None
+        for worker, answer in enumerate(answers):
+            if "error" in answer:
+                field = answer["field"]
+                raise RequestError(field, f"worker {worker}: {answer['error']}", answer["status"])
+        return answers
