@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import queue
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from jaxserve.api.sampling import SamplingParams
 from jaxserve.checkpoint.generation_config import sampling_defaults
 from jaxserve.replica.adapters import LocalAdapters, NoAdapters, not_loaded
 from jaxserve.replica.protocol import Replica
+from jaxserve.replica.weights import PARTS, Mode, WeightSource
 from jaxserve.settings.options import make
 from jaxserve.settings.schema import EngineConfig, MeshConfig
 from jaxserve.store.peers import PeerBlocks
@@ -111,6 +112,29 @@ class LLM:
         """Ends the engine; running requests are dropped."""
         self._guides.close()
         self.engine.close()
+
+    def update_weights(
+        self, source: WeightSource, version: str | None = None, mode: Mode = "finish"
+    ) -> str:
+        """Replaces the weights by others of the same model, and returns their version.
+
+        source: a folder or file that `model` could name, or arrays (NumPy's or JAX's) by their
+        Hugging Face names. version: a name; None counts up. mode: what becomes of requests that
+        have begun: finish or abort. Errors: RequestError, after which the weights are those of
+        before, unless it says that there are none.
+        """
+        return self.engine.weights.update(source, version, mode)
+
+    def sleep(self, level: int = 1, mode: Mode = "abort") -> None:
+        """Frees the devices' memory of KV and weights. level: 1 keeps the weights in host memory, 2
+        does not: they must be updated before `wake_up`. mode: what becomes of requests that have
+        begun: abort, finish, or, with level 1, keep. Errors: RequestError."""
+        self.engine.weights.sleep(level, mode)
+
+    def wake_up(self, tags: Collection[str] = PARTS) -> None:
+        """Brings back what sleeps. tags: weights, kv_cache or both; requests go on once all is
+        there. Errors: RequestError."""
+        self.engine.weights.wake_up(tags)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Returns the sampling parameters that the model's makers recommend; see the setting

@@ -1,4 +1,5 @@
-"""The operators' HTTP port: draining, aborting, cache and log control, settings. It has API keys of
+"""The operators' HTTP port: draining, aborting, cache and log control, settings, adapters,
+weights. It has API keys of
 its own, and none of the users' routes."""
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from jaxserve.server.frontend import DRAINING, SERVING, Frontend
 from jaxserve.server.http_app import StrictModel, make_app
 from jaxserve.server.json_body import JsonObject
 from jaxserve.server.kv_routes import kv_routes
+from jaxserve.server.weight_routes import weight_routes
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +95,7 @@ def operators_app(frontend: Frontend) -> fastapi.FastAPI:
 
     app.include_router(kv_routes(frontend))
     app.include_router(adapter_routes(frontend))
+    app.include_router(weight_routes(frontend))
     return app
 
 

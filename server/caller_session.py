@@ -26,6 +26,7 @@ from jaxserve.server import replica_pb2 as pb
 from jaxserve.server.grpc.proto import guided_of
 from jaxserve.server.kv_questions import kv_answer
 from jaxserve.server.remote_adapters import adapter_answer
+from jaxserve.server.remote_weights import weights_answer
 from jaxserve.server.replica_messages import (
     error_message,
     events_message,
@@ -317,6 +318,8 @@ class CallerSession:
                     answer.kv = kv_answer(question.kv, replica)
                 case "adapter":
                     answer.adapter = adapter_answer(question.adapter, replica)
+                case "weights":
+                    answer.weights = weights_answer(question.weights, replica)
                 case "metrics":
                     answer.metrics = generate_latest(replica.metrics_registry)
                 case _:

@@ -7,6 +7,7 @@ import asyncio
 from jaxserve.api.errors import RequestError
 from jaxserve.api.request import Slo
 from jaxserve.api.sampling import SamplingParams
+from jaxserve.replica.weights import RUNNING
 from jaxserve.server.auth.access import Caller
 from jaxserve.server.frontend import FAULTS, SERVING, Frontend
 from jaxserve.server.generate_call import GenerateCall, Origin
@@ -33,6 +34,9 @@ class Readiness:
         """Returns why no tokens come, or ''."""
         if self._frontend.state != SERVING:
             return f"the server is {self._frontend.state}"
+        state = self._frontend.require_replica().weights.state
+        if state != RUNNING:
+            return f"the replica is {state}"
         if self._frontend.seconds_since_token < FRESH_SECONDS:
             return ""
         if self._generating is None or self._generating.done():

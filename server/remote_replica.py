@@ -7,6 +7,7 @@ only stopped, comes back.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import logging
@@ -40,6 +41,7 @@ from jaxserve.server.remote_requests import (
     cancel_command,
     parts_of,
 )
+from jaxserve.server.remote_weights import CHANGE_SECONDS, RemoteWeights
 from jaxserve.server.replica_connection import SILENT_SECONDS, ReplicaConnection
 from jaxserve.server.replica_messages import error_of, info_of, load_of, submit_message
 from jaxserve.server.replica_session import ReplicaSession
@@ -66,6 +68,10 @@ class RemoteReplica:
         self.adapters = RemoteAdapters(
             lambda: self.facts.heartbeat,
             lambda question: self._question(LOAD_SECONDS, adapter=question).adapter,
+        )
+        self.weights = RemoteWeights(
+            lambda: self.facts.heartbeat,
+            lambda question: self._question(CHANGE_SECONDS, weights=question).weights,
         )
         self._draining = False
         self._lock = threading.RLock()  # never held while a sink is called
@@ -314,6 +320,9 @@ class RemoteFacts:
 
     def beat(self, heartbeat: pb.Heartbeat) -> None:
         self.heartbeat = heartbeat
+        fingerprint = heartbeat.cache_fingerprint
+        if fingerprint and self.info is not None and fingerprint != self.info.cache_fingerprint:
+            self.info = dataclasses.replace(self.info, cache_fingerprint=fingerprint)
         self.load = load_of(heartbeat.load) if heartbeat.HasField("load") else None
         rates = {one.source: one.bytes_per_s for one in heartbeat.kv_rates}
         self.kv_peer = self.kv_peer._replace(rates=rates)

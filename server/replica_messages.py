@@ -101,7 +101,7 @@ def _kv_source_of(message: pb.Submit) -> KvSource | None:
 
 
 def _continuation_message(continuation: Continuation, now: float) -> pb.Continuation:
-    message = pb.Continuation()
+    message = pb.Continuation(weight_version=continuation.weight_version)
     for index, ids in continuation.outputs.items():
         message.completions.add(index=index, output=np.asarray(ids, TOKEN_TYPE).tobytes())
     if continuation.first_token is not None:
@@ -120,7 +120,8 @@ def _continuation_of(message: pb.Submit, now: float) -> Continuation | None:
     age = value_in(begun, "first_token_age")
     if age is None and any(outputs.values()):
         raise RequestError("continuation", "has tokens and not when the first of them came")
-    return Continuation(outputs, None if age is None else now - age)
+    first_token = None if age is None else now - age
+    return Continuation(outputs, first_token, begun.weight_version)
 
 
 def _tokens_of(name: str, content: bytes) -> np.ndarray:

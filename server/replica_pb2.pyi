@@ -203,12 +203,14 @@ class Submit(_message.Message):
     def __init__(self, number: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt: _Optional[bytes] = ..., sampling: _Optional[_Union[_jaxserve_pb2.SamplingParams, _Mapping]] = ..., age: _Optional[float] = ..., time_left: _Optional[float] = ..., ttft: _Optional[float] = ..., tpot: _Optional[float] = ..., class_name: _Optional[str] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., bypass_prefix_cache: bool = ..., guided: _Optional[_Union[_jaxserve_pb2.Guided, _Mapping]] = ..., kv_source: _Optional[_Union[KvSource, _Mapping]] = ..., cache_retention: _Optional[int] = ..., embed: bool = ..., continuation: _Optional[_Union[Continuation, _Mapping]] = ..., job: bool = ..., tenant: _Optional[str] = ..., adapter: _Optional[str] = ..., session: _Optional[str] = ...) -> None: ...
 
 class Continuation(_message.Message):
-    __slots__ = ("completions", "first_token_age")
+    __slots__ = ("completions", "first_token_age", "weight_version")
     COMPLETIONS_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_AGE_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
     completions: _containers.RepeatedCompositeFieldContainer[BegunCompletion]
     first_token_age: float
-    def __init__(self, completions: _Optional[_Iterable[_Union[BegunCompletion, _Mapping]]] = ..., first_token_age: _Optional[float] = ...) -> None: ...
+    weight_version: str
+    def __init__(self, completions: _Optional[_Iterable[_Union[BegunCompletion, _Mapping]]] = ..., first_token_age: _Optional[float] = ..., weight_version: _Optional[str] = ...) -> None: ...
 
 class BegunCompletion(_message.Message):
     __slots__ = ("index", "output")
@@ -251,7 +253,7 @@ class Stop(_message.Message):
     def __init__(self, call: _Optional[int] = ..., number: _Optional[int] = ..., index: _Optional[int] = ...) -> None: ...
 
 class Question(_message.Message):
-    __slots__ = ("call", "load", "view_since", "flush_cache", "metrics", "kv", "adapter")
+    __slots__ = ("call", "load", "view_since", "flush_cache", "metrics", "kv", "adapter", "weights")
     CALL_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     VIEW_SINCE_FIELD_NUMBER: _ClassVar[int]
@@ -259,6 +261,7 @@ class Question(_message.Message):
     METRICS_FIELD_NUMBER: _ClassVar[int]
     KV_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     call: int
     load: bool
     view_since: int
@@ -266,7 +269,8 @@ class Question(_message.Message):
     metrics: bool
     kv: KvQuestion
     adapter: AdapterQuestion
-    def __init__(self, call: _Optional[int] = ..., load: bool = ..., view_since: _Optional[int] = ..., flush_cache: bool = ..., metrics: bool = ..., kv: _Optional[_Union[KvQuestion, _Mapping]] = ..., adapter: _Optional[_Union[AdapterQuestion, _Mapping]] = ...) -> None: ...
+    weights: WeightsQuestion
+    def __init__(self, call: _Optional[int] = ..., load: bool = ..., view_since: _Optional[int] = ..., flush_cache: bool = ..., metrics: bool = ..., kv: _Optional[_Union[KvQuestion, _Mapping]] = ..., adapter: _Optional[_Union[AdapterQuestion, _Mapping]] = ..., weights: _Optional[_Union[WeightsQuestion, _Mapping]] = ...) -> None: ...
 
 class AdapterQuestion(_message.Message):
     __slots__ = ("kind", "name", "folder", "in_place")
@@ -279,6 +283,22 @@ class AdapterQuestion(_message.Message):
     folder: str
     in_place: bool
     def __init__(self, kind: _Optional[str] = ..., name: _Optional[str] = ..., folder: _Optional[str] = ..., in_place: bool = ...) -> None: ...
+
+class WeightsQuestion(_message.Message):
+    __slots__ = ("kind", "mode", "path", "version", "level", "parts")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    LEVEL_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    mode: str
+    path: str
+    version: str
+    level: int
+    parts: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, kind: _Optional[str] = ..., mode: _Optional[str] = ..., path: _Optional[str] = ..., version: _Optional[str] = ..., level: _Optional[int] = ..., parts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class KvQuestion(_message.Message):
     __slots__ = ("kind", "prompt", "salt", "seconds", "lease")
@@ -301,7 +321,7 @@ class Rejected(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class Answer(_message.Message):
-    __slots__ = ("call", "error", "done", "load", "view", "flushed_pages", "metrics", "kv", "adapter")
+    __slots__ = ("call", "error", "done", "load", "view", "flushed_pages", "metrics", "kv", "adapter", "weights")
     CALL_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
@@ -311,6 +331,7 @@ class Answer(_message.Message):
     METRICS_FIELD_NUMBER: _ClassVar[int]
     KV_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     call: int
     error: Error
     done: bool
@@ -320,7 +341,8 @@ class Answer(_message.Message):
     metrics: bytes
     kv: str
     adapter: str
-    def __init__(self, call: _Optional[int] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., done: bool = ..., load: _Optional[_Union[Load, _Mapping]] = ..., view: _Optional[str] = ..., flushed_pages: _Optional[int] = ..., metrics: _Optional[bytes] = ..., kv: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
+    weights: str
+    def __init__(self, call: _Optional[int] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., done: bool = ..., load: _Optional[_Union[Load, _Mapping]] = ..., view: _Optional[str] = ..., flushed_pages: _Optional[int] = ..., metrics: _Optional[bytes] = ..., kv: _Optional[str] = ..., adapter: _Optional[str] = ..., weights: _Optional[str] = ...) -> None: ...
 
 class Error(_message.Message):
     __slots__ = ("field", "message", "status", "retry_after", "reason")
@@ -355,7 +377,7 @@ class Load(_message.Message):
     def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ..., queued_prefill_seconds: _Optional[float] = ..., pages_free: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_cached: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("alive", "available", "overdue", "load", "other_requests", "kv_rates", "adapters")
+    __slots__ = ("alive", "available", "overdue", "load", "other_requests", "kv_rates", "adapters", "weight_version", "weight_state", "cache_fingerprint")
     ALIVE_FIELD_NUMBER: _ClassVar[int]
     AVAILABLE_FIELD_NUMBER: _ClassVar[int]
     OVERDUE_FIELD_NUMBER: _ClassVar[int]
@@ -363,6 +385,9 @@ class Heartbeat(_message.Message):
     OTHER_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     KV_RATES_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_STATE_FIELD_NUMBER: _ClassVar[int]
+    CACHE_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     alive: bool
     available: bool
     overdue: float
@@ -370,7 +395,10 @@ class Heartbeat(_message.Message):
     other_requests: int
     kv_rates: _containers.RepeatedCompositeFieldContainer[KvRate]
     adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
-    def __init__(self, alive: bool = ..., available: bool = ..., overdue: _Optional[float] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., other_requests: _Optional[int] = ..., kv_rates: _Optional[_Iterable[_Union[KvRate, _Mapping]]] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ...) -> None: ...
+    weight_version: str
+    weight_state: str
+    cache_fingerprint: str
+    def __init__(self, alive: bool = ..., available: bool = ..., overdue: _Optional[float] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., other_requests: _Optional[int] = ..., kv_rates: _Optional[_Iterable[_Union[KvRate, _Mapping]]] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., weight_version: _Optional[str] = ..., weight_state: _Optional[str] = ..., cache_fingerprint: _Optional[str] = ...) -> None: ...
 
 class Adapter(_message.Message):
     __slots__ = ("name", "folder", "identity", "number")

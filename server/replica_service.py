@@ -169,6 +169,9 @@ class ReplicaService(rpc.ReplicaServicer):
             load=self._load,
             kv_rates=_kv_rates(replica),
             adapters=adapter_messages(replica),
+            weight_version=replica.weights.version,
+            weight_state=replica.weights.state,
+            cache_fingerprint=replica.info.cache_fingerprint,
         )
 
     def _ask_load(self, replica: Replica) -> None:

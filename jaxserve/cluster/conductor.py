@@ -34,6 +34,7 @@ from jaxserve.cluster.role_changes import RoleChanges
 from jaxserve.cluster.role_loads import RoleSignals
 from jaxserve.cluster.router import Router
 from jaxserve.cluster.routing import KV_BANDWIDTH
+from jaxserve.cluster.weights import ClusterWeights
 from jaxserve.replica.info import ReplicaInfo
 from jaxserve.replica.kv_pool import KvPool
 from jaxserve.replica.protocol import Sink
@@ -88,6 +89,7 @@ class Conductor:
         self.metrics_registry.register(MergedMetrics(lambda: self.members))
         self.metrics_registry.register(RoleSignals(self.table, self.now))
         self.adapters = ClusterAdapters(self.table)
+        self.weights = ClusterWeights(self.table)
         self._dispatcher = Dispatcher(
             self.router,
             ArrivalCheck(self.table, settings.overload),

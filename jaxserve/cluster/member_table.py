@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Sequence
@@ -75,7 +76,8 @@ class MemberTable:
             self.all = tuple(other for other in self.all if other is not member)
             left = [other for other in self.all if other.joined]
             if left:
-                self._set_info(_infos(left))
+                with contextlib.suppress(ConfigError):  # their weights are just being replaced
+                    self._set_info(_infos(left))
 
     def _set_info(self, infos: Sequence[ReplicaInfo]) -> None:
         """Merges the facts of the members. Errors: ConfigError."""

@@ -53,12 +53,13 @@ class CachedPrefixes:
         depths = [0] * numbers
         if request.bypass_prefix_cache:
             return depths
-        alike: dict[tuple[int, str], list[Member]] = {}  # by what keys depend on
+        alike: dict[tuple[int, str, str], list[Member]] = {}  # by what keys depend on
         for member in members:
             if member.joined:
                 info = member.replica.info
-                alike.setdefault((info.block_size, info.cache_layout), []).append(member)
-        for (size, _), same in alike.items():
+                keys = info.block_size, info.cache_layout, info.cache_fingerprint
+                alike.setdefault(keys, []).append(member)
+        for (size, *_), same in alike.items():
             blocks = self._blocks(request, same[0].replica.info, numbers)
             for member in same:
                 depths[member.number] = blocks[member.number] * size

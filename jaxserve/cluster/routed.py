@@ -53,6 +53,7 @@ class RoutedRequest:
     accepted: bool = False
     prefilled: dict[int, int] = dataclasses.field(default_factory=dict)
     first_token_at: float | None = None
+    weight_version: str = ""  # of the weights that computed its tokens, as its member said last
     silent: bool = False  # its sink raised: it gets no more events
     outbox: deque[list[Event]] = dataclasses.field(default_factory=deque)
     delivering: bool = False
@@ -63,6 +64,7 @@ class RoutedRequest:
         self.tokens = {index: list(request.output(index)) for index in request.completions}
         if request.continuation is not None:
             self.first_token_at = request.continuation.first_token
+            self.weight_version = request.continuation.weight_version
 
     @property
     def begun(self) -> bool:
@@ -77,7 +79,7 @@ class RoutedRequest:
         if not self.begun and not self.losses:
             return self.request
         outputs = {index: tuple(self.tokens[index]) for index in sorted(self.unfinished)}
-        going_on = Continuation(outputs, self.first_token_at)
+        going_on = Continuation(outputs, self.first_token_at, self.weight_version)
         return dataclasses.replace(self.request, continuation=going_on)
 
     def take_back(self, member: Member) -> None:
@@ -101,6 +103,8 @@ class RoutedRequest:
                 self.tokens[event.index].append(event.id)
                 if self.first_token_at is None:
                     self.first_token_at = now
+                if not self.weight_version and self.member is not None:
+                    self.weight_version = self.member.replica.weights.version
             elif isinstance(event, Accepted):
                 if self.accepted:
                     continue

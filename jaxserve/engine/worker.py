@@ -85,7 +85,7 @@ class Worker(CommandExecutor):
 
     plan: what the stages are made of. tiers: makes the tiers below the devices for the parts of
     blocks that are here; None: without. kv_heads: the model's own. peers: other replicas that are
-    asked for blocks. open_adapter: see `HostAdapters`. open_weights: opens other weights; None where
+    asked for blocks. open_adapter: see `HostAdapters`. open_weights: opens other weights; None:
     they stay. It can be used after `start`. Errors of the devices come as DeviceError from every
     method.
     """

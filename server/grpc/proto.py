@@ -147,6 +147,7 @@ def finished_message(event: Finished) -> pb.Finished:
         timing=pb.Timing(queued=timing.queued, first_token=timing.first_token, total=timing.total),
         prompt_logprobs=map(logprobs_message, event.prompt_logprobs or ()),
         embedding=event.embedding,
+        weight_version=event.weight_version,
     )
 
 
@@ -197,6 +198,7 @@ def finished_of(message: pb.Finished) -> Finished:
         Timing(timing.queued, timing.first_token, timing.total),
         tuple(map(logprobs_of, message.prompt_logprobs)) or None,
         embedding=np.array(message.embedding, np.float32) if message.embedding else None,
+        weight_version=message.weight_version,
     )
 
 

@@ -12,6 +12,7 @@ from jaxserve.server.frontend import Frontend
 from jaxserve.server.generation.chat import ChatRequest
 from jaxserve.server.generation.chat_parts import ChatParts
 from jaxserve.server.generation.token_writer import TokenWriter, usage_of
+from jaxserve.server.generation.weight_version import version_field
 from jaxserve.server.http_errors import error_body
 from jaxserve.server.json_body import JsonObject
 from jaxserve.server.kv_tickets import ticket_fields
@@ -65,7 +66,7 @@ class ChatWriter:
                 yield self._chunk(index, delta)
             chunk = self._chunk(index, {}, None, self._finish_reason(output))
             chunk["choices"][0]["stop_reason"] = output.stop
-            yield chunk | self._ticket_fields
+            yield {**chunk, **version_field([output]), **self._ticket_fields}
 
     def _delta_chunks(self, output: Delta) -> Iterator[JsonObject]:
         deltas = self._deltas(output.index, self._parts.read(output))
@@ -112,6 +113,7 @@ class ChatWriter:
             **ids,
             "choices": choices,
             "usage": self.usage(completions[0]),  # of what has been read
+            **version_field(completions[0]),
             **self._ticket_fields,
         }
 

@@ -19,6 +19,7 @@ from jaxserve.server.generate_call import GenerateCall
 from jaxserve.server.generation.bodies import GenerateRequest
 from jaxserve.server.generation.fields import Integer, OnlyValues, PromptField
 from jaxserve.server.generation.token_writer import TokenWriter, usage_of
+from jaxserve.server.generation.weight_version import version_field
 from jaxserve.server.http_errors import error_body
 from jaxserve.server.json_body import JsonObject
 from jaxserve.server.kv_tickets import KvTransfer, ticket_fields
@@ -194,7 +195,7 @@ class CompletionWriter:
         elif isinstance(output, Finished):
             chunk = self._chunk(number, output.index, "", None, output.reason)
             chunk["choices"][0]["stop_reason"] = output.stop
-            yield chunk | self._ticket_fields
+            yield {**chunk, **version_field([output]), **self._ticket_fields}
 
     def whole(self, completions: Sequence[Sequence[Completion]]) -> JsonObject:
         choices = [
@@ -202,8 +203,10 @@ class CompletionWriter:
             for number, group in enumerate(completions)
             for index, completion in enumerate(self._best(group))
         ]
-        usage = self.usage([completion for group in completions for completion in group])
-        return {**self.head, "choices": choices, "usage": usage, **self._ticket_fields}
+        every = [completion for group in completions for completion in group]
+        usage = self.usage(every)
+        answer = {**self.head, "choices": choices, "usage": usage}
+        return {**answer, **version_field(every), **self._ticket_fields}
 
     def usage(self, ended: Sequence[Finished | Completion]) -> JsonObject:
         return usage_of(ended)

@@ -93,7 +93,9 @@ def _models(frontend: Frontend) -> list[JsonObject]:
     info = frontend.info
     names = (info.served_name, *info.other_names)
     roots: dict[str, tuple[str, str | None]] = dict.fromkeys(names, (info.served_name, None))
-    adapters = frontend.require_replica().adapters.by_name.values()
+    replica = frontend.require_replica()
+    version = replica.weights.version
+    adapters = replica.adapters.by_name.values()
     roots |= {adapter.name: (adapter.folder, info.served_name) for adapter in adapters}
     return [
         {
@@ -104,6 +106,7 @@ def _models(frontend: Frontend) -> list[JsonObject]:
             "root": root,
             "parent": parent,
             "max_model_len": info.max_model_len,
+            "weight_version": version,
         }
         for name, (root, parent) in roots.items()
     ]
