@@ -3,4 +3,6 @@ installed beside jaxserve.
 
     dynamo           a backend of NVIDIA Dynamo
     dynamo_requests  Dynamo's requests as ours, our events as its chunks
+    tunix            a rollout engine of Tunix
+    tunix_weights    parameters of Tunix's models by their Hugging Face names; needs no Tunix
 """
