@@ -87,11 +87,17 @@ class TimedSink:
 
 
 def send_random(
-    engine: Any, id: str, tokens: int, output: int, seed: int, slo: Slo | None = None
+    engine: Any,
+    id: str,
+    tokens: int,
+    output: int,
+    seed: int,
+    slo: Slo | None = None,
+    heard: TimedSink | None = None,
 ) -> TimedSink:
     """Submits a random prompt of `tokens` tokens, the same for the same seed, to be answered
-    greedily with `output` tokens."""
-    heard = TimedSink()
+    greedily with `output` tokens. heard: its sink, if that is not to be a new one."""
+    heard = TimedSink() if heard is None else heard
     info = engine.info
     request = Request.make(
         id,
