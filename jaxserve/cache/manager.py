@@ -245,13 +245,6 @@ class CacheManager:
         self.leases.clear()
         return self.pages.flush()
 
-    def renew(self, identity: CacheIdentity) -> None:
-        """Forgets all blocks, of which no slot may hold any: from now on they are of another
-        identity, and none of before is found, on the devices or below them."""
-        self.flush()
-        self.identity = identity
-        self.below.identity = identity
-
     def _give_up_locks(self, lane: int) -> bool:
         """Gives up what is kept for sessions, then promises, then leases, until a page of a lane
         can be evicted."""

@@ -51,8 +51,8 @@ class ClusterWeights:
     def update(
         self, source: WeightSource, version: str | None = None, mode: Mode = "finish"
     ) -> str:
-        """Also takes a version that some members have, for others to follow. Errors: RequestError
-        where all have it, or a member's own."""
+        """Replaces the weights of all members, but for those that have the given version already
+        where some do not. Errors: RequestError, a member's own."""
         has = [member.replica.weights.version for member in self._members()]
         if version is None:
             version = str(1 + max((int(one) for one in has if one.isdecimal()), default=0))

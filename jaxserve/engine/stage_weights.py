@@ -46,7 +46,7 @@ class StageWeights(WeightsHolder):
         self._stages = stages
         self._open = open_new
         self._new: NewWeights | None = None
-        self._beside: list[WeightsByPath] | None = None  # the new ones, where there is room
+        self._beside: list[WeightsByPath] | None = None  # the new ones, if there was room
         self._in_host: list[WeightsByPath] | None = None
         self._reading = threading.Lock()
 

@@ -1,4 +1,4 @@
-"""What changes of weights need of an engine's loop."""
+"""Stops an engine's loop for changes of weights, and has it begin again."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ class Loop(Protocol):
         """Makes empty KV on the devices. Runs exclusively, while nothing is in flight."""
 
     def weights_changed(self) -> None:
-        """Hears that there are others, once the scheduler knows. Runs exclusively."""
+        """Is notified of other weights, once the scheduler has taken them in. Runs exclusively."""
 
 
 class LocalWeights:

@@ -313,10 +313,12 @@ class Scheduler:
         self.page_admission.allows = self.requests.has_begun if held else None
 
     def renew(self, identity: CacheIdentity, weight_version: str) -> None:
-        """Begins anew with other weights: what waits is computed with them, and no block of the
-        cache is known. identity: of its blocks from now on. No request may have begun."""
+        """Begins to compute with other weights: also what waits, and without a block of before.
+        identity: of the cache's blocks from now on. No request may have begun."""
         assert not self.slots.running and not self.flying, "something was computed already"
-        self.cache.renew(identity)
+        self.cache.flush()
+        # also by which blocks are found below the devices, and elsewhere
+        self.cache.identity = self.cache.below.identity = identity
         self.requests.weight_version = weight_version
         for sequence in self.requests.sequences():
             sequence.renew_hashes(self.cache.block_hashes)
