@@ -21,7 +21,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Event, Finished, Token
-from jaxserve.api.request import Request
+from jaxserve.api.request import Continuation, Request
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.engine.engine import Engine
 from jaxserve.kernels.cpu import library
@@ -223,6 +223,27 @@ def test_a_pause_ends_requests_or_lets_them_end(mode, reason, real, right):
     real.weights.resume()
     runner.run()
     assert [runner.ids(id) for id in waiting] == right["a"][:2]
+
+
+def test_a_request_goes_on_only_with_the_weights_that_it_began_with(real, folders, right):
+    """One that another replica has begun, which was lost then."""
+    runner = Runner(real)
+    fields = dict(max_tokens=TOKENS, ignore_eos=True)
+    begun = Continuation({0: right["a"][0][:3]}, real.now(), "1")
+    id = runner.submit(PROMPTS[0], rest={"continuation": begun}, **fields)
+    runner.run()
+    assert runner.ids(id) == right["a"][0][3:]
+    real.weights.update(str(folders["b"]))
+    with pytest.raises(
+        RequestError, match="has tokens of weights '1', and '2' are served"
+    ) as error:
+        runner.submit(PROMPTS[0], rest={"continuation": begun}, **fields)
+    assert error.value.status == "UNAVAILABLE"  # a conductor asks the next replica
+    real.weights.pause("keep")
+    begun = Continuation({0: right["b"][0][:3]}, real.now(), "2")
+    id = runner.submit(PROMPTS[0], rest={"continuation": begun}, **fields)
+    beside(real, lambda: real.weights.update(str(folders["a"]), mode="abort"))
+    assert runner.completion(id).finished.reason == "cancelled"
 
 
 def test_an_update_ends_no_pause(real, folders, right):
