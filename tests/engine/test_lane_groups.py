@@ -57,7 +57,7 @@ def issued(real) -> list:
     def see(step: StepIssued) -> None:
         shape = plan.shapes[step.command.shape]
         rows = layout(shape, plan.block_size).views(step.command.rows)["rows"]
-        slots = [{slot for slot, _, length in mine if length} for mine in rows.tolist()]
+        slots = [{slot for slot, _, length, _ in mine if length} for mine in rows.tolist()]
         steps.append((shape, slots, step.batch))
 
     real.bus.subscribe(StepIssued, see)
