@@ -13,6 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import grpc
 from prometheus_client import generate_latest
@@ -54,6 +55,23 @@ class Served:
     draining: bool = False
 
 
+class HeardStep(NamedTuple):
+    """Events of a step, as its sinks heard them. version: of the weights that computed it."""
+
+    version: str
+    heard: Sequence[Heard]
+
+    def report(self) -> pb.Report:
+        """Returns it as a report."""
+        step = pb.Step(weight_version=self.version)
+        for one in self.heard:
+            if isinstance(one, pb.BlockChange):
+                step.blocks.append(one)
+            else:
+                step.requests.append(events_message(*one))
+        return pb.Report(step=step)
+
+
 class CallerSession:
     """One session; see the module.
 
@@ -75,7 +93,8 @@ class CallerSession:
         self._heard_at = time.monotonic()
         self._news = threading.Condition()
         self._heard: list[Heard] = []  # what sinks heard in this step
-        self._unsent: list[pb.Report | list[Heard]] = []
+        self._version = ""  # of the weights that computed it
+        self._unsent: list[pb.Report | HeardStep] = []
         self._unsent_count = 0
         self._flushing = False
         self._ended = False
@@ -102,7 +121,7 @@ class CallerSession:
                 self._unsent = []
                 self._unsent_count = 0
             for one in unsent:
-                yield _step_report(one) if isinstance(one, list) else one
+                yield one.report() if isinstance(one, HeardStep) else one
 
     def say(self, report: pb.Report) -> None:
         """Sends a report after all that was said before."""
@@ -116,6 +135,8 @@ class CallerSession:
             self._heard.append(heard)
             first = not self._flushing
             self._flushing = True
+            if first:
+                self._version = self._replica.weights.version
         if first:  # once all sinks have heard of the step
             self._replica.post(self._flush)
 
@@ -125,7 +146,7 @@ class CallerSession:
             self._flushing = False
             if not self._heard:
                 return
-            self._unsent.append(self._heard)
+            self._unsent.append(HeardStep(self._version, self._heard))
             self._unsent_count += len(self._heard)
             self._heard = []
             too_many = self._unsent_count > MAX_UNSENT
@@ -331,13 +352,3 @@ class CallerSession:
             answer.error.CopyFrom(error_message(internal_error()))
         self._flush()  # what the answer rests on comes before it
         self.say(pb.Report(answer=answer))
-
-
-def _step_report(heard: Sequence[Heard]) -> pb.Report:
-    step = pb.Step()
-    for one in heard:
-        if isinstance(one, pb.BlockChange):
-            step.blocks.append(one)
-        else:
-            step.requests.append(events_message(*one))
-    return pb.Report(step=step)

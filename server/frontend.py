@@ -163,7 +163,8 @@ class Frontend:
                     finally:
                         self._close(stream)
                         if not (stream.refused or call.origin.internal):
-                            self.usage.count(caller, call.model or self.info.served_name, outcome)
+                            model = call.model or self.info.served_name
+                            self.usage.count(caller, model, len(request.prompt), outcome)
                         if self.handoff is not None:
                             self.handoff.ended(request, outcome.finished)
                     if stream.failure is not None:

@@ -277,6 +277,7 @@ class RemoteReplica:
             case "heartbeat":
                 self.facts.beat(report.heartbeat)
             case "step":
+                self.facts.heartbeat.weight_version = report.step.weight_version
                 for change in report.step.blocks:
                     self.block_events.take(change)
                 for events in report.step.requests:

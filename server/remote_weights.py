@@ -7,9 +7,11 @@ from collections.abc import Callable, Collection, Mapping
 from jaxserve.api.errors import RequestError
 from jaxserve.replica.protocol import Replica
 from jaxserve.replica.weights import (
+    ASLEEP,
     FIRST_VERSION,
     MODEL_PATH,
     PARTS,
+    PAUSED,
     RUNNING,
     Mode,
     WeightSource,
@@ -38,10 +40,10 @@ class RemoteWeights:
         return self._said().weight_state or RUNNING
 
     def pause(self, mode: Mode = "abort") -> None:
-        self._ask(pb.WeightsQuestion(kind="pause", mode=mode))
+        self._change(PAUSED, pb.WeightsQuestion(kind="pause", mode=mode))
 
     def resume(self) -> None:
-        self._ask(pb.WeightsQuestion(kind="resume"))
+        self._change(RUNNING, pb.WeightsQuestion(kind="resume"))
 
     def update(
         self, source: WeightSource, version: str | None = None, mode: Mode = "finish"
@@ -49,13 +51,23 @@ class RemoteWeights:
         if isinstance(source, Mapping):
             raise RequestError(MODEL_PATH, "arrays cannot be given to another process: give a path")
         question = pb.WeightsQuestion(kind="update", path=source, version=version, mode=mode)
-        return self._ask(question)
+        return self._change(None, question)
 
     def sleep(self, level: int = 1, mode: Mode = "abort") -> None:
-        self._ask(pb.WeightsQuestion(kind="sleep", level=level, mode=mode))
+        self._change(ASLEEP, pb.WeightsQuestion(kind="sleep", level=level, mode=mode))
 
     def wake_up(self, parts: Collection[str] = PARTS) -> None:
-        self._ask(pb.WeightsQuestion(kind="wake_up", parts=list(parts)))
+        self._change(None, pb.WeightsQuestion(kind="wake_up", parts=list(parts)))
+
+    def _change(self, state: str | None, question: pb.WeightsQuestion) -> str:
+        """Asks for a change, after which it is in this state, and returns the version; both hold
+        until the next heartbeat. None: the state is not known before that."""
+        version = self._ask(question)
+        said = self._said()
+        said.weight_version = version
+        if state is not None:
+            said.weight_state = state
+        return version
 
 
 def weights_answer(question: pb.WeightsQuestion, replica: Replica) -> str:

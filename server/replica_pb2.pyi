@@ -423,12 +423,14 @@ class KvRate(_message.Message):
     def __init__(self, source: _Optional[str] = ..., plane: _Optional[str] = ..., bytes_per_s: _Optional[float] = ...) -> None: ...
 
 class Step(_message.Message):
-    __slots__ = ("requests", "blocks")
+    __slots__ = ("requests", "blocks", "weight_version")
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
     requests: _containers.RepeatedCompositeFieldContainer[RequestEvents]
     blocks: _containers.RepeatedCompositeFieldContainer[BlockChange]
-    def __init__(self, requests: _Optional[_Iterable[_Union[RequestEvents, _Mapping]]] = ..., blocks: _Optional[_Iterable[_Union[BlockChange, _Mapping]]] = ...) -> None: ...
+    weight_version: str
+    def __init__(self, requests: _Optional[_Iterable[_Union[RequestEvents, _Mapping]]] = ..., blocks: _Optional[_Iterable[_Union[BlockChange, _Mapping]]] = ..., weight_version: _Optional[str] = ...) -> None: ...
 
 class BlockChange(_message.Message):
     __slots__ = ("medium", "stored", "removed", "cleared")

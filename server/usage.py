@@ -29,18 +29,18 @@ class UsageTable:
     def __init__(self) -> None:
         self._rows: dict[tuple[str, str, str], Used] = {}
 
-    def count(self, caller: Caller, model: str, outcome: Outcome) -> None:
-        """Counts a request of a caller for a model, which has ended, or was cancelled."""
+    def count(self, caller: Caller, model: str, prompt: int, outcome: Outcome) -> None:
+        """Counts a request of a caller for a model, which has ended, or was cancelled: then nothing
+        is known of cached tokens. prompt: its tokens."""
         row = caller.name, caller.tenant, model
         if row not in self._rows and len(self._rows) >= MAX_ROWS:
             row = OTHERS
         used = self._rows.setdefault(row, Used())
         used.requests += 1
         used.completion_tokens += outcome.output_tokens
+        used.prompt_tokens += prompt
         if outcome.finished:
-            usage = outcome.finished[0].usage
-            used.prompt_tokens += usage.prompt
-            used.cached_tokens += usage.cached
+            used.cached_tokens += outcome.finished[0].usage.cached
 
     def rows(self) -> list[dict[str, Any]]:
         """Returns all sums, by key, tenant and model."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxserve.cluster.member import Member
 from jaxserve.replica.info import ReplicaInfo
+from jaxserve.replica.weights import UPDATED
 from jaxserve.scheduling import Load
 from jaxserve.settings.schema import ConfigError
 
@@ -32,8 +33,9 @@ def merged_info(infos: Sequence[ReplicaInfo]) -> ReplicaInfo:
     first = infos[0]
     for info in infos:
         for name in SAME:
-            if getattr(info, name) != getattr(first, name):
-                said = f"{getattr(first, name)!r:.80} and {getattr(info, name)!r:.80}"
+            ours, theirs = (_first(getattr(one, name)) for one in (first, info))
+            if ours != theirs:
+                said = f"{ours!r:.80} and {theirs!r:.80}"
                 raise ConfigError("replicas", f"differ in {name}: {said}")
     pages = sum(info.pages_per_lane * info.mesh.kvp for info in infos)
     return dataclasses.replace(
@@ -43,6 +45,11 @@ def merged_info(infos: Sequence[ReplicaInfo]) -> ReplicaInfo:
         max_seqs=sum(info.max_seqs for info in infos),
         max_queue=sum(info.max_queue for info in infos),
     )
+
+
+def _first(fact: Any) -> Any:
+    """Returns a fact; of a cache's fingerprint, that of the weights that a replica began with."""
+    return fact.partition(UPDATED)[0] if isinstance(fact, str) else fact
 
 
 def merged_load(loads: Iterable[Load]) -> Load:

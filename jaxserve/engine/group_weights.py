@@ -38,14 +38,21 @@ class GroupWeights(WeightsHolder):
                 "arrays of this process cannot be given to a group of workers: write them to a "
                 "folder, in /dev/shm for instance",
             )
-        answers = self._ask("read_weights", READ_SECONDS, path=source)
-        found = {answer["fingerprint"] for answer in answers}
-        if len(found) > 1:
-            self.forget()
-            raise RequestError(MODEL_PATH, f"the files of {source} differ between workers")
-        fingerprint: str = found.pop()
+        try:
+            fingerprint = self._read_on_all(source)
+        except RequestError:
+            self._forget_on_all()  # some may have read them
+            raise
         self._read = source, fingerprint
         return fingerprint
+
+    def _read_on_all(self, path: str) -> str:
+        """Has all workers read weights; returns their fingerprint. Errors: RequestError."""
+        answers = self._ask("read_weights", READ_SECONDS, path=path)
+        found = {answer["fingerprint"] for answer in answers}
+        if len(found) > 1:
+            raise RequestError(MODEL_PATH, f"the files of {path} differ between workers")
+        return found.pop()
 
     def use(self) -> None:
         self._ask("use_weights", READ_SECONDS)
@@ -54,11 +61,14 @@ class GroupWeights(WeightsHolder):
     def forget(self) -> None:
         if self._read is not None:
             self._read = None
-            try:
-                self._ask("forget_weights", MOVE_SECONDS)
-            except RequestError as error:
-                if error.status != "UNAVAILABLE":  # with the workers what they read is gone
-                    raise
+            self._forget_on_all()
+
+    def _forget_on_all(self) -> None:
+        try:
+            self._ask("forget_weights", MOVE_SECONDS)
+        except RequestError as error:
+            if error.status != "UNAVAILABLE":  # with the workers what they read is gone
+                raise
 
     def sleep(self, level: int) -> None:
         self._ask("sleep", MOVE_SECONDS, level=level)
@@ -73,9 +83,9 @@ class GroupWeights(WeightsHolder):
             return
         path, fingerprint = self._used
         try:
-            found = self.read(path)
+            found = self._read_on_all(path)
             if found == fingerprint:
-                self.use()
+                self._ask("use_weights", READ_SECONDS)
         except RequestError as error:
             if error.status == "UNAVAILABLE":
                 raise WorkersLost(self._peers.lost) from None

@@ -49,14 +49,16 @@ def open_new_weights(
     """Opens weights for a replica with these settings. served: the model, as its checkpoint says.
     source: a path, or arrays by their Hugging Face names. Only headers and configs are read.
     Errors: RequestError where they are not of the same model, or not quantised alike."""
-    if not isinstance(source, Mapping) and not Path(source).exists():
-        raise RequestError(MODEL_PATH, f"there is no {str(source)[:200]!r}", "NOT_FOUND")
     try:
+        if not isinstance(source, Mapping) and not Path(source).exists():
+            raise RequestError(MODEL_PATH, f"there is no {str(source)[:200]!r}", "NOT_FOUND")
         if isinstance(source, Mapping):
             arrays = ArrayWeights(source, dataclasses.replace(served, gguf=False))
             return _checked(config, served, plan, arrays, f"arrays {secrets.token_hex(16)}")
         path = Path(source)
         return _checked(config, served, plan, open_checkpoint(path), fingerprint(path))
+    except RequestError:
+        raise
     except (ConfigError, OSError, ValueError) as error:
         fault = error.message if isinstance(error, CheckpointError) else str(error)
         raise RequestError(MODEL_PATH, fault) from None

@@ -17,7 +17,7 @@ from jaxserve.checkpoint.model_paths import CheckpointError
 from jaxserve.engine.memory import has_room
 from jaxserve.engine.new_weights import NewWeights, OpenWeights
 from jaxserve.engine.stages import Stages, WeightsByPath
-from jaxserve.replica.weights import MODEL_PATH, WeightsHolder, WeightSource
+from jaxserve.replica.weights import MODEL_PATH, NOTHING_READ, WeightsHolder, WeightSource
 
 
 class HostArray:
@@ -67,12 +67,13 @@ class StageWeights(WeightsHolder):
                 return self._stages.read_weights(new.load)
         except CheckpointError as error:
             raise RequestError(MODEL_PATH, error.message) from None
-        except OSError as error:
+        except (OSError, ValueError, KeyError, MemoryError) as error:
             raise RequestError(MODEL_PATH, f"cannot be read: {error}") from None
 
     def use(self) -> None:
         new, beside = self._new, self._beside
-        assert new is not None, "no weights were read"
+        if new is None:
+            raise RequestError("", "what was read is lost: update again", NOTHING_READ)
         self.forget()
         self._drop()
         self._in_host = None
@@ -89,6 +90,7 @@ class StageWeights(WeightsHolder):
             array.delete()
 
     def sleep(self, level: int) -> None:
+        self.forget()
         weights = self._stages.weights()
         # an embedding that is the head too is one array, and stays so
         copies = {id(array): HostArray(array) for array in _arrays(weights) if level == 1}

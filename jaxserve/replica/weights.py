@@ -29,6 +29,10 @@ RUNNING = "running"
 PAUSED = "paused"
 ASLEEP = "asleep"
 POLL_SECONDS = 0.002
+UPDATED = (
+    " updated: "  # in a cache's fingerprint, between the first weights and those that are served
+)
+NOTHING_READ = "FAILED_PRECONDITION"  # status of `WeightsHolder.use` where it changed nothing
 
 
 class WeightsHolder(Protocol):
@@ -43,7 +47,7 @@ class WeightsHolder(Protocol):
 
     def use(self) -> None:
         """Puts what was read in the place of the weights on the devices. Errors: RequestError where
-        it cannot be read: there are no weights then."""
+        it cannot be read: there are no weights then, but with the status NOTHING_READ."""
         raise NotImplementedError
 
     def forget(self) -> None:
@@ -177,6 +181,7 @@ class LocalWeights:
 
     def pause(self, mode: Mode = "abort") -> None:
         check_mode(mode)
+        self._cut_short(mode)
         with self._changing:
             with self._going_on_after_errors():
                 self._stop(mode)
@@ -193,6 +198,7 @@ class LocalWeights:
         self, source: WeightSource, version: str | None = None, mode: Mode = "finish"
     ) -> str:
         check_mode(mode, but="keep")
+        self._cut_short(mode)
         with self._changing:
             name, number = self._next_version(version)
             fingerprint = self._holder.read(source)
@@ -221,12 +227,22 @@ class LocalWeights:
         """Exchanges the weights. Nothing is in flight."""
         # none that came since the last look: another replica has begun it
         self._loop.end_begun(_replaced())
-        self._lost = True  # unless all goes well
-        self._holder.use()
+        try:
+            self._holder.use()
+        except RequestError as error:
+            if error.status == NOTHING_READ:
+                raise
+            self._lost = True
+            message = str(error).removeprefix(f"{error.field}: ")
+            fault = f"{message}; there are no weights now: update them"
+            raise RequestError(error.field, fault, error.status) from None
+        except BaseException:
+            self._lost = True
+            raise
         self._lost = False
         self._asleep.discard("weights")
         identity = self._identity
-        own = f"{identity.fingerprint} updated: {fingerprint} {name}"
+        own = f"{identity.fingerprint}{UPDATED}{fingerprint} {name}"
         self._scheduler.renew(identity._replace(fingerprint=own), name)
         self._loop.weights_changed()
 
@@ -234,6 +250,7 @@ class LocalWeights:
         if level not in LEVELS:
             raise RequestError("level", f"must be 1 or 2, not {level!r:.50}")
         check_mode(mode, but="keep" if level > 1 else None)
+        self._cut_short(mode)
         with self._changing, self._going_on_after_errors():
             self._stop(mode)
             self._exclusively(lambda: self._fall_asleep(level))
@@ -265,6 +282,11 @@ class LocalWeights:
     def _exclusively(self, work: Callable[[], T]) -> T:
         return self._loop.exclusively_when_free(work)
 
+    def _cut_short(self, mode: Mode) -> None:
+        """Ends what an earlier change waits for, where this one does not wait for it."""
+        if mode == "abort" and self._changing.locked():
+            self._exclusively(self._loop.end_begun)
+
     def _stop(self, mode: Mode) -> None:
         """Stops all steps, once what has begun is over as `mode` says. Errors: RequestError."""
         self._exclusively(lambda: self._begin_to_stop(mode))
@@ -274,7 +296,7 @@ class LocalWeights:
 
     def _begin_to_stop(self, mode: Mode) -> None:
         scheduler = self._scheduler
-        if mode == "finish" and self._asleep and scheduler.requests.begun():
+        if mode == "finish" and self.state == ASLEEP and scheduler.requests.begun():
             raise RequestError(
                 "mode", "requests have begun, and none ends in sleep: abort", "FAILED_PRECONDITION"
             )

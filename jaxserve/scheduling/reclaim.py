@@ -25,21 +25,21 @@ class Reclaim:
         self._cache = cache
         self._growth = growth
         self._shares = slots.shares
-        self._lacking: list[tuple[Sequence, int]] = []
+        self._lacking: dict[int, tuple[Sequence, int]] = {}  # by number of the sequence
 
     def lacks(self, sequence: Sequence, missing: int) -> None:
         """Notes that a waiting sequence lacks pages, for the next step."""
         if len(self._shares) > 1:
-            self._lacking.append((sequence, missing))
+            self._lacking[sequence.number] = sequence, missing
 
     def make_way(self, limit: int) -> None:
         """Preempts sequences before a step for waiting ones that lack one of `limit` slots, or that
         lacked pages in the step before."""
-        lacking, self._lacking = self._lacking, []
+        lacking, self._lacking = self._lacking, {}
         if len(self._shares) < 2 or not self._slots.queue:
             return
         self._give_slots(limit)
-        for sequence, missing in lacking:
+        for sequence, missing in lacking.values():
             if sequence.slot == NO_SLOT and sequence.number in self._slots.by_number:
                 self._give_pages(sequence, missing)
 

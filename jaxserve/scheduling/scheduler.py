@@ -223,7 +223,7 @@ class Scheduler:
         RequestError."""
         begun = request.continuation
         served = self.requests.weight_version
-        if begun is None or not begun.weight_version or not any(begun.outputs.values()):
+        if begun is None or not begun.weight_version:  # "": nothing was heard of it
             return
         if begun.weight_version != served:
             fault = f"has tokens of weights {begun.weight_version!r}, and {served!r} are served"

@@ -27,7 +27,7 @@ from jaxserve.costs.coefficients import Costs
 
 MOST_CREDIT = 2.0  # seconds
 MOST_DEBT = 30.0  # seconds
-MOST_IDLE = 64  # tenants without requests that are remembered with their credit
+MOST_IDLE = 64  # tenants without requests that are remembered, for MOST_DEBT seconds
 # share of the step time that others would have which steps take whose prompts are all of tenants in
 # debt: prompts of others that come meanwhile wait for the step's end
 DEBTORS_STEP = 1 / 3
@@ -57,6 +57,7 @@ class TenantShares:
         self._weight = np.zeros(0)
         self._credit = np.zeros(0)
         self._requests = np.zeros(0, np.int64)  # live ones
+        self._seen = np.zeros(0)  # clock second at which each had requests last
         self._turns: np.ndarray | None = None
         self._busy_until = 0.0  # clock second at which all packed steps are done, as predicted
         self._idle = 0.0  # seconds without any request since the last step was packed
@@ -80,6 +81,7 @@ class TenantShares:
             self._weight = np.append(self._weight, 0.0)
             self._credit = np.append(self._credit, 0.0)
             self._requests = np.append(self._requests, 0)
+            self._seen = np.append(self._seen, -np.inf)
         number = self._numbers[name] = self._free.pop()
         self._weight[number] = self._weights.get(name, 1.0)
         self._credit[number] = 0.0
@@ -95,6 +97,7 @@ class TenantShares:
             self._idle += max(0.0, now - self._busy_until)
             self._busy_until = max(self._busy_until, now)
         self._requests[number] += 1
+        self._seen[number] = now
 
     def end(self, name: str) -> None:
         """Notes that a request of this tenant has ended."""
@@ -130,9 +133,13 @@ class TenantShares:
         self._turns = None
         self._idle = 0.0
         self._busy_until = now + total
+        self._seen[self._requests > 0] = now
         idle = known & (self._requests == 0) & (self._credit >= 0)
+        gone = idle & (self._seen < now - self.most_debt)  # one that is alone then has all
         if np.count_nonzero(idle) > MOST_IDLE:
-            self._forget(idle)
+            gone = idle
+        if gone.any():
+            self._forget(gone)
 
     def _widen(self, seconds: float) -> None:
         self.most_credit = max(self.most_credit, MIN_STEPS * seconds)

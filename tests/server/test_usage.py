@@ -60,7 +60,7 @@ def test_rows_are_bounded():
     table = UsageTable()
     caller = Caller("a", "t", Limits(), None, False)
     for number in range(MAX_ROWS + 10):
-        table.count(caller, f"m{number}", Outcome(output_tokens=1))
+        table.count(caller, f"m{number}", 1, Outcome(output_tokens=1))
     rows = table.rows()
     assert len(rows) == MAX_ROWS + 1
     assert rows[0]["key"] == "*" and rows[0]["requests"] == 10
