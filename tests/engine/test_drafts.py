@@ -220,33 +220,42 @@ def test_the_real_model_says_what_the_reference_says(mesh, golden, smollm2_gguf)
     assert_empty(new)
 
 
-class Alternating:
-    """Proposes two tokens by turns."""
+class Likeliest:
+    """Proposes what follows an output most likely. odds: probability of each whole output. out:
+    grows."""
 
-    def __init__(self, pair: tuple[int, int]):
-        self._pair = pair
+    def __init__(self, odds: dict[tuple[int, ...], float], out: list[int]):
+        self._odds = odds
+        self._out = out
 
     def propose(self, count: int) -> Proposal:
-        return Proposal(np.resize(np.array(self._pair, np.int32), count), 1)
+        said = tuple(self._out)
+        begun = [whole for whole in self._odds if whole[: len(said)] == said]
+        tokens = max(begun, key=self._odds.__getitem__)[len(said) :][:count]
+        return Proposal(np.array(tokens, np.int32), 1)
 
 
-@pytest.mark.parametrize("draws", [2_000, pytest.param(100_000, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("draws", [2_000, pytest.param(440_000, marks=pytest.mark.matrix)])
 def test_draws_behind_proposed_tokens_follow_the_models_distribution(draws):
     """Tokens are drawn of two only, so that all that four of them can be come often; how often
-    each does is what the model's own probabilities say."""
+    each does is what the model's own probabilities say. About one draw in four checks a token that
+    was proposed: 10^5 of the most."""
     pair = (40, 300)
     length = 4
     real = engine(**SHARED | {"seqs": 64}, drafts="ngram", draft_tokens=3)
     prompt = prompts(3)[2]
     at_once = 16  # sequences, so that there are rows for proposed tokens
+    # one is likelier, or proposals would be right too seldom to be made at all
+    bias = {pair[0]: 100.0, pair[1]: 98.0}
     outcomes = list(itertools.product(pair, repeat=length))
-    expected = {said: probability(fresh(real, "grow"), prompt, said, pair) for said in outcomes}
+    expected = {said: probability(fresh(real, "grow"), prompt, said, bias) for said in outcomes}
     assert sum(expected.values()) == pytest.approx(1, abs=1e-4)
-    new = with_drafts(real, costs=FREE_ROWS)
-    new.scheduler.packer.drafting.kind = DrafterKind("", 1, lambda prompt, out: Alternating(pair))
+    new = with_drafts(real)
+    new.scheduler.packer.drafting.kind = DrafterKind(
+        "", 1, lambda prompt, out: Likeliest(expected, out)
+    )
     right = checked(new)
     runner = Runner(new)
-    bias = dict.fromkeys(pair, 100.0)
     counts = dict.fromkeys(outcomes, 0)
     for first in range(0, draws // length, at_once):
         ids = [
@@ -268,19 +277,20 @@ def test_draws_behind_proposed_tokens_follow_the_models_distribution(draws):
     squares = [(counts[said] - p * total) ** 2 / (p * total) for said, p in expected.items()]
     degrees = len(outcomes) - 1
     assert sum(squares) < degrees + 5 * np.sqrt(2 * degrees)
-    assert total / 20 < sum(right) < len(right)
+    assert total / 2 < sum(right) < len(right)
 
 
-def probability(real: Engine, prompt: list[int], said: tuple[int, ...], pair) -> float:
-    """Returns the probability of tokens behind a prompt, where each is one of a pair, as the
-    engine scores prompts that end in each."""
+def probability(real: Engine, prompt: list[int], said: tuple[int, ...], bias: dict) -> float:
+    """Returns the probability of tokens behind a prompt, where each is one of those with a bias
+    that lifts them above all others, as the engine scores prompts that end in each."""
     runner = Runner(real)
     result = 1.0
     for at, token in enumerate(said):
         before = [*prompt, *said[:at]]
-        ids = [runner.submit([*before, one], max_tokens=1, prompt_logprobs=0) for one in pair]
+        ids = [runner.submit([*before, one], max_tokens=1, prompt_logprobs=0) for one in bias]
         runner.run()
         scores = [runner.completion(id).finished.prompt_logprobs[-1].chosen for id in ids]
-        odds = np.exp(np.array(scores) - max(scores))
-        result *= odds[pair.index(token)] / odds.sum()
+        lifted = np.array(scores) + list(bias.values())
+        odds = dict(zip(bias, np.exp(lifted - lifted.max())))
+        result *= odds[token] / sum(odds.values())
     return result
