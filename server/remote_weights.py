@@ -8,7 +8,6 @@ from jaxserve.api.errors import RequestError
 from jaxserve.replica.protocol import Replica
 from jaxserve.replica.weights import (
     ASLEEP,
-    FIRST_VERSION,
     MODEL_PATH,
     PARTS,
     PAUSED,
@@ -16,6 +15,7 @@ from jaxserve.replica.weights import (
     Mode,
     WeightSource,
 )
+from jaxserve.scheduling.request_table import FIRST_VERSION
 from jaxserve.server import replica_pb2 as pb
 from jaxserve.server.grpc.proto import value_in
 

@@ -193,10 +193,9 @@ def stored_of(message: pb.StoredBlocks, medium: Medium) -> StoredBlocks:
 
 
 def error_message(error: RequestError) -> pb.Error:
-    prefix = f"{error.field}: " if error.field else ""
     return pb.Error(
         field=error.field,
-        message=str(error).removeprefix(prefix),
+        message=error.message,
         status=error.status,
         retry_after=error.retry_after,
         reason=error.reason,

@@ -12,9 +12,9 @@ import numpy as np
 class RequestError(ValueError):
     """A request that is refused or has failed.
 
-    field: the request's field at fault, '' where none is. status: name of a gRPC status. Of an
-    overloaded server, reason: one word, a label of its metrics; retry_after: seconds after which
-    another try may succeed, None where unknown.
+    field: the request's field at fault, '' where none is. message: what is wrong, without the
+    field. status: name of a gRPC status. Of an overloaded server, reason: one word, a label of its
+    metrics; retry_after: seconds after which another try may succeed, None where unknown.
     """
 
     def __init__(
@@ -27,6 +27,7 @@ class RequestError(ValueError):
     ):
         super().__init__(f"{field}: {message}" if field else message)
         self.field = field
+        self.message = message
         self.status = status
         self.retry_after = retry_after
         self.reason = reason

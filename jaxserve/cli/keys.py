@@ -128,7 +128,7 @@ def _read(file: Path) -> list[Key]:
     try:
         return read(file)
     except ConfigError as error:  # the flag has another name here
-        raise ConfigError("file", str(error).removeprefix(f"{error.field}: ")) from None
+        raise ConfigError("file", error.message) from None
 
 
 COMMAND = Command({"keys": OPTIONS}, run, ABOUT)

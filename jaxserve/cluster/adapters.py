@@ -20,7 +20,7 @@ class ClusterAdapters:
     @property
     def by_name(self) -> Mapping[str, Adapter]:
         found: dict[str, Adapter] = {}
-        for member in self._members():
+        for member in self._table.reachable:
             for adapter in member.replica.adapters.by_name.values():
                 found.setdefault(adapter.name, adapter)
         return found
@@ -29,7 +29,7 @@ class ClusterAdapters:
         """Has all members that can be asked load an adapter. One that only some have, as others
         have joined since, is loaded on all of them. Where a member refuses, those that had begun
         to serve it go back to what they had. Errors: RequestError, the first refusal."""
-        members = self._members()
+        members = self._table.reachable
         if not members:
             raise RequestError("", "no replica can be asked", "UNAVAILABLE")
         before = {member: member.replica.adapters.by_name.get(name) for member in members}
@@ -49,7 +49,7 @@ class ClusterAdapters:
         return loaded[0][1]
 
     def unload(self, name: str) -> None:
-        members = self._members()
+        members = self._table.reachable
         if name not in self.by_name:
             raise not_loaded(name)
         faults = []
@@ -61,9 +61,6 @@ class ClusterAdapters:
                     faults.append(error)
         if faults:
             raise faults[0]
-
-    def _members(self) -> list[Member]:
-        return [member for member in self._table.all if member.joined and member.alive]
 
 
 def _go_back(member: Member, name: str, before: Adapter | None) -> None:

@@ -238,7 +238,7 @@ class Conductor:
 
     def view(self, since: int = 0) -> dict[str, Any]:
         members = self.members
-        shown = [member for member in members if member.joined and member.alive]
+        shown = self.table.reachable
         views = {member: member.ask(lambda replica: replica.view()) for member in shown}
         cached = self.router.cached
         rows = [member_view(one, cached.blocks(one), views.get(one)) for one in members]

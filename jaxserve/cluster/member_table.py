@@ -39,6 +39,11 @@ class MemberTable:
         """All members' numbers are below this."""
         return max((member.number for member in self.all), default=-1) + 1
 
+    @property
+    def reachable(self) -> list[Member]:
+        """The members that have joined and can be asked."""
+        return [member for member in self.all if member.joined and member.alive]
+
     def add(self, member: Member) -> None:
         """Gives a member the lowest number that is free, and has it join where it can."""
         with self._lock:

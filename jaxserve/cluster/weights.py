@@ -11,7 +11,6 @@ from jaxserve.cluster.member import Member
 from jaxserve.cluster.member_table import MemberTable
 from jaxserve.replica.weights import (
     ASLEEP,
-    FIRST_VERSION,
     PARTS,
     PAUSED,
     RUNNING,
@@ -19,6 +18,7 @@ from jaxserve.replica.weights import (
     ReplicaWeights,
     WeightSource,
 )
+from jaxserve.scheduling.request_table import FIRST_VERSION
 
 
 class ClusterWeights:
@@ -33,13 +33,13 @@ class ClusterWeights:
     @property
     def version(self) -> str:
         """The version of the first member."""
-        members = self._members()
+        members = self._table.reachable
         return members[0].replica.weights.version if members else FIRST_VERSION
 
     @property
     def state(self) -> str:
         """RUNNING where any member is."""
-        states = {member.replica.weights.state for member in self._members()}
+        states = {member.replica.weights.state for member in self._table.reachable}
         return next((one for one in (RUNNING, PAUSED, ASLEEP) if one in states), RUNNING)
 
     def pause(self, mode: Mode = "abort") -> None:
@@ -53,7 +53,7 @@ class ClusterWeights:
     ) -> str:
         """Replaces the weights of all members, but for those that have the given version already
         where some do not. Errors: RequestError, a member's own."""
-        has = [member.replica.weights.version for member in self._members()]
+        has = [member.replica.weights.version for member in self._table.reachable]
         if version is None:
             version = str(1 + max((int(one) for one in has if one.isdecimal()), default=0))
         wanted = version if set(has) != {version} else None  # else all refuse
@@ -74,7 +74,7 @@ class ClusterWeights:
     def _on_all(self, change: Callable[[ReplicaWeights], None]) -> None:
         """Changes all members that can be asked, at the same time. Errors: RequestError, the first
         refusal."""
-        members = self._members()
+        members = self._table.reachable
         if not members:
             raise RequestError("", "no replica can be asked", "UNAVAILABLE")
         with ThreadPoolExecutor(len(members), "weights") as threads:
@@ -83,13 +83,10 @@ class ClusterWeights:
         if not refused:
             return
         name, error = next(iter(refused.items()))
-        message = str(error).removeprefix(f"{error.field}: ")
+        message = error.message
         if len(members) > 1:
             message = f"replica {name} ({len(refused)} of {len(members)} refused): {message}"
         raise RequestError(error.field, message, error.status)
-
-    def _members(self) -> list[Member]:
-        return [member for member in self._table.all if member.joined and member.alive]
 
 
 def _refusal(change: Callable[[ReplicaWeights], None], member: Member) -> RequestError | None:

@@ -8,6 +8,7 @@ import logging
 
 from jaxserve.api.errors import RequestError
 from jaxserve.engine.command import WorkersLost
+from jaxserve.engine.group_questions import ask_all, common_fingerprint
 from jaxserve.engine.worker_peers import Peers
 from jaxserve.group.messages import Kind
 
@@ -33,17 +34,8 @@ class GroupAdapters:
         return fingerprint
 
     def _ask(self, number: int, folder: str) -> str:
-        try:
-            answers = self._peers.ask("load_adapter", LOAD_SECONDS, number=number, folder=folder)
-        except WorkersLost as lost:
-            raise RequestError("", f"workers were lost: {lost}", "UNAVAILABLE") from None
-        for worker, answer in enumerate(answers):
-            if "error" in answer:
-                raise RequestError("lora_path", f"worker {worker}: {answer['error']}")
-        found = {answer["fingerprint"] for answer in answers}
-        if len(found) > 1:
-            raise RequestError("lora_path", f"the files of {folder} differ between workers")
-        return found.pop()
+        answers = ask_all(self._peers, "load_adapter", LOAD_SECONDS, number=number, folder=folder)
+        return common_fingerprint(answers, "lora_path", folder)
 
     def drop(self, number: int) -> None:
         """Has all workers forget an adapter."""

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from jaxserve.api.errors import RequestError
 from jaxserve.engine.command import WorkersLost
+from jaxserve.engine.group_questions import Asks, ask_all, common_fingerprint
 from jaxserve.replica.weights import MODEL_PATH, WeightsHolder, WeightSource
 from jaxserve.settings.schema import ConfigError
 
 READ_SECONDS = 3600.0  # that the files of new weights may take to be read
 MOVE_SECONDS = 600.0  # that weights may take between host memory and devices
-
-
-class Asks(Protocol):
-    """Whatever has all workers do something; see `worker_peers.Peers`."""
-
-    lost: str
-
-    def ask(self, what: str, seconds: float, **arguments: Any) -> list[Any]: ...
 
 
 class GroupWeights(WeightsHolder):
@@ -49,10 +42,7 @@ class GroupWeights(WeightsHolder):
     def _read_on_all(self, path: str) -> str:
         """Has all workers read weights; returns their fingerprint. Errors: RequestError."""
         answers = self._ask("read_weights", READ_SECONDS, path=path)
-        found = {answer["fingerprint"] for answer in answers}
-        if len(found) > 1:
-            raise RequestError(MODEL_PATH, f"the files of {path} differ between workers")
-        return found.pop()
+        return common_fingerprint(answers, MODEL_PATH, path)
 
     def use(self) -> None:
         self._ask("use_weights", READ_SECONDS)
@@ -94,14 +84,4 @@ class GroupWeights(WeightsHolder):
             raise ConfigError("model", f"the files of {path} are not those that were served")
 
     def _ask(self, what: str, seconds: float, **arguments: Any) -> list[Any]:
-        """Has all workers do something with their weights; returns their answers. Errors:
-        RequestError, the first worker's, or UNAVAILABLE where workers are lost."""
-        try:
-            answers = self._peers.ask(what, seconds, **arguments)
-        except WorkersLost as lost:
-            raise RequestError("", f"workers were lost: {lost}", "UNAVAILABLE") from None
-        for worker, answer in enumerate(answers):
-            if "error" in answer:
-                field = answer["field"]
-                raise RequestError(field, f"worker {worker}: {answer['error']}", answer["status"])
-        return answers
+        return ask_all(self._peers, what, seconds, **arguments)

@@ -306,16 +306,17 @@ class _Process:
             self._steps.put(command.number)
 
     def _answer(self, what: str, **arguments: Any) -> None:
+        weights = self._worker.weights
         answers: dict[str, Callable[..., Any]] = {
             "start": self._begin,
             "settle": self._settle,
             "links": self._links,
             "load_adapter": self._load_adapter,
-            "read_weights": self._read_weights,
-            "use_weights": lambda: _or_error(self._worker.weights.use),
-            "forget_weights": lambda: _or_error(self._worker.weights.forget),
-            "sleep": lambda level: _or_error(lambda: self._worker.weights.sleep(level)),
-            "wake": lambda: _or_error(self._worker.weights.wake),
+            "read_weights": lambda path: _or_error(lambda: weights.read(path)),
+            "use_weights": lambda: _or_error(weights.use),
+            "forget_weights": lambda: _or_error(weights.forget),
+            "sleep": lambda level: _or_error(lambda: weights.sleep(level)),
+            "wake": lambda: _or_error(weights.wake),
         }
         answer = answers[what](**arguments)
         self._channel.send(Kind.ANSWER, json.dumps(answer).encode())
@@ -337,12 +338,7 @@ class _Process:
         try:
             return {"fingerprint": self._worker.adapters.load(number, folder)}
         except RequestError as error:
-            return {"error": str(error)}
-
-    def _read_weights(self, path: str) -> dict[str, str]:
-        found: list[str] = []
-        answer = _or_error(lambda: found.append(self._worker.weights.read(path)))
-        return answer or {"fingerprint": found[0]}
+            return {"field": error.field, "error": str(error), "status": error.status}
 
     def _links(self) -> dict[str, Any]:
         self._settle()
@@ -396,11 +392,11 @@ class _Process:
         }
 
 
-def _or_error(work: Callable[[], object]) -> dict[str, str]:
-    """Runs work of a worker; returns {}, or its error for the leader."""
+def _or_error(work: Callable[[], str | None]) -> dict[str, str]:
+    """Runs work of a worker, which may return a fingerprint; returns that, or the error, for the
+    leader."""
     try:
-        work()
+        found = work()
     except RequestError as error:
-        message = str(error).removeprefix(f"{error.field}: ")
-        return {"field": error.field, "error": message, "status": error.status}
-    return {}
+        return {"field": error.field, "error": error.message, "status": error.status}
+    return {} if found is None else {"fingerprint": found}

@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from jaxserve.api.errors import RequestError
 from jaxserve.scheduling import Scheduler
+from jaxserve.scheduling.request_table import FIRST_VERSION
 
 T = TypeVar("T")
 WeightSource = str | Mapping[str, Any]  # a path, or arrays by their Hugging Face names
@@ -24,14 +25,12 @@ PARTS = ("weights", "kv_cache")  # of what sleeps
 LEVELS = (1, 2)
 MODEL_PATH = "model_path"
 MAX_VERSION_CHARS = 200
-FIRST_VERSION = "1"
 RUNNING = "running"
 PAUSED = "paused"
 ASLEEP = "asleep"
 POLL_SECONDS = 0.002
-UPDATED = (
-    " updated: "  # in a cache's fingerprint, between the first weights and those that are served
-)
+# in a cache's fingerprint, between the first weights and those that are served
+UPDATED = " updated: "
 NOTHING_READ = "FAILED_PRECONDITION"  # status of `WeightsHolder.use` where it changed nothing
 
 
@@ -233,8 +232,7 @@ class LocalWeights:
             if error.status == NOTHING_READ:
                 raise
             self._lost = True
-            message = str(error).removeprefix(f"{error.field}: ")
-            fault = f"{message}; there are no weights now: update them"
+            fault = f"{error.message}; there are no weights now: update them"
             raise RequestError(error.field, fault, error.status) from None
         except BaseException:
             self._lost = True

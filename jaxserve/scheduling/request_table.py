@@ -15,6 +15,8 @@ from jaxserve.scheduling.sequence import NO_SLOT, Sequence
 from jaxserve.scheduling.sessions import Sessions
 from jaxserve.scheduling.slots import ENDED, SlotTable
 
+FIRST_VERSION = "1"  # of the weights that a replica begins with
+
 
 @dataclass(slots=True)
 class LiveEntry:
@@ -45,7 +47,7 @@ class RequestTable:
         self.bus = bus
         self.sessions = Sessions(slots.cache)
         self.entries: dict[str, LiveEntry] = {}
-        self.weight_version = "1"
+        self.weight_version = FIRST_VERSION
         # (clock second, number of the first sequence, id) of each request with a deadline, sorted
         self._deadlines: list[tuple[float, int, str]] = []
 

@@ -28,10 +28,10 @@ import yaml
 
 from jaxserve.files import check_private, file_signature
 from jaxserve.settings.schema import ConfigError
+from jaxserve.settings.schema.tenants import NAME
 
 log = logging.getLogger(__name__)
 FIELD = "api_keys"  # the setting that names the file
-NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 MAX_KEY_CHARS = 512
 GIVEN = "api_key"  # name and tenant of keys that the settings give
 MAX_FILE_BYTES = 4 << 20

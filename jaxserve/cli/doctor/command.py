@@ -100,7 +100,7 @@ def _guarded(name: str, findings: Iterable[Check]) -> Iterator[Check]:
         yield Check(
             name if error.field == "model" else error.field,
             FAULT,
-            str(error).removeprefix(f"{error.field}: "),
+            error.message,
             f"see --{error.field}",
         )
     except Exception as error:

@@ -7,7 +7,7 @@ import re
 
 from jaxserve.api.errors import ConfigError
 
-TENANT_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")  # as in key files
+NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")  # of a tenant, and of a key
 MIN_SHARE, MAX_SHARE = 0.001, 1000.0
 
 
@@ -16,7 +16,7 @@ def shares_by_tenant(text: str) -> dict[str, float]:
     shares: dict[str, float] = {}
     for part in filter(None, map(str.strip, text.split(";"))):
         name, _, share = map(str.strip, part.partition(":"))
-        if not TENANT_NAME.fullmatch(name):
+        if not NAME.fullmatch(name):
             raise ConfigError(
                 "tenant_shares",
                 f"{name!r} is not a name of 1 to 64 letters, digits, ., - and _, as in "
