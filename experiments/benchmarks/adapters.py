@@ -18,7 +18,6 @@ import json
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,10 +26,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from experiments.benchmarks.sharing import send
 from experiments.script import command_line, exit_code, keep
-from jaxserve.api.events import Event, Finished, Token
-from jaxserve.api.request import Request
-from jaxserve.api.sampling import SamplingParams
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.cli.display import table
 from jaxserve.engine.build import build
@@ -175,31 +172,12 @@ def answer(
     engine: Engine, prompts: np.ndarray, adapters: Sequence[str], tokens: int
 ) -> tuple[float, list[list[int]]]:
     """Has all prompts answered at once; returns the seconds, and the ids of each answer."""
-    answers: list[list[int]] = [[] for _ in prompts]
-    left = threading.Semaphore(0)
-    sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     begun = time.perf_counter()
-    for number, (prompt, adapter) in enumerate(zip(prompts, adapters)):
-
-        def take(events: Sequence[Event], number: int = number) -> None:
-            for event in events:
-                if isinstance(event, Token):
-                    answers[number].append(event.id)
-                if isinstance(event, Finished):
-                    left.release()
-
-        request = Request.make(
-            f"{begun}-{number}",
-            prompt,
-            sampling,
-            vocab=engine.info.vocab,
-            max_len=engine.info.max_model_len,
-            arrival=engine.now(),
-            adapter=engine.adapters.by_name[adapter].identity if adapter else "",
-        )
-        engine.submit(request, take)
-    for _ in prompts:
-        left.acquire()
+    sent = []
+    for number, (prompt, name) in enumerate(zip(prompts, adapters)):
+        identity = engine.adapters.by_name[name].identity if name else ""
+        sent.append(send(engine, f"{begun}-{number}", prompt, tokens, adapter=identity))
+    answers = [heard.wait().ids for heard in sent]
     return time.perf_counter() - begun, answers
 
 

@@ -66,8 +66,8 @@ class Turn:
 
 @dataclass
 class Figures:
-    """What came of the requests of a kind: seconds to the first token, tokens of prompts, and of
-    these the cached ones."""
+    """Measurements of the requests of a kind: seconds to the first token of each, tokens of all
+    prompts, and of these the cached ones."""
 
     seconds: list[float]
     prompt: int = 0

@@ -1,5 +1,5 @@
-"""What a flooding tenant does to another one: the time to the first token of a tenant alone, beside
-the flood with fair shares, and beside it as if both were one tenant.
+"""Measures a tenant's time to first token alone, beside another one that floods with fair shares,
+and beside it as if both were one tenant.
 
     python -m experiments.benchmarks.fair_shares --json=fair_shares.json
 

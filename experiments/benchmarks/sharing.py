@@ -95,18 +95,30 @@ def send_random(
     slo: Slo | None = None,
     heard: TimedSink | None = None,
 ) -> TimedSink:
-    """Submits a random prompt of `tokens` tokens, the same for the same seed, to be answered
-    greedily with `output` tokens. heard: its sink, if that is not to be a new one."""
+    """Submits a random prompt of `tokens` tokens, the same for the same seed; see `send`."""
+    prompt = np.random.default_rng(seed).integers(0, engine.info.vocab, tokens)
+    return send(engine, id, prompt, output, heard, slo=slo or Slo())
+
+
+def send(
+    engine: Any,
+    id: str,
+    prompt: np.ndarray,
+    output: int,
+    heard: TimedSink | None = None,
+    **options: Any,
+) -> TimedSink:
+    """Submits a prompt to be answered greedily with `output` tokens. heard: its sink, if that is
+    not to be a new one. options: of the request."""
     heard = TimedSink() if heard is None else heard
-    info = engine.info
     request = Request.make(
         id,
-        np.random.default_rng(seed).integers(0, info.vocab, tokens),
+        prompt,
         SamplingParams.make(temperature=0, max_tokens=output, ignore_eos=True),
-        vocab=info.vocab,
-        max_len=info.max_model_len,
+        vocab=engine.info.vocab,
+        max_len=engine.info.max_model_len,
         arrival=engine.now(),
-        slo=slo or Slo(),
+        **options,
     )
     engine.submit(request, heard)
     return heard
