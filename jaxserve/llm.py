@@ -159,8 +159,8 @@ class LLM:
         content). sampling, guided (constraints on outputs), class_name (of the setting `classes`),
         tenant (of `tenant_shares`) and adapter (a name in `lora_modules`, or that `load_adapter`
         was given): one for all prompts, or a list with one for each; without `sampling` those of
-        `get_default_sampling_params`. watch: called with a prompt's number and
-        its next tokens, as they come.
+        `get_default_sampling_params`. watch: called with a prompt's number and its next tokens, as
+        they come.
 
         Errors: PromptError, before anything runs, where a prompt or its sampling is at fault;
         RequestError where the engine fails.

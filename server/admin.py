@@ -1,6 +1,5 @@
 """The operators' HTTP port: draining, aborting, cache and log control, settings, adapters,
-weights. It has API keys of
-its own, and none of the users' routes."""
+weights. It has API keys of its own, and none of the users' routes."""
 
 from __future__ import annotations
 

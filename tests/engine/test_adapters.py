@@ -88,7 +88,7 @@ MESH = pytest.mark.parametrize(
 
 @MESH
 def test_log_probabilities_are_those_of_peft(mesh, tmp_path):
-    """Of three adapters in one batch."""
+    """Three adapters are computed in one batch."""
     base = write_model(tmp_path / "base", peft.BASE)
     real = engine(str(base), mesh=mesh, **SHARED, loras=3)
     answers = np.load(peft.FILE)

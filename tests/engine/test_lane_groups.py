@@ -25,7 +25,7 @@ PROMPTS = [[3 + token % 500 for token in prompt] for prompt in PROMPTS]
 
 
 class Lanes:
-    """A planner that gives each prompt, told by its length, the lanes of `by_length`."""
+    """A planner that gives each prompt the lanes of `by_length`, by its tokens."""
 
     def __init__(self, by_length: dict[int, tuple[int, ...]]):
         self.by_length = by_length

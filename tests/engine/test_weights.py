@@ -52,7 +52,7 @@ def answers(real: Engine, prompts: list[list[int]] = PROMPTS) -> list[list[int]]
 
 @pytest.fixture(scope="module")
 def right(folders) -> dict[str, list[list[int]]]:
-    """What engines say that began with the weights of each folder."""
+    """Returns the answers of engines that began with the weights of each folder."""
     found = {}
     for name, folder in folders.items():
         real = engine(str(folder), **SIZE)

@@ -133,8 +133,8 @@ def test_a_long_name_of_a_tenant_is_refused():
 
 
 def drive(served: Replica, seconds: float, waiting: dict[str, int], tokens: int = 8) -> dict:
-    """Runs steps for so many predicted seconds, with so many requests of each tenant waiting at any
-    time; returns the seconds that each got."""
+    """Runs steps of `seconds` predicted seconds in all; returns the seconds of each tenant.
+    waiting: requests of each tenant that wait at any time."""
     got = dict.fromkeys(waiting, 0.0)
     scheduler = served.scheduler
     charge = scheduler.shares.charge
