@@ -132,9 +132,12 @@ class PageServer:
     entered. visible_ids: see router."""
 
     def __init__(self, engine: Any, port: int = 0, visible_ids: Any = lambda: None):
-        self.frontend = SimpleNamespace(replica=engine, state="serving")
+        self.frontend = SimpleNamespace(name="", replica=engine, state="serving")
         app = FastAPI(openapi_url=None)
-        app.include_router(router(self.frontend, visible_ids))
+        self.models = SimpleNamespace(
+            all=[self.frontend], several=False, named=lambda name: self.frontend
+        )
+        app.include_router(router(self.models, visible_ids))
         self._server = uvicorn.Server(
             uvicorn.Config(app, port=port, log_level="warning", timeout_graceful_shutdown=1)
         )

@@ -73,15 +73,16 @@ class _Calls:
         self._inference = rpc.InferenceStub(self.channel)
         self._control = rpc.ControlStub(self.channel)
 
-    def tokenize(self, prompt: PromptArgument, special: bool = True) -> Any:
-        """Returns the token ids of a prompt, list[int]. special: as for `prompts.Text`."""
-        message = pb.TokenizeRequest(special=special)
+    def tokenize(self, prompt: PromptArgument, special: bool = True, model: str = "") -> Any:
+        """Returns the token ids of a prompt, list[int]. special: as for `prompts.Text`. model: its
+        name, here and below, which servers of several need."""
+        message = pb.TokenizeRequest(special=special, model=model)
         set_prompt(message, prompt)
         return self._call(self._inference.Tokenize, message, lambda answer: list(answer.ids))
 
-    def detokenize(self, ids: Sequence[int], skip_special: bool = True) -> Any:
+    def detokenize(self, ids: Sequence[int], skip_special: bool = True, model: str = "") -> Any:
         """Returns the text of token ids, str."""
-        message = pb.DetokenizeRequest(ids=ids, skip_special=skip_special)
+        message = pb.DetokenizeRequest(ids=ids, skip_special=skip_special, model=model)
         return self._call(self._inference.Detokenize, message, lambda answer: answer.text)
 
     def abort(self, request_id: str | None = None) -> Any:
@@ -91,17 +92,17 @@ class _Calls:
             message.request_id = request_id
         return self._call(self._control.Abort, message, lambda answer: answer.aborted)
 
-    def model_info(self) -> Any:
+    def model_info(self, model: str = "") -> Any:
         """Returns pb.GetModelInfoResponse."""
-        return self._call(self._control.GetModelInfo, pb.GetModelInfoRequest())
+        return self._call(self._control.GetModelInfo, pb.GetModelInfoRequest(model=model))
 
-    def server_info(self) -> Any:
+    def server_info(self, model: str = "") -> Any:
         """Returns pb.GetServerInfoResponse."""
-        return self._call(self._control.GetServerInfo, pb.GetServerInfoRequest())
+        return self._call(self._control.GetServerInfo, pb.GetServerInfoRequest(model=model))
 
-    def load(self) -> Any:
+    def load(self, model: str = "") -> Any:
         """Returns pb.GetLoadResponse."""
-        return self._call(self._control.GetLoad, pb.GetLoadRequest())
+        return self._call(self._control.GetLoad, pb.GetLoadRequest(model=model))
 
     def _call(self, method: Any, message: Any, read: Read = lambda answer: answer) -> Any:
         raise NotImplementedError

@@ -50,7 +50,7 @@ SERVING = "serving"
 DRAINING = "draining"
 STOPPING = "stopping"
 STUCK = "stuck"
-RESTARTING = "waiting for its workers, which start again"
+RESTARTING = "waiting for its processes, which start again"
 BROKEN = "broken"
 FAULTS = {BROKEN: "the engine stopped", STUCK: "the devices do not answer"}  # by state
 T = TypeVar("T")
@@ -61,11 +61,14 @@ class Frontend:
 
     There is no replica, and calls are refused, until `open`. `streams` are those in progress, by
     request id. `handoff`: by which routers pass KV to and from the replica, where it has a port for
-    others.
+    others. metrics: of the server. name: of the model, where the server has several. `who`: the
+    server, or that model, for people.
     """
 
-    def __init__(self, config: ServerConfig):
+    def __init__(self, config: ServerConfig, metrics: FrontendMetrics, name: str = ""):
         self.config = config
+        self.name = name
+        self.who = f"the model {name!r}" if name else "the server"
         self.state = STARTING
         self.started = int(time.time())
         self.streams: dict[str, Stream] = {}
@@ -74,7 +77,7 @@ class Frontend:
         self.guides: Guides | None = None
         self.handoff: KvHandoff | None = None
         self.chat_formats = ChatFormats()
-        self.metrics = FrontendMetrics()
+        self.metrics = metrics
         self.usage = UsageTable()
         self.request_log = RequestLog(Tracer(config.traces_endpoint))
         self._loop = asyncio.get_running_loop()
@@ -114,7 +117,7 @@ class Frontend:
         return self.replica
 
     def _unavailable(self) -> RequestError:
-        return RequestError("", f"the server is {self.state}", "UNAVAILABLE")
+        return RequestError("", f"{self.who} is {self.state}", "UNAVAILABLE")
 
     @property
     def info(self) -> ReplicaInfo:
@@ -260,10 +263,10 @@ class Frontend:
             self.state = STUCK
             self.abort_all(RequestError("", FAULTS[STUCK], "UNAVAILABLE"))
         elif not replica.available and self.state == SERVING:
-            log.error("workers were lost: requests are refused until there are new ones")
+            log.error("%s lost its processes: requests are refused until it is back", self.who)
             self.state = RESTARTING
         elif replica.available and self.state == RESTARTING:
-            log.warning("the workers have started again")
+            log.warning("the processes of %s have started again", self.who)
             self.state = SERVING
         elif overdue is None and self.state == STUCK:
             log.warning("the step that was overdue has ended")

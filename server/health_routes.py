@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import fastapi
-from prometheus_client.registry import Collector, CollectorRegistry
 from starlette.responses import PlainTextResponse, Response
 
 import jaxserve
-from jaxserve.observe.metric_aliases import VllmAliases
-from jaxserve.server.frontend import Frontend
 from jaxserve.server.frontend_metrics import CONTENT_TYPE, exposition
+from jaxserve.server.model_metrics import model_metrics
+from jaxserve.server.models import Models
 from jaxserve.server.readiness import Readiness
 
 
-def health_routes(frontend: Frontend, readiness: Readiness) -> fastapi.APIRouter:
+def health_routes(models: Models, readiness: Readiness) -> fastapi.APIRouter:
     """Returns the routes that answer in every state of the server."""
     router = fastapi.APIRouter()
 
@@ -34,7 +32,7 @@ def health_routes(frontend: Frontend, readiness: Readiness) -> fastapi.APIRouter
     @router.get("/load")
     async def load() -> dict[str, int]:
         """Returns how many requests the server has, for routers."""
-        return {"server_load": len(frontend.streams)}
+        return {"server_load": models.requests}
 
     @router.get("/version")
     async def version() -> dict[str, str]:
@@ -44,17 +42,8 @@ def health_routes(frontend: Frontend, readiness: Readiness) -> fastapi.APIRouter
     async def metrics(request: fastapi.Request) -> Response:
         """Returns metrics in the text format of Prometheus; name[]=... selects some. The replica's
         are missing while it is built."""
-        registries: list[CollectorRegistry | VllmAliases] = [frontend.metrics.registry]
-        if frontend.replica is not None:
-            registries.append(frontend.replica.metrics_registry)
-        if frontend.replica is not None and frontend.config.metrics_aliases == "vllm":
-            replica = frontend.replica
-            aliases = VllmAliases(replica.metrics_registry, replica.info.served_name)
-            registries.append(aliases)
-        chosen: Sequence[Collector] = registries
-        if names := request.query_params.getlist("name[]"):
-            chosen = [registry.restricted_registry(names) for registry in registries]
-        text = await frontend.ask_replica(functools.partial(exposition, chosen))
+        collectors = model_metrics(models, request.query_params.getlist("name[]"))
+        text = await models.all[0].ask_replica(functools.partial(exposition, collectors))
         return Response(text, 200, media_type=CONTENT_TYPE)
 
     return router

@@ -244,14 +244,16 @@ class Timing(_message.Message):
     def __init__(self, queued: _Optional[float] = ..., first_token: _Optional[float] = ..., total: _Optional[float] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
-    __slots__ = ("text", "chat", "special")
+    __slots__ = ("text", "chat", "special", "model")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
     SPECIAL_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     text: str
     chat: Chat
     special: bool
-    def __init__(self, text: _Optional[str] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., special: bool = ...) -> None: ...
+    model: str
+    def __init__(self, text: _Optional[str] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., special: bool = ..., model: _Optional[str] = ...) -> None: ...
 
 class TokenizeResponse(_message.Message):
     __slots__ = ("ids",)
@@ -260,12 +262,14 @@ class TokenizeResponse(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DetokenizeRequest(_message.Message):
-    __slots__ = ("ids", "skip_special")
+    __slots__ = ("ids", "skip_special", "model")
     IDS_FIELD_NUMBER: _ClassVar[int]
     SKIP_SPECIAL_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     ids: _containers.RepeatedScalarFieldContainer[int]
     skip_special: bool
-    def __init__(self, ids: _Optional[_Iterable[int]] = ..., skip_special: bool = ...) -> None: ...
+    model: str
+    def __init__(self, ids: _Optional[_Iterable[int]] = ..., skip_special: bool = ..., model: _Optional[str] = ...) -> None: ...
 
 class DetokenizeResponse(_message.Message):
     __slots__ = ("text",)
@@ -288,8 +292,10 @@ class AbortResponse(_message.Message):
     def __init__(self, aborted: _Optional[int] = ...) -> None: ...
 
 class GetModelInfoRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    def __init__(self, model: _Optional[str] = ...) -> None: ...
 
 class GetModelInfoResponse(_message.Message):
     __slots__ = ("model", "max_len", "vocab", "eos_ids", "bos_id", "dtype", "block_size", "layers", "heads", "kv_heads", "head_dim", "has_tokenizer", "has_chat_template")
@@ -322,8 +328,10 @@ class GetModelInfoResponse(_message.Message):
     def __init__(self, model: _Optional[str] = ..., max_len: _Optional[int] = ..., vocab: _Optional[int] = ..., eos_ids: _Optional[_Iterable[int]] = ..., bos_id: _Optional[int] = ..., dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., layers: _Optional[int] = ..., heads: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., has_tokenizer: bool = ..., has_chat_template: bool = ...) -> None: ...
 
 class GetServerInfoRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    def __init__(self, model: _Optional[str] = ...) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
     __slots__ = ("version", "schema_revision", "state", "mesh", "max_seqs", "max_queue", "max_message_bytes", "details", "classes")
@@ -364,8 +372,10 @@ class GetServerInfoResponse(_message.Message):
     def __init__(self, version: _Optional[str] = ..., schema_revision: _Optional[int] = ..., state: _Optional[str] = ..., mesh: _Optional[_Union[GetServerInfoResponse.Mesh, _Mapping]] = ..., max_seqs: _Optional[int] = ..., max_queue: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., details: _Optional[_Mapping[str, str]] = ..., classes: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GetLoadRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    def __init__(self, model: _Optional[str] = ...) -> None: ...
 
 class GetLoadResponse(_message.Message):
     __slots__ = ("running", "waiting", "queued_prefill_tokens", "pages_free", "pages_total", "pages_cached", "queued_prefill_seconds")

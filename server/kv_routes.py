@@ -18,6 +18,7 @@ from jaxserve.server.frontend import Frontend
 from jaxserve.server.http_app import StrictModel
 from jaxserve.server.json_body import JsonObject
 from jaxserve.server.kv_questions import require_pool
+from jaxserve.server.models import Models
 from jaxserve.server.prompts import Text, prompt_ids
 from jaxserve.store.kv_file import read_kv_file
 
@@ -28,8 +29,10 @@ FILE_TYPE = "application/octet-stream"
 
 class KvPrompt(StrictModel):
     """A prompt, as a text or as ids of tokens, and whose prefixes are meant: the tenant of the
-    requests' API key, where prefixes are kept apart by tenant, and their own `cache_salt`."""
+    requests' API key, where prefixes are kept apart by tenant, and their own `cache_salt`. model:
+    needed where the server has several."""
 
+    model: str = ""
     prompt: str | list[int]
     tenant: str = ""
     cache_salt: str = ""
@@ -50,41 +53,48 @@ class GetRequest(KvPrompt):
 
 
 class ReleaseRequest(StrictModel):
+    model: str = ""
     lease: str
 
 
-def kv_routes(frontend: Frontend) -> fastapi.APIRouter:
+def kv_routes(models: Models) -> fastapi.APIRouter:
     """Returns the routes below /admin/kv."""
     router = fastapi.APIRouter(prefix="/admin/kv")
 
-    async def ask(work: Callable[[KvPool], T]) -> T:
+    async def ask(model: str, work: Callable[[KvPool], T]) -> T:
+        frontend = models.named(model)
         pool = require_pool(frontend.require_replica())
         return await frontend.ask_replica(lambda: work(pool))
 
     @router.post("/find")
     async def find(body: KvPrompt) -> list[JsonObject]:
         """Tells which replicas have a prompt's full blocks of KV, from the first one on."""
-        prompt = _ids(frontend, body)
-        return [_shown(one) for one in await ask(lambda pool: pool.find(prompt, salt_of(body)))]
+        prompt = _ids(models.named(body.model), body)
+        return [
+            _shown(one)
+            for one in await ask(body.model, lambda pool: pool.find(prompt, salt_of(body)))
+        ]
 
     @router.post("/lease")
     async def lease(body: LeaseRequest) -> JsonObject:
         """Keeps a prompt's blocks on a replica, that which has most of it or the named one, for
         some seconds."""
-        prompt = _ids(frontend, body)
+        prompt = _ids(models.named(body.model), body)
         salt = salt_of(body)
-        made = await ask(lambda pool: pool.lease(prompt, salt, body.seconds, body.replica))
+        made = await ask(
+            body.model, lambda pool: pool.lease(prompt, salt, body.seconds, body.replica)
+        )
         log.info("blocks are leased: %s", made)
         return _shown(made)
 
     @router.get("/leases")
-    async def leases() -> list[JsonObject]:
-        return [_shown(one) for one in await ask(lambda pool: pool.leases())]
+    async def leases(model: str = "") -> list[JsonObject]:
+        return [_shown(one) for one in await ask(model, lambda pool: pool.leases())]
 
     @router.post("/release")
     async def release(body: ReleaseRequest) -> JsonObject:
         """Ends a lease before its time."""
-        if not await ask(lambda pool: pool.release(body.lease)):
+        if not await ask(body.model, lambda pool: pool.release(body.lease)):
             said = f"{body.lease[:100]!r} has ended or is unknown"
             raise RequestError("lease", said, "NOT_FOUND")
         return {"released": body.lease}
@@ -93,27 +103,31 @@ def kv_routes(frontend: Frontend) -> fastapi.APIRouter:
     async def replicate(body: ReplicateRequest) -> JsonObject:
         """Copies a prompt's blocks to a replica, from the one that has most of it or the named
         one."""
-        prompt = _ids(frontend, body)
+        prompt = _ids(models.named(body.model), body)
         salt = salt_of(body)
         return _shown(
-            await ask(lambda pool: pool.replicate(prompt, salt, body.replica, body.source))
+            await ask(
+                body.model, lambda pool: pool.replicate(prompt, salt, body.replica, body.source)
+            )
         )
 
     @router.post("/get")
     async def get(body: GetRequest) -> fastapi.Response:
         """Gives blocks of a prompt that this replica has as a file: see `store.kv_file`."""
-        prompt = _ids(frontend, body)
+        prompt = _ids(models.named(body.model), body)
         salt = salt_of(body)
-        most = frontend.config.max_body_mib << 19  # half of what `put` takes
+        most = models.config.max_body_mib << 19  # half of what `put` takes
         work = lambda pool: _files(pool).get(prompt, salt, body.first, most).content()
-        return fastapi.Response(await ask(work), media_type=FILE_TYPE)
+        return fastapi.Response(await ask(body.model, work), media_type=FILE_TYPE)
 
     @router.post("/put")
-    async def put(request: fastapi.Request, tenant: str = "", cache_salt: str = "") -> JsonObject:
+    async def put(
+        request: fastapi.Request, tenant: str = "", cache_salt: str = "", model: str = ""
+    ) -> JsonObject:
         """Takes blocks from a file into this replica's host memory."""
         content = await request.body()
         salt = salt_of(KvPrompt(prompt="", tenant=tenant, cache_salt=cache_salt))
-        taken = await ask(lambda pool: _files(pool).put(read_kv_file(content), salt))
+        taken = await ask(model, lambda pool: _files(pool).put(read_kv_file(content), salt))
         log.info("an operator put %d blocks", taken)
         return {"blocks": taken}
 

@@ -9,31 +9,54 @@ from jaxserve.api.request import Slo
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.replica.weights import RUNNING
 from jaxserve.server.auth.access import Caller
-from jaxserve.server.frontend import FAULTS, SERVING, Frontend
+from jaxserve.server.frontend import FAULTS, RESTARTING, SERVING, Frontend
 from jaxserve.server.generate_call import GenerateCall, Origin
+from jaxserve.server.models import Models
 
 FRESH_SECONDS = 5.0  # a token that is not older proves that the server is ready
 PATIENCE_SECONDS = 5.0  # for a token of our own
 
 
 class Readiness:
-    """Answers health checks. Where no request had a token lately, one is generated; checks that
-    come at the same time share it."""
+    """Answers health checks of a server, which is as well as all its models are. caller: in whose
+    name the checks' own requests are made."""
+
+    def __init__(self, models: Models, caller: Caller):
+        self._models = models
+        self._probes = [Probe(frontend, caller) for frontend in models.all]
+
+    def liveness_fault(self) -> str:
+        """Returns why only a restart would help, or ''. Where there are several models, one whose
+        processes are gone is a fault too."""
+        faults = []
+        for frontend in self._models.all:
+            fault = FAULTS.get(frontend.state, "")
+            if self._models.several and fault:
+                fault = f"{frontend.who}: {fault}"
+            elif self._models.several and frontend.state == RESTARTING:
+                fault = f"{frontend.who} is {frontend.state}"
+            faults.append(fault)
+        return "; ".join(filter(None, faults))
+
+    async def readiness_fault(self) -> str:
+        """Returns why no tokens come, of any of the models, or ''."""
+        faults = await asyncio.gather(*(probe.fault() for probe in self._probes))
+        return "; ".join(filter(None, faults))
+
+
+class Probe:
+    """Looks whether tokens come out of a model. Where no request had one lately, one is generated;
+    checks that come at the same time share it."""
 
     def __init__(self, frontend: Frontend, caller: Caller):
-        """caller: in whose name the check's own request is made."""
         self._frontend = frontend
         self._caller = caller
         self._generating: asyncio.Task[str] | None = None
 
-    def liveness_fault(self) -> str:
-        """Returns why only a restart would help, or ''."""
-        return FAULTS.get(self._frontend.state, "")
-
-    async def readiness_fault(self) -> str:
+    async def fault(self) -> str:
         """Returns why no tokens come, or ''."""
         if self._frontend.state != SERVING:
-            return f"the server is {self._frontend.state}"
+            return f"{self._frontend.who} is {self._frontend.state}"
         state = self._frontend.require_replica().weights.state
         if state != RUNNING:
             return f"the replica is {state}"

@@ -18,7 +18,6 @@ from starlette.responses import Response
 from jaxserve.api.errors import RequestError, check_integer
 from jaxserve.api.events import Finished
 from jaxserve.api.sampling import MAX_INT32
-from jaxserve.server.frontend import Frontend
 from jaxserve.server.generation.embedding import (
     MAX_INPUTS,
     Embedding,
@@ -31,6 +30,7 @@ from jaxserve.server.generation.routing import open_router
 from jaxserve.server.generation.token_writer import usage_of
 from jaxserve.server.generation.unknown_fields import UnknownFields
 from jaxserve.server.json_body import JsonObject
+from jaxserve.server.models import Models
 from jaxserve.server.prompts import Text
 
 INLINE_RESULTS = 256  # more of them are sorted and written in a thread
@@ -87,21 +87,23 @@ class ScoreRequest(EmbedRequest):
         ]
 
 
-def rerank_routes(frontend: Frontend, unknown: UnknownFields) -> fastapi.APIRouter:
+def rerank_routes(models: Models, unknown: UnknownFields) -> fastapi.APIRouter:
     """Returns the routes that compare texts."""
-    router = open_router(frontend)
+    router = open_router(models)
 
     @router.post("/rerank", include_in_schema=False)
     @router.post("/v1/rerank")
     @router.post("/v2/rerank")
     async def rerank(body: RerankRequest, request: fastapi.Request) -> Response:
         headers = unknown.headers(body)
+        frontend = models.open(body.model)
         return await _rerank(Embedding.of(frontend, body, request, headers, "rerank"), body)
 
     @router.post("/score")
     @router.post("/v1/score", include_in_schema=False)
     async def score(body: ScoreRequest, request: fastapi.Request) -> Response:
         headers = unknown.headers(body)
+        frontend = models.open(body.model)
         return await _score(Embedding.of(frontend, body, request, headers, "score"), body)
 
     return router

@@ -15,7 +15,7 @@ import logging
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import grpc
@@ -33,7 +33,7 @@ from jaxserve.server.auth.tls import Tls
 from jaxserve.server.block_service import BlockService
 from jaxserve.server.cluster_port import check_replica_port
 from jaxserve.server.cors import with_cors
-from jaxserve.server.frontend import SERVING, STOPPING, Frontend
+from jaxserve.server.frontend import STOPPING, Frontend
 from jaxserve.server.grpc.auth import GrpcGuard
 from jaxserve.server.grpc.control import Control
 from jaxserve.server.grpc.handlers import MAX_CONTROL_BYTES, method_handlers
@@ -43,6 +43,7 @@ from jaxserve.server.http_guard import HttpGuard
 from jaxserve.server.http_server import Listener
 from jaxserve.server.kv_events import KvEvents, check_kv_events
 from jaxserve.server.kv_handoff import KvHandoff
+from jaxserve.server.models import Models
 from jaxserve.server.own_address import is_loopback
 from jaxserve.server.peer_blocks import LeaderSide, PeerReplicas
 from jaxserve.server.readiness import Readiness
@@ -68,6 +69,7 @@ STOP_SECONDS = 2.0  # for the statuses of aborted requests to get out
 MIN_PING_MS = 10_000  # between a client's pings: callers wait minutes for a prefill
 
 Build = Callable[[], tuple[Replica, Tokenizer | None]]
+Builds = Mapping[str, Build]  # by the model's name
 
 
 def check_host(config: ServerConfig) -> None:
@@ -125,24 +127,29 @@ class Server:
     """A server on the running event loop.
 
     `ports`: those it listens on, by name: grpc, and, if they are configured, http and admin.
-    peers: see `run`. Errors: ConfigError.
+    peers: see `run`. names: of its models, see `Models`. Errors: ConfigError.
     """
 
-    def __init__(self, config: ServerConfig, peers: PeerReplicas | LeaderSide | None = None):
+    def __init__(
+        self,
+        config: ServerConfig,
+        peers: PeerReplicas | LeaderSide | None = None,
+        names: Sequence[str] = ("",),
+    ):
         check_host(config)
         check_replica_port(config)
         warn_of_host(config)
         self.authenticator = Authenticator(config)
         self.tls = Tls.from_config(config)
         self.config = config
-        self.frontend = Frontend(config)
+        self.models = Models(config, names)
         self.ports: dict[str, int] = {}
         self._host = f"[{config.host.strip('[]')}]" if ":" in config.host else config.host
         self._listeners: list[Listener] = []
         self._kv_events: KvEvents | None = None
         self._health = Health([service.full_name for service in SERVICES.values()])
         self._grpc_server = grpc.aio.server(
-            interceptors=(GrpcGuard(self.authenticator, self.frontend.metrics),),
+            interceptors=(GrpcGuard(self.authenticator, self.models.metrics),),
             options=channel_options(config),
         )
         self._peers = peers
@@ -154,9 +161,9 @@ class Server:
                 blocks=None if peers is None else BlockService(peers.planes),
                 own_address=None if peers is None else peers.own_address,
             )
-        inference = Inference(self.frontend)
-        control = Control(self.frontend)
-        metrics = self.frontend.metrics
+        inference = Inference(self.models)
+        control = Control(self.models)
+        metrics = self.models.metrics
         max_bytes = config.max_message_mib << 20
         self._grpc_server.add_generic_rpc_handlers(
             (
@@ -198,29 +205,34 @@ class Server:
         ]
 
     @property
+    def frontend(self) -> Frontend:
+        """The frontend of the model; of several that of the first."""
+        return self.models.all[0]
+
+    @property
     def kv_events(self) -> KvEvents | None:
         """The publisher of KV events, where they are configured."""
         return self._kv_events
 
     def _users_guard(self) -> ASGIApp:
-        readiness = Readiness(self.frontend, self.authenticator.anonymous)
+        readiness = Readiness(self.models, self.authenticator.anonymous)
         guard = HttpGuard(
-            users_app(self.frontend, readiness),
+            users_app(self.models, readiness),
             self.config,
             self.authenticator.authenticate,
             OPEN_PATHS,
-            self.frontend.metrics,
+            self.models.metrics,
             THROTTLED_PATHS,
         )
         return with_cors(guard, self.config)
 
     def _operators_guard(self) -> HttpGuard:
         return HttpGuard(
-            operators_app(self.frontend),
+            operators_app(self.models),
             self.config,
             functools.partial(self.authenticator.authenticate, admin=True),
             frozenset(),
-            self.frontend.metrics,
+            self.models.metrics,
         )
 
     def _add_http_port(self, name: str, port: int, app: ASGIApp) -> None:
@@ -243,18 +255,24 @@ class Server:
             return self._grpc_server.add_insecure_port(address)
         return self._grpc_server.add_secure_port(address, self.tls.credentials())
 
-    def open(self, replica: Replica, tokenizer: Tokenizer | None, guides: Guides) -> None:
-        """Begins to serve. Arguments as for `Frontend.open`."""
-        self.frontend.open(replica, tokenizer, guides)
+    def open(
+        self, name: str, replica: Replica, tokenizer: Tokenizer | None, guides: Guides
+    ) -> None:
+        """Begins to serve the model of this name. Other arguments as for `Frontend.open`."""
+        frontend = self.models.named(name)
+        first = all(other.replica is None for other in self.models.all)
+        frontend.open(replica, tokenizer, guides)
         if self._replica_service is not None:
             self._replica_service.open(replica, guides)
-            self.frontend.handoff = self._handoff(replica)
+            frontend.handoff = self._handoff(replica)
         if self._kv_events is not None:
             self._kv_events.open(replica, f"{self._host}:{self.ports.get('http', 0)}")
-        self._watchers.append(asyncio.create_task(self.frontend.metrics.watch_loop()))
-        self._health.set_serving(True)
+        if first:
+            self._watchers.append(asyncio.create_task(self.models.metrics.watch_loop()))
+        self._health.set_serving(self.models.serving)
         log.info(
-            "serving on %s: %s",
+            "%s %s: %s",
+            f"serving {name} on" if name else "serving on",
             self.config.host,
             ", ".join(f"{name} {port}" for name, port in self.ports.items()),
         )
@@ -271,13 +289,14 @@ class Server:
             replica.info,
             exporter,
             self.frontend.ask_replica,
-            self.frontend.metrics,
+            self.models.metrics,
         )
 
     async def drain(self) -> None:
         """Refuses new requests, gives running ones `drain_timeout` seconds, ends the rest with
         UNAVAILABLE."""
-        self.frontend.state = STOPPING
+        for frontend in self.models.all:
+            frontend.state = STOPPING
         self._health.set_serving(False)
         if self._replica_service is not None:
             self._replica_service.drain()
@@ -290,9 +309,8 @@ class Server:
         deadline = asyncio.get_running_loop().time() + self.config.drain_timeout
         while self._requests and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(DRAIN_POLL_SECONDS)
-        aborted = self.frontend.abort_all(
-            RequestError("", "the server is shutting down", "UNAVAILABLE")
-        )
+        error = RequestError("", "the server is shutting down", "UNAVAILABLE")
+        aborted = sum(frontend.abort_all(error) for frontend in self.models.all)
         if aborted:
             log.warning("%d requests were aborted", aborted)
 
@@ -300,7 +318,7 @@ class Server:
     def _requests(self) -> int:
         """Requests that have not ended, of users and of conductors."""
         conductors = self._replica_service
-        return len(self.frontend.streams) + (0 if conductors is None else conductors.requests)
+        return self.models.requests + (0 if conductors is None else conductors.requests)
 
     @property
     def http_connections(self) -> int:
@@ -318,15 +336,15 @@ class Server:
             await listener.stop()
         if self._kv_events is not None:
             await asyncio.to_thread(self._kv_events.close)
-        await asyncio.to_thread(self.frontend.close)
+        await asyncio.to_thread(self.models.close)
 
     async def _poll(self) -> None:
         period = min(POLL_SECONDS, self.config.progress_interval / HEARTBEAT_POLLS)
         while True:
             await asyncio.sleep(period)
-            self.frontend.poll()
-            # the state changes with the replica, or as an operator asks
-            self._health.set_serving(self.frontend.state == SERVING)
+            self.models.poll()
+            # states change with replicas, or as an operator asks
+            self._health.set_serving(self.models.serving)
 
     async def _watch_files(self) -> None:
         while True:
@@ -341,7 +359,7 @@ class Server:
 
 async def run(
     config: ServerConfig,
-    build: Build,
+    build: Build | Builds,
     listening: Callable[[Server], None],
     stop: asyncio.Event,
     peers: PeerReplicas | LeaderSide | None = None,
@@ -349,33 +367,42 @@ async def run(
     """Serves until `stop` is set.
 
     build: makes the replica and its tokenizer, on a thread of its own; what it raises ends the
-    server. listening: called with the server once its ports are open. peers: by which the replica
-    asks others for blocks; they may ask for its own then.
+    server. Of several models each has one, and is served as soon as it is built. listening: called
+    with the server once its ports are open. peers: by which the replica asks others for blocks;
+    they may ask for its own then.
 
-    Returns whether the replica was built and has closed; if not, a thread that builds it, or that
-    waits for a step, may still be busy.
+    Returns whether all replicas were built and have closed; if not, a thread that builds one, or
+    that waits for a step, may still be busy.
     """
-    server = Server(config, peers)
-    replica = None
+    builds = build if isinstance(build, Mapping) else {"": build}
+    server = Server(config, peers, tuple(builds))
+    replicas: list[Replica] = []
+
+    async def open_built(name: str, build: Build) -> None:
+        work = functools.partial(_build_and_freeze, build)
+        replica, tokenizer, guides = await _run_in_daemon_thread(work)
+        replica.start()
+        replicas.append(replica)
+        server.open(name, replica, tokenizer, guides)
+
     await server.start()
     listening(server)
     stopping = asyncio.create_task(stop.wait())
     with _shared_interpreter():
+        opening = asyncio.gather(*(open_built(name, one) for name, one in builds.items()))
         try:
-            built = _run_in_daemon_thread(functools.partial(_build_and_freeze, build))
-            await asyncio.wait((built, stopping), return_when=asyncio.FIRST_COMPLETED)
-            if built.done():
-                replica, tokenizer, guides = built.result()
-                replica.start()
-                server.open(replica, tokenizer, guides)
+            await asyncio.wait((opening, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if opening.done():
+                opening.result()
                 await stopping
         finally:
+            opening.cancel()
             stopping.cancel()
             await server.drain()
             await server.stop()
-            if replica is not None:
+            for replica in replicas:
                 replica.close()
-    return replica is not None and replica.overdue() is None
+    return len(replicas) == len(builds) and all(one.overdue() is None for one in replicas)
 
 
 @contextlib.contextmanager
@@ -408,7 +435,7 @@ def _build_and_freeze(build: Build) -> tuple[Replica, Tokenizer | None, Guides]:
 
 def serve(
     config: ServerConfig,
-    build: Build,
+    build: Build | Builds,
     listening: Callable[[Server], None],
     peers: PeerReplicas | LeaderSide | None = None,
 ) -> bool:
@@ -436,7 +463,10 @@ class Background:
     `with Background(config, build) as server`. peers: see `run`."""
 
     def __init__(
-        self, config: ServerConfig, build: Build, peers: PeerReplicas | LeaderSide | None = None
+        self,
+        config: ServerConfig,
+        build: Build | Builds,
+        peers: PeerReplicas | LeaderSide | None = None,
     ):
         self._config = config
         self._build = build
@@ -469,7 +499,8 @@ class Background:
 
     def wait_ready(self) -> None:
         """Returns once requests are accepted. Errors: what building the replica raised."""
-        while self._thread.is_alive() and self.server.frontend.replica is None:
+        models = self.server.models.all
+        while self._thread.is_alive() and any(model.replica is None for model in models):
             self._thread.join(0.02)
         if self._error is not None:
             raise self._error

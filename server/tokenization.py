@@ -9,7 +9,6 @@ from pydantic import Field
 from starlette.responses import Response
 
 from jaxserve.api.errors import RequestError
-from jaxserve.server.frontend import Frontend
 from jaxserve.server.generation.fields import FirstFault, IdsField, Messages, OpenModel
 from jaxserve.server.generation.responding import INLINE_TOKENS
 from jaxserve.server.generation.routing import json_response, open_router
@@ -17,6 +16,7 @@ from jaxserve.server.generation.token_writer import TokenWriter
 from jaxserve.server.generation.tools import MAX_TOOLS, ChosenTools, Tool
 from jaxserve.server.generation.unknown_fields import UnknownFields
 from jaxserve.server.json_body import JsonObject, dump_in_thread_if
+from jaxserve.server.models import Models
 from jaxserve.server.prompts import Chat, Text
 
 
@@ -38,14 +38,15 @@ class DetokenizeRequest(OpenModel):
     skip_special_tokens: bool = False
 
 
-def tokenization_routes(frontend: Frontend, unknown: UnknownFields) -> fastapi.APIRouter:
+def tokenization_routes(models: Models, unknown: UnknownFields) -> fastapi.APIRouter:
     """Returns the routes that convert texts to tokens and back."""
-    router = open_router(frontend)
+    router = open_router(models)
 
     @router.get("/tokenizer_info")
-    async def tokenizer_info() -> JsonObject:
+    async def tokenizer_info(model: str = "") -> JsonObject:
         """The tokenizer's special tokens and the chat template, as tokenizer_config.json has
         them."""
+        frontend = models.open(model)
         if frontend.tokenizer is None:
             raise RequestError("", "this model has no tokenizer", "NOT_FOUND")
         return frontend.tokenizer.config
@@ -53,6 +54,7 @@ def tokenization_routes(frontend: Frontend, unknown: UnknownFields) -> fastapi.A
     @router.post("/tokenize")
     async def tokenize(body: TokenizeRequest, request: fastapi.Request) -> Response:
         headers = unknown.headers(body)
+        frontend = models.open(body.model)
         frontend.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("prompt", "give either prompt or messages")
@@ -88,6 +90,7 @@ def tokenization_routes(frontend: Frontend, unknown: UnknownFields) -> fastapi.A
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeRequest, request: fastapi.Request) -> Response:
         headers = unknown.headers(body)
+        frontend = models.open(body.model)
         frontend.check_model(body.model)
         if not isinstance(body.tokens, list):
             raise RequestError("tokens", "must be a list of token ids")

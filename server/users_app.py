@@ -10,10 +10,10 @@ import fastapi
 from jaxserve.server import dashboard
 from jaxserve.server.adapter_routes import adapter_routes, refuse_keyed
 from jaxserve.server.anthropic.routes import anthropic_routes
-from jaxserve.server.frontend import Frontend
 from jaxserve.server.generation.unknown_fields import UnknownFields
 from jaxserve.server.health_routes import health_routes
 from jaxserve.server.http_app import make_app
+from jaxserve.server.models import Models
 from jaxserve.server.openai.routes import openai_routes
 from jaxserve.server.readiness import Readiness
 from jaxserve.server.rerank import rerank_routes
@@ -58,19 +58,19 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
 }
 
 
-def users_app(frontend: Frontend, readiness: Readiness) -> fastapi.FastAPI:
+def users_app(models: Models, readiness: Readiness) -> fastapi.FastAPI:
     """Returns the application of the users' port."""
     app = make_app("jaxserve")
-    unknown = UnknownFields(frontend.config.strict_fields)
+    unknown = UnknownFields(models.config.strict_fields)
     for routes in (openai_routes, anthropic_routes, rerank_routes, tokenization_routes):
-        app.include_router(routes(frontend, unknown), responses=ERROR_RESPONSES)
+        app.include_router(routes(models, unknown), responses=ERROR_RESPONSES)
     app.include_router(
-        adapter_routes(frontend),
+        adapter_routes(models),
         dependencies=[fastapi.Depends(refuse_keyed)],
         responses=ERROR_RESPONSES,
     )
-    app.include_router(health_routes(frontend, readiness))
-    app.include_router(dashboard.router(frontend, _visible_ids))
+    app.include_router(health_routes(models, readiness))
+    app.include_router(dashboard.router(models, _visible_ids))
     app.openapi()  # cached by this call: it takes 40 ms, which would stall streams later
     return app
 

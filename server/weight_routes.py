@@ -13,9 +13,9 @@ from pydantic import Field
 
 from jaxserve.api.errors import RequestError
 from jaxserve.replica.weights import ASLEEP, PARTS, RUNNING, Mode, ReplicaWeights
-from jaxserve.server.frontend import Frontend
 from jaxserve.server.http_app import StrictModel
 from jaxserve.server.json_body import JsonObject
+from jaxserve.server.models import Models
 
 MAX_PATH_CHARS = 4096
 ModeName = Literal["abort", "finish", "wait", "keep"]  # wait: vLLM's name of finish
@@ -28,11 +28,13 @@ class UpdateRequest(StrictModel):
     abort_all_requests: bool = Field(False, description="SGLang's name of mode=abort")
 
 
-def weight_routes(frontend: Frontend) -> fastapi.APIRouter:
-    """Returns the routes; see the module."""
+def weight_routes(models: Models) -> fastapi.APIRouter:
+    """Returns the routes; see the module. model: whose weights are meant; needed where the server
+    has several."""
     router = fastapi.APIRouter()
 
-    async def change(work: Callable[[ReplicaWeights], object]) -> JsonObject:
+    async def change(model: str, work: Callable[[ReplicaWeights], object]) -> JsonObject:
+        frontend = models.named(model)
         weights = frontend.require_replica().weights
         began = time.monotonic()
         await frontend.ask_replica(lambda: work(weights))
@@ -40,47 +42,49 @@ def weight_routes(frontend: Frontend) -> fastapi.APIRouter:
         return {"state": weights.state, "weight_version": weights.version, "seconds": seconds}
 
     @router.post("/pause")
-    async def pause(mode: ModeName = "abort") -> JsonObject:
+    async def pause(mode: ModeName = "abort", model: str = "") -> JsonObject:
         """Runs no steps until /resume. Requests that have begun are ended (abort), go on to their
         ends first (finish, wait) or stay where they are (keep); others wait."""
-        return await change(lambda weights: weights.pause(_mode(mode)))
+        return await change(model, lambda weights: weights.pause(_mode(mode)))
 
     @router.post("/resume")
-    async def resume() -> JsonObject:
-        return await change(lambda weights: weights.resume())
+    async def resume(model: str = "") -> JsonObject:
+        return await change(model, lambda weights: weights.resume())
 
     @router.get("/is_paused")
-    async def is_paused() -> dict[str, bool]:
-        return {"is_paused": frontend.require_replica().weights.state != RUNNING}
+    async def is_paused(model: str = "") -> dict[str, bool]:
+        return {"is_paused": models.named(model).require_replica().weights.state != RUNNING}
 
     @router.post("/sleep")
-    async def sleep(level: int = 1, mode: ModeName = "abort") -> JsonObject:
+    async def sleep(level: int = 1, mode: ModeName = "abort", model: str = "") -> JsonObject:
         """Pauses, and frees the devices of KV and weights, which go to host memory (level 1) or
         nowhere (level 2)."""
-        return await change(lambda weights: weights.sleep(level, _mode(mode)))
+        return await change(model, lambda weights: weights.sleep(level, _mode(mode)))
 
     @router.post("/wake_up")
-    async def wake_up(tags: Annotated[list[str] | None, fastapi.Query()] = None) -> JsonObject:
+    async def wake_up(
+        tags: Annotated[list[str] | None, fastapi.Query()] = None, model: str = ""
+    ) -> JsonObject:
         """Brings back what sleeps: `weights`, `kv_cache`, or all."""
-        return await change(lambda weights: weights.wake_up(PARTS if tags is None else tags))
+        return await change(model, lambda weights: weights.wake_up(PARTS if tags is None else tags))
 
     @router.get("/is_sleeping")
-    async def is_sleeping() -> dict[str, bool]:
-        return {"is_sleeping": frontend.require_replica().weights.state == ASLEEP}
+    async def is_sleeping(model: str = "") -> dict[str, bool]:
+        return {"is_sleeping": models.named(model).require_replica().weights.state == ASLEEP}
 
     @router.post("/update_weights_from_disk")
-    async def update(body: UpdateRequest) -> JsonObject:
+    async def update(body: UpdateRequest, model: str = "") -> JsonObject:
         """Replaces the weights by those of a folder on this machine, /dev/shm among them."""
         mode = _mode("abort" if body.abort_all_requests else body.mode)
         work = functools.partial(_update, body.model_path, body.weight_version, mode)
-        changed = await change(work)
+        changed = await change(model, work)
         message = f"Weights of version {changed['weight_version']} are served."
         return {"success": True, "message": message, **changed}
 
     @router.get("/get_weight_version")
     @router.get("/weight_version")
-    async def weight_version() -> dict[str, str]:
-        return {"weight_version": frontend.require_replica().weights.version}
+    async def weight_version(model: str = "") -> dict[str, str]:
+        return {"weight_version": models.named(model).require_replica().weights.version}
 
     return router
 

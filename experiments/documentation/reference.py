@@ -16,8 +16,8 @@ from jaxserve.cli.main import COMMANDS, load
 from jaxserve.observe.metric_rows import OF_WORKERS, READ
 from jaxserve.observe.metrics import Metrics
 from jaxserve.server.admin import operators_app
-from jaxserve.server.frontend import Frontend
 from jaxserve.server.frontend_metrics import FrontendMetrics
+from jaxserve.server.models import Models
 from jaxserve.server.readiness import Readiness
 from jaxserve.server.users_app import users_app
 from jaxserve.settings.flags import limits, spelling
@@ -75,10 +75,10 @@ def http_fields() -> str:
 
 
 async def _schemas() -> dict[str, Mapping[str, Any]]:
-    frontend = Frontend(ServerConfig())
-    users = users_app(frontend, _never_asked())
-    found = {"Users' port": users.openapi(), "Operators' port": operators_app(frontend).openapi()}
-    frontend.close()
+    models = Models(ServerConfig())
+    users = users_app(models, _never_asked())
+    found = {"Users' port": users.openapi(), "Operators' port": operators_app(models).openapi()}
+    models.close()
     return found
 
 

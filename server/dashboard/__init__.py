@@ -15,7 +15,7 @@ from fastapi import APIRouter, Depends, Query
 from fastapi.responses import RedirectResponse, Response
 
 from jaxserve.observe.view import ID
-from jaxserve.server.frontend import Frontend
+from jaxserve.server.models import Models
 
 IdFilter = Callable[[str], bool]  # whether a request's id may be shown
 HIDDEN_ID = "other"  # shown in place of an id that may not
@@ -38,7 +38,7 @@ HEADERS = {
 }
 
 
-def router(frontend: Frontend, visible_ids: Callable[..., IdFilter | None]) -> APIRouter:
+def router(models: Models, visible_ids: Callable[..., IdFilter | None]) -> APIRouter:
     """The dashboard's routes: `/`, `/page/` with its files, `/page/data`.
 
     visible_ids: a FastAPI dependency that returns which ids the caller of a request may see; None
@@ -53,9 +53,13 @@ def router(frontend: Frontend, visible_ids: Callable[..., IdFilter | None]) -> A
     @routes.get("/page/data")
     def data(
         since: int = Query(0, ge=0),
+        model: str = "",
         visible: IdFilter | None = Depends(visible_ids),  # noqa: B008
     ) -> Response:
+        frontend = models.named(model or models.all[0].name)
         content: dict[str, Any] = {"state": str(frontend.state)}
+        if models.several:
+            content["models"] = [each.name for each in models.all]
         if frontend.replica is not None:
             content |= hide_ids(frontend.replica.view(since), visible)
         body = json.dumps(content, separators=(",", ":"))

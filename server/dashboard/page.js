@@ -77,6 +77,7 @@ class Page {
     this.paused = false;
     this.heard = null;
     this.timer = null;
+    this.model = "";
     const select = (key) => this.choose(key);
     this.timeline = new Timeline(find("timeline"), find("tip"), this.theme, select);
     this.table = new Table(find("rows"), find("requests-note"), find("filter"), this.theme, select);
@@ -88,6 +89,7 @@ class Page {
   listen() {
     find("pause").addEventListener("click", () => this.pause());
     find("close").addEventListener("click", () => this.choose(null));
+    find("model").addEventListener("change", () => this.turn(find("model").value));
     find("filter").addEventListener("input", () => this.draw());
     for (const button of document.querySelectorAll("[data-span]")) button.addEventListener("click", () => this.zoom(button));
     document.addEventListener("visibilitychange", () => this.again(0));
@@ -112,6 +114,20 @@ class Page {
     this.draw();
   }
 
+  turn(model) {
+    // Shows another model of the server.
+    this.model = model;
+    this.selected = null;
+    this.feed.clear(null);
+    this.again(0);
+  }
+
+  offer(models) {
+    const select = find("model");
+    select.hidden = models.length === 0;
+    if (select.options.length !== models.length) select.replaceChildren(...models.map((model) => new Option(model)));
+  }
+
   choose(key) {
     this.selected = key === this.selected ? null : key;
     this.draw();
@@ -127,7 +143,7 @@ class Page {
     this.asking = true;
     let wait = PERIOD;
     try {
-      const answer = await fetch(`data?since=${this.feed.next}`, { signal: AbortSignal.timeout(PATIENCE), cache: "no-store" });
+      const answer = await fetch(`data?since=${this.feed.next}&model=${encodeURIComponent(this.model)}`, { signal: AbortSignal.timeout(PATIENCE), cache: "no-store" });
       if (answer.status === 401 || answer.status === 403) this.fault("not allowed", "The server does not let you see this page. Reload it to give a key.");
       else if (!answer.ok) this.fault("error", `The server answered with status ${answer.status}.`);
       else wait = this.take(await answer.json());
@@ -144,6 +160,7 @@ class Page {
   take(told) {
     // Milliseconds until the server should be asked again.
     this.heard = performance.now();
+    this.offer(told.models ?? []);
     if (told.born === undefined) {
       this.fault(told.state, `The server is ${told.state}; it is not ready yet.`);
       return PERIOD;

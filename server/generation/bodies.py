@@ -112,7 +112,9 @@ class PromptRequest(OpenModel):
 
     model_config = ConfigDict(json_schema_extra=add_limits)
 
-    model: str = Field("", description="'' or absent means the one that is served")
+    model: str = Field(
+        "", description="'' or absent means the one that is served; needed where there are several"
+    )
     request_id: str | None = Field(
         None, description="else the header x-request-id, else one that the server chooses"
     )

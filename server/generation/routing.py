@@ -7,15 +7,15 @@ from collections.abc import Mapping
 import fastapi
 from starlette.responses import Response
 
-from jaxserve.server.frontend import Frontend
 from jaxserve.server.http_app import JsonRoute
+from jaxserve.server.models import Models
 
 
-def open_router(frontend: Frontend) -> fastapi.APIRouter:
-    """Returns a router for routes that need a model; refused unless the server is open."""
+def open_router(models: Models) -> fastapi.APIRouter:
+    """Returns a router for routes that need a model; refused unless one is served."""
 
     async def check_open() -> None:
-        frontend.check_open()
+        models.check_open()
 
     return fastapi.APIRouter(route_class=JsonRoute, dependencies=[fastapi.Depends(check_open)])
 

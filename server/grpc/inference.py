@@ -11,10 +11,10 @@ import grpc
 from jaxserve.api.events import Finished
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.event_loop import run_in_thread_if
-from jaxserve.server.frontend import Frontend
 from jaxserve.server.generate_call import Origin
 from jaxserve.server.grpc.auth import current_caller
 from jaxserve.server.grpc.proto import event_message, generate_call, prompt_of
+from jaxserve.server.models import Models
 from jaxserve.server.streams import Stream
 from jaxserve.text.output import Delta, Output
 
@@ -24,8 +24,8 @@ INLINE_LOGPROBS = 256  # tokens; messages with the log-probabilities of more are
 class Inference:
     """Methods of the service; see jaxserve.proto."""
 
-    def __init__(self, frontend: Frontend):
-        self._frontend = frontend
+    def __init__(self, models: Models):
+        self._models = models
 
     async def Generate(
         self, message: pb.GenerateRequest, context: grpc.aio.ServicerContext
@@ -33,9 +33,10 @@ class Inference:
         loop = asyncio.get_running_loop()
         metadata = dict(context.invocation_metadata() or ())
         origin = Origin("grpc", metadata.get("traceparent"), str(metadata.get("tracestate", "")))
-        call = generate_call(message, context.time_remaining(), self._frontend.info)
+        frontend = self._models.open(message.model)
+        call = generate_call(message, context.time_remaining(), frontend.info)
         call = dataclasses.replace(call, origin=origin)
-        async with self._frontend.generate(call, current_caller()) as stream:
+        async with frontend.generate(call, current_caller()) as stream:
             while outputs := await stream.take():
                 for output in outputs:
                     event = await _event(stream, output)
@@ -46,14 +47,18 @@ class Inference:
     async def Tokenize(
         self, message: pb.TokenizeRequest, context: grpc.aio.ServicerContext
     ) -> pb.TokenizeResponse:
-        ids = await self._frontend.tokenize(prompt_of(message), current_caller())
+        frontend = self._models.open(message.model)
+        frontend.check_model(message.model)
+        ids = await frontend.tokenize(prompt_of(message), current_caller())
         return pb.TokenizeResponse(ids=ids.tolist())
 
     async def Detokenize(
         self, message: pb.DetokenizeRequest, context: grpc.aio.ServicerContext
     ) -> pb.DetokenizeResponse:
+        frontend = self._models.open(message.model)
+        frontend.check_model(message.model)
         skip = message.skip_special if message.HasField("skip_special") else True
-        text = await self._frontend.detokenize(message.ids, current_caller(), skip)
+        text = await frontend.detokenize(message.ids, current_caller(), skip)
         return pb.DetokenizeResponse(text=text)
 
 

@@ -14,35 +14,37 @@ from jaxserve.server.generation.responding import INLINE_TOKENS, STREAMED, respo
 from jaxserve.server.generation.routing import json_response, open_router
 from jaxserve.server.generation.unknown_fields import UnknownFields
 from jaxserve.server.json_body import JsonObject, dump_in_thread_if
+from jaxserve.server.models import Models
 from jaxserve.server.openai.chat import ChatWriter
 from jaxserve.server.openai.completions import CompletionRequest, CompletionWriter, completion_calls
 from jaxserve.server.openai.embeddings import EmbeddingsRequest, respond_with_embeddings
 from jaxserve.server.openai.responses.routes import add_responses_routes
 
 
-def openai_routes(frontend: Frontend, unknown: UnknownFields) -> fastapi.APIRouter:
+def openai_routes(models: Models, unknown: UnknownFields) -> fastapi.APIRouter:
     """Returns the routes of the OpenAI protocol."""
-    router = open_router(frontend)
-    add_responses_routes(router, frontend, unknown)
-    _add_generating_routes(router, frontend, unknown)
-    _add_rendering_routes(router, frontend, unknown)
-    _add_model_routes(router, frontend)
+    router = open_router(models)
+    add_responses_routes(router, models, unknown)
+    _add_generating_routes(router, models, unknown)
+    _add_rendering_routes(router, models, unknown)
+    _add_model_routes(router, models)
 
     @router.post("/v1/embeddings")
     async def embeddings(body: EmbeddingsRequest, request: fastapi.Request) -> Response:
         headers = unknown.headers(body)
-        embedding = Embedding.of(frontend, body, request, headers, "embd")
+        embedding = Embedding.of(models.open(body.model), body, request, headers, "embd")
         return await respond_with_embeddings(embedding, body)
 
     return router
 
 
 def _add_generating_routes(
-    router: fastapi.APIRouter, frontend: Frontend, unknown: UnknownFields
+    router: fastapi.APIRouter, models: Models, unknown: UnknownFields
 ) -> None:
     @router.post("/v1/completions", responses=STREAMED)
     async def completions(body: CompletionRequest, request: fastapi.Request) -> Response:
         headers = unknown.headers(body)
+        frontend = models.open(body.model)
         calls = completion_calls(body, request.headers, frontend.info)
         writer = CompletionWriter(frontend, body, calls)
         return await respond(frontend, calls, writer, request, body.stream_mode(), headers)
@@ -50,19 +52,21 @@ def _add_generating_routes(
     @router.post("/v1/chat/completions", responses=STREAMED)
     async def chat_completions(body: ChatRequest, request: fastapi.Request) -> Response:
         headers = unknown.headers(body)
+        frontend = models.open(body.model)
         call = chat_call(frontend, body, request.headers)
         writer = ChatWriter(frontend, body)
         return await respond(frontend, [call], writer, request, body.stream_mode(), headers)
 
 
 def _add_rendering_routes(
-    router: fastapi.APIRouter, frontend: Frontend, unknown: UnknownFields
+    router: fastapi.APIRouter, models: Models, unknown: UnknownFields
 ) -> None:
     @router.post("/v1/completions/render")
     async def completions_render(body: CompletionRequest, request: fastapi.Request) -> Response:
         """Returns the token ids of each prompt, for routers that seek the replica which has most of
         them."""
         headers = unknown.headers(body)
+        frontend = models.open(body.model)
         calls = completion_calls(body, request.headers, frontend.info)
         prompts = [await frontend.render(call, request.state.caller) for call in calls]
         return await _rendered([{"token_ids": ids.tolist()} for ids in prompts], headers)
@@ -71,24 +75,27 @@ def _add_rendering_routes(
     async def chat_completions_render(body: ChatRequest, request: fastapi.Request) -> Response:
         """Returns the token ids that the model would be given."""
         headers = unknown.headers(body)
+        frontend = models.open(body.model)
         call = chat_call(frontend, body, request.headers)
         ids = await frontend.render(call, request.state.caller)
         return await _rendered({"token_ids": ids.tolist()}, headers)
 
 
-def _add_model_routes(router: fastapi.APIRouter, frontend: Frontend) -> None:
+def _add_model_routes(router: fastapi.APIRouter, models: Models) -> None:
     @router.get("/v1/models")
-    async def models() -> JsonObject:
-        return {"object": "list", "data": _models(frontend)}
+    async def all_models() -> JsonObject:
+        known = (frontend for frontend in models.all if frontend.replica is not None)
+        return {"object": "list", "data": [row for frontend in known for row in _rows(frontend)]}
 
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> JsonObject:
+        frontend = models.named(name)
         frontend.check_model(name)
-        rows = _models(frontend)
+        rows = _rows(frontend)
         return next((model for model in rows if model["id"] == name), rows[0])
 
 
-def _models(frontend: Frontend) -> list[JsonObject]:
+def _rows(frontend: Frontend) -> list[JsonObject]:
     """Returns the model, once for each of its names, and its adapters."""
     info = frontend.info
     names = (info.served_name, *info.other_names)

@@ -510,6 +510,31 @@ def test_a_server_that_is_gone_or_broken_is_said_to_be(driver):
         assert page.texts("#rows button") == ["r"]  # what was known is still there
 
 
+def test_several_models_are_shown_one_at_a_time(driver):
+    replicas = {"one": Recorded(), "two": Recorded()}
+    for number, (name, replica) in enumerate(replicas.items()):
+        replica.journal.born = 7.0 + number
+        replica.submit(f"r-{name}", 20, tokens=3)
+        replica.run()
+    with PageServer(Viewed(replicas["one"])) as served:
+        page = Screen(driver, served.url)
+        page.until(lambda: page.texts("#rows button") == ["r-one"], "the request is shown")
+        assert not page.one("#model").is_displayed(), "the only model need not be chosen"
+        served.frontend.name = "one"
+        other = SimpleNamespace(name="two", replica=Viewed(replicas["two"]), state="serving")
+        frontends = {"one": served.frontend, "two": other}
+        served.models.all[:] = frontends.values()
+        served.models.named = frontends.__getitem__
+        served.models.several = True
+        page.until(lambda: page.texts("#model option") == ["one", "two"], "both are offered")
+        assert page.one("#model").is_displayed()
+        driver.execute_script(
+            "const model = document.getElementById('model');"
+            "model.value = 'two'; model.dispatchEvent(new Event('change'))"
+        )
+        page.until(lambda: page.texts("#rows button") == ["r-two"], "that of the other is shown")
+
+
 def test_it_can_be_read_in_the_dark(driver):
     replica = Recorded()
     replica.submit("r", 20)

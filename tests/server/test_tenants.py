@@ -71,10 +71,10 @@ def test_every_route_but_health_asks_for_a_key(keyed):
     from jaxserve.server.users_app import users_app
 
     served, call = keyed()
-    frontend = served.server.server.frontend
+    models = served.server.server.models
     for port, app, right, wrong in (
-        ("http", users_app(frontend, None), "alice", "ops"),
-        ("admin", operators_app(frontend), "ops", "alice"),
+        ("http", users_app(models, None), "alice", "ops"),
+        ("admin", operators_app(models), "ops", "alice"),
     ):
         found = [*routes(served, app), ("GET", "/openapi.json"), ("GET", "/nothing")]
         assert len(found) > 5

@@ -5,22 +5,20 @@ from __future__ import annotations
 import fastapi
 from starlette.responses import Response
 
-from jaxserve.server.frontend import Frontend
 from jaxserve.server.generation.chat import chat_call
 from jaxserve.server.generation.responding import STREAMED, respond
 from jaxserve.server.generation.unknown_fields import UnknownFields
 from jaxserve.server.json_body import JsonObject
+from jaxserve.server.models import Models
 from jaxserve.server.openai.responses.items import has_references, resolved
 from jaxserve.server.openai.responses.request import ResponsesRequest
 from jaxserve.server.openai.responses.stored import StoredResponses
 from jaxserve.server.openai.responses.writer import ResponsesWriter
 
 
-def add_responses_routes(
-    router: fastapi.APIRouter, frontend: Frontend, unknown: UnknownFields
-) -> None:
+def add_responses_routes(router: fastapi.APIRouter, models: Models, unknown: UnknownFields) -> None:
     """Adds the routes to those that need a model."""
-    stored = StoredResponses(frontend.config.stored_responses_mib << 20)
+    stored = StoredResponses(models.config.stored_responses_mib << 20)
 
     @router.post("/v1/responses", responses=STREAMED)
     async def responses(body: ResponsesRequest, request: fastapi.Request) -> Response:
@@ -30,6 +28,7 @@ def add_responses_routes(
             known = stored.items(caller.name)
             body = body.model_copy(update={"input": resolved(items, known)})
         headers = unknown.headers(body)
+        frontend = models.open(body.model)
         earlier: list[JsonObject] = []
         if body.previous_response_id is not None:
             previous = stored.get(caller.name, body.previous_response_id, "previous_response_id")

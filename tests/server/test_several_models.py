@@ -1,0 +1,238 @@
+"""Several models behind one server, each with a fake replica of its own: who serves a request, and
+what is told where several are meant. `tests/cli/test_serve_models.py` has real ones."""
+
+import contextlib
+import dataclasses
+import threading
+
+import grpc
+import httpx
+import pytest
+
+from jaxserve.replica.adapters import Adapter
+from jaxserve.server import jaxserve_pb2 as pb
+from jaxserve.server.client import Client
+from jaxserve.server.grpc.errors import ServerError
+from jaxserve.server.supervisor import Background
+from jaxserve.settings.schema import ServerConfig
+from tests.server.fakes import FakeReplica, FakeTokenizer
+from tests.waiting import eventually
+
+NAMES = ("one", "two")
+SAYS = {"one": b"first", "two": b"second"}  # what each model answers
+CHAT = [{"role": "user", "content": "x"}]
+
+
+class NamedReplica(FakeReplica):
+    """A fake replica whose model is called by a name of its own, and which has one adapter."""
+
+    def __init__(self, name: str):
+        super().__init__(script=list(SAYS[name]))
+        self.name = name
+        self.adapters = OneAdapter(f"{name}-lora")
+
+    @property
+    def info(self):
+        return dataclasses.replace(super().info, served_name=self.name)
+
+
+class OneAdapter:
+    """Adapters of a replica that takes others too."""
+
+    def __init__(self, name: str):
+        self.by_name = {name: Adapter(name, "folder", name, 1)}
+
+    def load(self, name: str, folder: str, in_place: bool = False) -> Adapter:
+        self.by_name[name] = Adapter(name, folder, name, 2)
+        return self.by_name[name]
+
+    def unload(self, name: str) -> None:
+        del self.by_name[name]
+
+
+class Pair:
+    """A server of two models. replicas: by name; client: of its HTTP port; admin: of the operators'
+    one."""
+
+    def __init__(self, stack: contextlib.ExitStack):
+        self.replicas = {name: NamedReplica(name) for name in NAMES}
+        builds = {name: lambda name=name: self.build(name) for name in NAMES}
+        config = ServerConfig(grpc_port=0, port=0, admin_port=0, metrics_aliases="vllm")
+        self.background = stack.enter_context(Background(config, builds))
+        self.background.wait_ready()
+        server = self.background.server
+        new = lambda url: stack.enter_context(httpx.Client(base_url=url, timeout=60, verify=False))
+        self.client = new(self.background.url)
+        self.admin = new(server.address("admin"))
+        self.grpc = stack.enter_context(Client(self.background.target))
+
+    def build(self, name: str):
+        return self.replicas[name], FakeTokenizer()
+
+    def post(self, path: str, **body) -> httpx.Response:
+        return self.client.post(path, json=body)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    with contextlib.ExitStack() as stack:
+        yield Pair(stack)
+
+
+def said(name: str, tokens: int = 5) -> str:
+    return SAYS[name][:tokens].decode()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_protocol_asks_the_model_that_a_request_names(pair, name):
+    limits = {"max_tokens": 5, "ignore_eos": True}
+    text = pair.post("/v1/completions", model=name, prompt="x", **limits).json()
+    assert (text["model"], text["choices"][0]["text"]) == (name, said(name))
+    chat = pair.post("/v1/chat/completions", model=name, messages=CHAT, **limits).json()
+    assert chat["choices"][0]["message"]["content"] == said(name)
+    response = pair.post("/v1/responses", model=name, input="x", max_output_tokens=5).json()
+    assert response["output"][0]["content"][0]["text"] == said(name)
+    message = pair.post("/v1/messages", model=name, messages=CHAT, max_tokens=5).json()
+    assert message["content"][0]["text"] == said(name)
+    with_adapter = pair.post("/v1/completions", model=f"{name}-lora", prompt="x", **limits).json()
+    assert with_adapter["choices"][0]["text"] == said(name)
+    assert {request.adapter for request in pair.replicas[name].submitted} == {"", f"{name}-lora"}
+    assert pair.grpc.complete("x", model=name)[0].text.startswith(said(name))
+    assert pair.grpc.model_info(name).model == name
+
+
+def test_all_models_and_adapters_are_listed(pair):
+    rows = pair.client.get("/v1/models").json()["data"]
+    assert {row["id"]: row["parent"] for row in rows} == {
+        "one": None,
+        "one-lora": "one",
+        "two": None,
+        "two-lora": "two",
+    }
+    assert pair.client.get("/v1/models/two-lora").json()["parent"] == "two"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize", "/v1/embeddings", "/rerank"])
+def test_a_request_must_name_one_of_the_models(pair, path):
+    bodies = {"/v1/embeddings": {"input": "x"}, "/rerank": {"query": "x", "documents": ["y"]}}
+    body = bodies.get(path, {"prompt": "x"})
+    unknown = pair.post(path, model="three", **body)
+    error = unknown.json()["error"]
+    assert (unknown.status_code, error["param"]) == (404, "model")
+    assert error["message"] == "model: 'three' is not served here; served here are one, two"
+    missing = pair.post(path, **body)
+    assert missing.status_code == 400
+    assert missing.json()["error"]["message"] == "model: is missing; served here are one, two"
+
+
+def test_grpc_must_name_one_of_the_models(pair):
+    with pytest.raises(ServerError, match="served here are one, two") as unknown:
+        pair.grpc.complete("x", model="three")
+    assert (unknown.value.status, unknown.value.field) == ("NOT_FOUND", "model")
+    with pytest.raises(ServerError, match="is missing; served here are one, two") as missing:
+        pair.grpc.tokenize("x")
+    assert missing.value.status == "INVALID_ARGUMENT"
+    assert pair.grpc.tokenize("x", model="two") == [ord("x")]
+    assert pair.grpc.detokenize([ord("x")], model="one") == "x"
+    assert pair.grpc.server_info().state == "serving"
+
+
+def test_a_conversation_goes_on_with_another_model(pair):
+    asked = {"input": "x", "store": True, "max_output_tokens": 5}
+    first = pair.post("/v1/responses", model="one", **asked).json()
+    then = {"input": "y", "previous_response_id": first["id"], "max_output_tokens": 5}
+    second = pair.post("/v1/responses", model="two", **then).json()
+    assert second["output"][0]["content"][0]["text"] == said("two")
+    prompt = bytes(pair.replicas["two"].submitted[-1].prompt.tolist()).decode()
+    assert said("one") in prompt, "what the other model said"
+
+
+def test_an_adapter_is_loaded_for_the_model_that_it_belongs_to(pair):
+    load = "/v1/load_lora_adapter"
+    missing = pair.post(load, lora_name="new", lora_path="p")
+    assert missing.json()["error"]["param"] == "base_model_name"
+    taken = pair.post(load, lora_name="one-lora", lora_path="p", base_model_name="two")
+    assert taken.status_code == 409 and "'one'" in taken.json()["error"]["message"]
+    assert pair.post(load, lora_name="new", lora_path="p", base_model_name="two").is_success
+    answer = pair.post("/v1/completions", model="new", prompt="x", max_tokens=5).json()
+    assert answer["choices"][0]["text"] == said("two")
+    assert pair.post("/v1/unload_lora_adapter", lora_name="new").is_success
+    assert pair.post("/v1/completions", model="new", prompt="x").status_code == 404
+
+
+def test_metrics_and_usage_are_by_model(pair):
+    pair.post("/v1/completions", model="two", prompt="x", max_tokens=5)
+    text = pair.client.get("/metrics").text
+    for name in ("jaxserve:num_requests_running", "vllm:num_requests_running"):
+        lines = [line for line in text.splitlines() if line.startswith(name + "{")]
+        assert [line.split("model_name=")[1].split('"')[1] for line in lines] == [*NAMES]
+        assert text.count(f"# TYPE {name} ") == 1
+    assert "model_name" not in next(
+        line for line in text.splitlines() if line.startswith("jaxserve:event_loop_lag")
+    )
+    usage = pair.admin.get("/admin/usage").json()["usage"]
+    assert {"two"} <= {row["model"] for row in usage}
+    assert set(pair.admin.get("/admin/config").json()["engines"]) == {*NAMES}
+
+
+def test_one_that_is_gone_is_named_and_the_other_goes_on(pair):
+    assert pair.post("/v1/completions", model="two-lora", prompt="x", max_tokens=5).is_success
+    pair.replicas["two"].available = False
+    try:
+        eventually(lambda: pair.client.get("/health").status_code == 503)
+        assert pair.client.get("/health").text.startswith("the model 'two' is waiting for its")
+        assert "'two'" in pair.client.get("/ready").text
+        assert not pair.grpc.healthy()
+        for name in ("two", "two-lora"):
+            refused = pair.post("/v1/completions", model=name, prompt="x")
+            assert refused.status_code == 503
+            assert refused.json()["error"]["message"].startswith("the model 'two' is waiting")
+        assert pair.post("/v1/completions", model="one", prompt="x", max_tokens=5).is_success
+        assert len(pair.client.get("/v1/models").json()["data"]) == 4
+    finally:
+        pair.replicas["two"].available = True
+    eventually(lambda: pair.client.get("/health").text == "ok")
+    assert pair.client.get("/ready").text == "ok"
+
+
+def test_operators_drain_all_and_ask_one(pair):
+    assert pair.admin.post("/admin/drain").json()["state"] == "draining"
+    refused = pair.post("/v1/completions", model="two", prompt="x")
+    assert (refused.status_code, "draining" in refused.text) == (503, True)
+    assert pair.admin.post("/admin/resume").json()["state"] == "serving"
+    assert "model" in pair.admin.get("/is_paused").json()["error"]["message"]
+    assert pair.admin.get("/is_paused?model=two").json() == {"is_paused": False}
+
+
+def test_the_live_page_shows_each(pair):
+    first = pair.client.get("/page/data").json()
+    assert first["models"] == [*NAMES]
+    assert pair.client.get("/page/data?model=nobody").status_code == 404
+
+
+def test_a_model_that_is_built_first_is_served_first():
+    """Requests for the other one are refused meanwhile, by name."""
+    go_on = threading.Event()
+
+    def slow():
+        go_on.wait(60)
+        return NamedReplica("two"), FakeTokenizer()
+
+    builds = {"one": lambda: (NamedReplica("one"), FakeTokenizer()), "two": slow}
+    config = ServerConfig(grpc_port=0, port=0)
+    with Background(config, builds) as server, httpx.Client(base_url=server.url) as client:
+        ask = lambda name: client.post(
+            "/v1/completions", json={"model": name, "prompt": "x", "max_tokens": 2}
+        )
+        eventually(lambda: ask("one").is_success)
+        refused = ask("two")
+        assert refused.status_code == 503
+        assert "the model 'two' is starting" in refused.json()["error"]["message"]
+        channel = grpc.insecure_channel(server.target)
+        call = channel.unary_unary("/jaxserve.v1.Control/GetLoad")
+        with pytest.raises(grpc.RpcError) as error:
+            call(pb.GetLoadRequest(model="two").SerializeToString())
+        assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+        channel.close()
+        go_on.set()
+        eventually(lambda: ask("two").is_success)
