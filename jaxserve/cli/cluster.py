@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import secrets
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from jaxserve.cli.cluster_flags import TRANSFER, check_transfer
 from jaxserve.cli.conductor import COMMAND as CONDUCTOR
 from jaxserve.cli.conductor import SETTINGS
 from jaxserve.cli.engine_flags import SERVER, engine_config, engine_groups, server_config
+from jaxserve.cli.gpus import visible_gpus
 from jaxserve.cli.own_server import flag
 from jaxserve.group.channel import lasting_ports
 from jaxserve.group.cluster import ProcessSet, Task
@@ -63,7 +63,7 @@ OPTIONS = [
 ROLE_CACHE_GIB = 1.0  # host memory for KV of a replica with a role, where none is configured
 SECRET_VARIABLE = "JAXSERVE_CLUSTER_SECRET"
 OF_CLUSTER = {option.name for option in OPTIONS} | {"config", "print_config", "role"}
-NOT_PASSED = {"replicas", "replicas_file", "cluster_ca", "config", "print_config"}
+NOT_PASSED = {"models", "replicas", "replicas_file", "cluster_ca", "config", "print_config"}
 # a replica's own; the rest of the server's settings are the conductor's
 OF_REPLICA = {"log_format", "log_level", "drain_timeout", "max_message_mib"}
 
@@ -72,13 +72,9 @@ def run(values: dict[str, Any]) -> int:
     engine_config(values)
     check_transfer(values["transfer"], server_config(values))
     roles = _roles(values)
-    host = values["host"]
-    local = {**values}
-    fixed = lasting_ports(2, host)
-    for name, port in zip(("grpc_port", "port"), fixed):
-        if local[name] == 0:  # the conductor keeps it when it restarts
-            local[name] = port
-    others = [port for port in lasting_ports(len(roles) + 2, "127.0.0.1") if port not in fixed]
+    local = fixed_ports(values)
+    taken = (local["grpc_port"], local["port"])
+    others = [port for port in lasting_ports(len(roles) + 2, "127.0.0.1") if port not in taken]
     ports = others[: len(roles)]
     devices = _devices(values, roles)
     tasks = [
@@ -91,6 +87,16 @@ def run(values: dict[str, Any]) -> int:
     with _port_file(local) as poll:
         processes = ProcessSet(tasks, environment, values["drain_timeout"], _say, poll)
         return processes.run()
+
+
+def fixed_ports(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings with ports in place of those that may be any: a server keeps them when
+    it restarts."""
+    fixed = dict(values)
+    for name, port in zip(("grpc_port", "port"), lasting_ports(2, values["host"])):
+        if fixed[name] == 0:
+            fixed[name] = port
+    return fixed
 
 
 def _say(text: str) -> None:
@@ -112,12 +118,7 @@ def _roles(values: Mapping[str, Any]) -> list[str]:
 
 def _devices(values: Mapping[str, Any], roles: list[str]) -> list[Mapping[str, str]]:
     """Variables that give each replica its GPUs; none where there are none. Errors: ConfigError."""
-    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if shown is not None:
-        gpus = [gpu.strip() for gpu in shown.split(",") if gpu.strip()]
-    else:
-        matches = (re.fullmatch(r"nvidia([0-9]+)", name) for name in os.listdir("/dev"))
-        gpus = [str(number) for number in sorted(int(match[1]) for match in matches if match)]
+    gpus = visible_gpus()
     if not gpus:
         return [{} for _ in roles]
     each = engine_config(values).mesh.devices
@@ -133,7 +134,8 @@ def _replica(
     number: int, role: str, port: int, values: Mapping[str, Any], environment: Mapping[str, str]
 ) -> Task:
     conductors = {option.name for option in SERVER["server"]} - OF_REPLICA
-    flags = _flags(COMMAND, _own_folder(number, values), OF_CLUSTER | conductors)
+    given = COMMAND.options.keys() - OF_CLUSTER - conductors
+    flags = setting_flags(COMMAND, in_own_folder(number, values), given)
     fixed = ["--grpc_port=0", "--port=0", f"--replica_port={port}", f"--role={role}"]
     fixed.append(f"--transfer={values['transfer']}")
     if values["transfer"] != TCP:
@@ -150,7 +152,7 @@ def _with_host_memory(role: str, values: Mapping[str, Any]) -> Mapping[str, Any]
     return {**values, "host_cache_gib": ROLE_CACHE_GIB}
 
 
-def _own_folder(number: int, values: Mapping[str, Any]) -> Mapping[str, Any]:
+def in_own_folder(number: int, values: Mapping[str, Any]) -> Mapping[str, Any]:
     """The settings of a replica, whose blocks on disk are in a folder of its own."""
     disk = engine_config(values).cache.disk_folder
     if disk is None:
@@ -160,16 +162,17 @@ def _own_folder(number: int, values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _conductor(values: Mapping[str, Any], ports: list[int]) -> Task:
-    flags = _flags(CONDUCTOR, values, NOT_PASSED | {"replica_port"})
+    given = CONDUCTOR.options.keys() - NOT_PASSED - {"replica_port"}
+    flags = setting_flags(CONDUCTOR, values, given)
     replicas = ",".join(f"127.0.0.1:{port}" for port in ports)
     return Task(
         "conductor", own_command("jaxserve", "conductor", f"--replicas={replicas}", *flags), 0
     )
 
 
-def _flags(command: Command, values: Mapping[str, Any], without: set[str]) -> list[str]:
-    """The settings of a command among these values, as arguments."""
-    settings = {name: values.get(name) for name in command.options if name not in without}
+def setting_flags(command: Command, values: Mapping[str, Any], given: Collection[str]) -> list[str]:
+    """The settings of a command among these values, as arguments. given: names of those to pass."""
+    settings = {name: values.get(name) for name in command.options if name in given}
     several = {name: v if isinstance(v, (list, tuple)) else (v,) for name, v in settings.items()}
     return [flag(name, v) for name, vs in several.items() for v in vs if v is not None]
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from jaxserve.cli.cluster_flags import CLUSTER_CA
 from jaxserve.cli.engine_flags import CONFIG, SERVER, server_config
 from jaxserve.cluster.dispatcher import MIGRATIONS
 from jaxserve.cluster.routing import KV_BANDWIDTH, ROUTING
-from jaxserve.settings.flags import Command
+from jaxserve.settings.flags import Command, Values
 from jaxserve.settings.options import Option, options_of
 from jaxserve.settings.schema import ConfigError, ModelSource
 
@@ -49,6 +51,13 @@ OPTIONS = [
         str,
         None,
         "file with replicas' addresses, a line each, read again when it changes; else --replicas",
+    ),
+    Option(
+        "models",
+        tuple,
+        (),
+        "one of several models, NAME=HOST:PORT,HOST:PORT,...: its requests go to these replicas, "
+        "and its tokenizer is that of the model that they name; in place of --replicas and --model",
     ),
     CLUSTER_CA,
     Option(
@@ -96,7 +105,7 @@ OPTIONS = [
 ]
 
 
-def run(values: dict[str, Any]) -> int:
+def run(values: Values) -> int:
     from jaxserve.cluster.conductor import ConductorSettings
     from jaxserve.server import logs
     from jaxserve.server.supervisor import Server, check_host, serve
@@ -104,7 +113,7 @@ def run(values: dict[str, Any]) -> int:
     server = server_config(values)
     logs.setup(server.log_format, server.log_level)
     check_host(server)
-    members = _members(values)
+    members = _all_members(values)
     settings = ConductorSettings(**{name: values[name] for name in SETTINGS})
 
     def listening(started: Server) -> None:
@@ -112,16 +121,45 @@ def run(values: dict[str, Any]) -> int:
             print(started.address(name), flush=True)
         log.info("waiting for a replica that answers")
 
-    def build() -> tuple[Any, Any]:
-        return members.conductor(settings), _tokenizer(values["model"], values["revision"])
+    def build(name: str) -> tuple[Any, Any]:
+        conductor = members[name].conductor(settings)
+        if not name:
+            return conductor, _tokenizer(values["model"], values["revision"])
+        served = conductor.info.served_name
+        if served != name:
+            raise ConfigError("models", f"the replicas of {name!r} serve {served!r}")
+        source = conductor.info.settings["source"]
+        return conductor, _tokenizer(source["model"], source["revision"])
 
-    if not serve(server, build, listening):
+    if not serve(server, {name: functools.partial(build, name) for name in members}, listening):
         os._exit(0)  # stopped while it waited for a first replica
-    members.close()
+    for some in members.values():
+        some.close()
     return 0
 
 
-def _members(values: dict[str, Any]) -> Any:
+def _all_members(values: Values) -> dict[str, Any]:
+    """Returns the members of each model by its name, which is '' if it is the only one. Errors:
+    ConfigError."""
+    if not values["models"]:
+        return {"": _members(values)}
+    for name in ("replicas", "replicas_file", "model", "revision", "replica_port", "kv_events"):
+        if name in values.origins:
+            raise ConfigError(name, "cannot be given beside --models")
+    texts: dict[str, str] = {}
+    for text in values["models"]:
+        name, _, replicas = text.rpartition("=")
+        if not name:
+            raise ConfigError("models", f"{text[:100]!r} is not NAME=HOST:PORT,...")
+        if name in texts:
+            raise ConfigError("models", f"{name[:100]!r} is given more than once")
+        texts[name] = replicas
+    if len(texts) < 2:
+        raise ConfigError("models", "names one; give --replicas and --model instead")
+    return {name: _members({**values, "replicas": text}) for name, text in texts.items()}
+
+
+def _members(values: Mapping[str, Any]) -> Any:
     """Returns the members of the settings. Errors: ConfigError."""
     from jaxserve.server.auth.tls import Authorities
     from jaxserve.server.etcd import EtcdUrl

@@ -20,7 +20,7 @@ from jaxserve.cli.cluster_flags import (
 from jaxserve.cli.doctor.forecast import launch_lines
 from jaxserve.cli.engine_flags import SERVER, engine_config, engine_groups, server_config
 from jaxserve.group.member import Member, this_member
-from jaxserve.settings.flags import Command
+from jaxserve.settings.flags import Command, Values
 from jaxserve.settings.schema import ConfigError, ServerConfig
 from jaxserve.settings.schema.engine import SERVED
 from jaxserve.transfer.plane import MOONCAKE, NIXL, TCP
@@ -33,11 +33,22 @@ grpc.health.v1 and /ready tell when. It prints its addresses, each on a line: gR
 OpenAI protocol, /metrics, the live page at /), and the operators' port, if there is one. SIGTERM
 and Ctrl-C let running requests finish.
 
+With several models there is a process for each, and one more that has the ports and passes each
+request to its model. Flags are for all of them; a model may also be a settings file (.yaml) that
+names it and has settings of its own. Each model has GPUs of its own, as many as its --mesh has;
+where there are too few, models share them and their memory (--gpu_memory_utilization).
+
   jaxserve serve --model=smollm2-135m --mesh=spp=2,tp=3 --dtype=bfloat16
+
+  jaxserve serve ./model-a ./model-b --served_model_name a b --port=8000
 """
 
 
-def run(values: dict[str, Any]) -> int:
+def run(values: Values) -> int:
+    if len(values["models"]) > 1:
+        from jaxserve.cli import serve_models
+
+        return serve_models.run(values, COMMAND)
     from jaxserve.llm import open_engine
     from jaxserve.server import logs
     from jaxserve.server.own_address import OwnAddress
@@ -181,6 +192,6 @@ COMMAND = Command(
     {**SERVER, "cluster": CLUSTER, **engine_groups(**SERVED)},
     run,
     ABOUT,
-    argument="[MODEL]",
+    argument="[MODEL ...]",
     worker_port=worker_port,
 )

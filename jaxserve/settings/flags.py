@@ -42,12 +42,13 @@ class Command:
     returns an exit code. about: further paragraphs of the help page. argument: the name of its one
     argument that is not a flag, '' for none; its value is under that name in lower case. One that
     ends in '...' is all that stands behind '--', as a list; one in brackets is a flag's value that
-    may stand there without the flag. worker_port: opens the port of a worker of the command, given
+    may stand there without the flag, and `[NAME ...]` takes several, all of which are under its
+    name with an s. worker_port: opens the port of a worker of the command, given
     the values, the member of the group and this machine's address there; None: workers have none.
     """
 
     groups: Mapping[str, Sequence[Option]]
-    run: Callable[[dict[str, Any]], int]
+    run: Callable[[Values], int]
     about: str = ""
     argument: str = ""
     worker_port: Callable[[dict[str, Any], Any, str], Any] | None = None
@@ -143,11 +144,15 @@ def _with_argument(
     command: Command, values: dict[str, Any], origins: dict[str, str], arguments: list[str]
 ) -> Values:
     """The values with that of a flag which may be given without its name. Errors: UsageError."""
-    name = command.argument.strip("[]").lower()
-    if len(arguments) > 1:
+    upper = command.argument.strip("[ .]")
+    name = upper.lower()
+    several = command.argument.endswith("...]")
+    if len(arguments) > 1 and not several:
         raise UsageError(f"{arguments[1]!r} is not a flag; flags begin with --")
     if arguments and name in origins:
-        raise UsageError(f"give {command.argument.strip('[]')} or --{name}, not both")
+        raise UsageError(f"give {upper} or --{name}, not both")
+    if several:
+        values[f"{name}s"] = tuple(arguments)
     if not arguments:
         return Values(values, origins)
     return Values({**values, name: arguments[0]}, {**origins, name: f"--{name}"})

@@ -51,7 +51,7 @@ def test_help_tells_every_flag_and_nothing_else(name):
 def test_help_shows_defaults_limits_and_choices():
     shown = " ".join(help_of("jaxserve serve", "", cli.load("serve"), 90).split())
     assert "--grpc_port=N gRPC port; 0 takes a free one (default 8470, 0 to 65535)" in shown
-    assert "usage: jaxserve serve [MODEL] [flags]" in shown
+    assert "usage: jaxserve serve [MODEL ...] [flags]" in shown
     assert (
         "--dtype=auto|float32|bfloat16|float16 type of weights and KV; auto: float32 on CPUs,"
         in shown
@@ -96,7 +96,8 @@ def test_flags_are_the_settings():
             ["serve", "--classes=chat:ttft=x"],
             "jaxserve serve: --classes: chat: ttft: 'x' is not a number",
         ),
-        (["serve", "here", "now"], "jaxserve serve: 'now' is not a flag"),
+        (["chat", "here", "now"], "jaxserve chat: 'now' is not a flag"),
+        (["serve", "here", "now"], "jaxserve serve: --model: 'here'"),
         (["fetch"], "jaxserve fetch: give one NAME"),
         (["fetch", "nothing-known"], "jaxserve fetch: model: 'nothing-known'"),
         (["generate"], "jaxserve generate: --prompt: give either --prompt or --input"),

@@ -53,5 +53,7 @@ class ModelSource(Settings):
         "model's generation_config.json (auto), in that of another folder, or nowhere (none, vllm)",
     )
     served_model_name: tuple[str, ...] = option(
-        (), "name by which requests call the model, answers have the first one; default: model"
+        (),
+        "name by which requests call the model, answers have the first one; of several models one "
+        "for each, in their order; default: model",
     )
