@@ -96,6 +96,7 @@ class Batch:
     # rows of one token that is proposed, each behind another row of its slot: what is sampled
     # behind it counts if it is what is sampled behind the token before it
     drafts: range = range(0)
+    drafting: float = 0.0  # predicted seconds in which these were made, before the step
     # [n] place on the devices of the adapter that a row is computed with, -1: none; [0]: no row has
     # one. [m, 2] adapters that come to the devices before the layers: place, number of the adapter
     adapters: np.ndarray = field(default_factory=lambda: _NONE)
@@ -139,5 +140,6 @@ class Batch:
                 "exchange",
                 "decode_exchange",
                 "drafts",
+                "drafting",
             )
         )

@@ -11,13 +11,16 @@ OF_ONE = 0.15  # and in those of its own sequence
 
 class Acceptance:
     """Shares of proposed tokens that were right, by grade 1 to `grades`; those above count as the
-    last. Begins as `known` has learnt."""
+    last."""
 
-    def __init__(self, grades: int, known: Acceptance | None = None):
-        if known is None:
-            self._rates = 1 - FIRST_RATE / np.arange(1, grades + 1)
-        else:
-            self._rates = known._rates.copy()
+    def __init__(self, grades: int):
+        self._rates = 1 - FIRST_RATE / np.arange(1, grades + 1)
+
+    def begun(self, anew: bool) -> Acceptance:
+        """Returns rates that begin as these. anew: none below what all begin with."""
+        one = Acceptance(len(self._rates))
+        one._rates = np.maximum(one._rates, self._rates) if anew else self._rates.copy()
+        return one
 
     def chain(self, grade: int, count: int) -> np.ndarray:
         """Returns how likely the first tokens of a proposal are all right [count]: the first, the
@@ -34,12 +37,12 @@ class Acceptance:
 
 
 class Judged:
-    """Judges the proposals for one sequence as its tokens come. of_all: what all sequences
-    teach."""
+    """Judges the proposals for one sequence as its tokens come. of_all: what all sequences teach.
+    anew: low rates of all are tried again, for they are learnt only where steps check tokens."""
 
-    def __init__(self, grades: int, of_all: Acceptance):
+    def __init__(self, of_all: Acceptance, anew: bool = False):
         self._of_all = of_all
-        self._own = Acceptance(grades, of_all)
+        self._own = of_all.begun(anew)
         self._tokens: np.ndarray | None = None
         self._grade = 1
         self._first = 0

@@ -1,4 +1,4 @@
-"""Drafters, which propose the next tokens of a sequence: each is one class and one row of
+"""Drafters, which propose the next tokens of sequences: each is one class and one row of
 `DRAFTERS`, from which the settings take their choices."""
 
 from __future__ import annotations
@@ -8,37 +8,160 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from jaxserve.api.request import Request
 from jaxserve.drafts.acceptance import Judged
 from jaxserve.drafts.lookup import GRADES, Lookup, Proposal
 
 
+class Tokens(Protocol):
+    """The tokens of a sequence: those of the prompt, then those put out so far."""
+
+    def __len__(self) -> int: ...
+
+    def __call__(self, first: int, last: int) -> np.ndarray:
+        """Ids of the tokens `first` to before `last`, int32."""
+
+
+class Drafted(Protocol):
+    """A sequence for which tokens are proposed. number: never used again. slot: where it runs;
+    another one after it was preempted. index: of the completion, among those of its request."""
+
+    number: int
+    slot: int
+    index: int
+    request: Request
+    output: list[int]
+
+    @property
+    def history(self) -> Tokens: ...
+
+
+class Offer(NamedTuple):
+    """How many tokens can be proposed for a sequence, and a grade, at least 1, of how sure the
+    first is; each further one is a grade surer if those before it were right. tokens [count]; None
+    where they are made once it is decided how many are wanted."""
+
+    count: int
+    grade: int
+    tokens: np.ndarray | None = None
+
+
+class Source(Protocol):
+    """What proposes the tokens of one sequence."""
+
+    def offer(self, count: int) -> Offer:
+        """Offers up to `count` tokens that may follow those put out so far."""
+
+
+class Wanted(NamedTuple):
+    """Tokens that are wanted of a source that offered them without making them."""
+
+    source: Source
+    count: int
+
+
 class Drafter(Protocol):
-    """Proposes tokens of one sequence."""
+    """Proposes tokens of all sequences. grades: of proposals, from 1 on: the higher, the surer.
+    waits: it proposes nothing behind tokens that are still on their way."""
+
+    grades: int
+    waits: bool
+
+    def begin(self, sequence: Drafted) -> Source:
+        """Returns what proposes the tokens of a sequence."""
+
+    def seconds(self, sequences: int, tokens: int) -> float:
+        """Predicts the seconds in which it makes tokens of that many sequences, `tokens` of the one
+        that wants most."""
+
+    def make(self, wanted: list[Wanted], seconds: float) -> list[np.ndarray]:
+        """Makes the tokens that are wanted of each source, or none of some: those for which it
+        would need more than `seconds`."""
+
+
+class Proposer(Protocol):
+    """What proposes the tokens of one sequence at once."""
 
     def propose(self, count: int) -> Proposal:
         """Returns up to `count` tokens that may follow those put out so far."""
 
 
-class JudgedDrafter(NamedTuple):
-    """The drafter of a sequence, and how often it was right."""
+class _Alone:
+    def __init__(self, proposer: Proposer):
+        self._proposer = proposer
 
-    drafter: Drafter
+    def offer(self, count: int) -> Offer:
+        tokens, grade = self._proposer.propose(count)
+        return Offer(len(tokens), grade, tokens)
+
+
+class EachAlone:
+    """Drafter whose sources know nothing of each other and make tokens at once. source: makes that
+    of a prompt [n] int32 and the list to which its output is appended."""
+
+    waits = False
+
+    def __init__(self, grades: int, source: Callable[[np.ndarray, list[int]], Proposer]):
+        self.grades = grades
+        self._source = source
+
+    def begin(self, sequence: Drafted) -> Source:
+        """See `Drafter.begin`."""
+        return _Alone(self._source(sequence.request.prompt, sequence.output))
+
+    def seconds(self, sequences: int, tokens: int) -> float:
+        """Returns 0: it takes microseconds of the host's time."""
+        return 0.0
+
+    def make(self, wanted: list[Wanted], seconds: float) -> list[np.ndarray]:
+        """Errors: AssertionError; all it offers is made."""
+        raise AssertionError("what is offered is made already")
+
+
+class NoDrafter:
+    """Drafter that offers nothing: until the devices of a draft model are there."""
+
+    grades = 1
+    waits = False
+
+    def begin(self, sequence: Drafted) -> Source:
+        """See `Drafter.begin`."""
+        return self
+
+    def offer(self, count: int) -> Offer:
+        """Offers nothing."""
+        return Offer(0, 1)
+
+    def seconds(self, sequences: int, tokens: int) -> float:
+        """Returns 0."""
+        return 0.0
+
+    def make(self, wanted: list[Wanted], seconds: float) -> list[np.ndarray]:
+        """Returns []: nothing is wanted."""
+        return []
+
+
+class SequenceDrafts(NamedTuple):
+    """What proposes the tokens of a sequence, and how often it was right."""
+
+    source: Source
     judged: Judged
 
 
 class DrafterKind(NamedTuple):
-    """A way to propose tokens. help: for the help of settings. grades: of proposals, from 1 on: the
-    higher, the surer. make: of a prompt [n] int32 and the list to which its output is appended."""
+    """A way to propose tokens. help: for the help of settings. make: makes the drafter of a
+    scheduler."""
 
     help: str
-    grades: int
-    make: Callable[[np.ndarray, list[int]], Drafter]
+    make: Callable[[], Drafter]
 
 
 DRAFTERS: Mapping[str, DrafterKind] = {
     "ngram": DrafterKind(
         "what followed the last tokens where they came before, in the prompt or the output",
-        GRADES,
-        Lookup,
+        lambda: EachAlone(GRADES, Lookup),
+    ),
+    "model": DrafterKind(
+        "what a smaller model with the same tokenizer would say, see draft_model", NoDrafter
     ),
 }

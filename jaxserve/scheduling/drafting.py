@@ -2,9 +2,10 @@
 
 Each takes a row beside the decodes. A step with more rows takes longer, by what the predictor says,
 and is worth it where the tokens that are likely to come by it are worth more than at the pace of
-the decodes alone: so the number that gives most tokens a second is chosen. It stays within the time
-that objectives leave the step, and prompts come first: under load there is no time left. No page is
-taken for proposed tokens that others may need.
+the decodes alone: so the number that gives most tokens a second is chosen, with the time in which
+they are made, if that takes some. It stays within the time that objectives leave the step, and
+prompts come first: under load there is no time left. No page is taken for proposed tokens that
+others may need.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy as np
 from jaxserve.cache import CacheManager
 from jaxserve.costs.predictor import Predictor
 from jaxserve.drafts.acceptance import Acceptance, Judged
-from jaxserve.drafts.drafter import DRAFTERS, JudgedDrafter
+from jaxserve.drafts.drafter import DRAFTERS, Drafter, SequenceDrafts, Source, Wanted
 from jaxserve.scheduling.budget import StepBudget
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.slots import SlotTable
@@ -34,83 +35,133 @@ LIKELY = 0.5  # the same where it is not known what steps cost
 
 class Drafts(NamedTuple):
     """Proposed tokens that a step checks [m]: of these slots, at these positions, in their order;
-    the rows of a slot follow each other."""
+    the rows of a slot follow each other. seconds: predicted, in which they were made."""
 
     slot: np.ndarray
     start: np.ndarray
     tokens: np.ndarray
+    seconds: float
 
 
-NO_DRAFTS = Drafts(*[np.empty(0, np.int32)] * 3)
+NO_DRAFTS = Drafts(*[np.empty(0, np.int32)] * 3, 0.0)
 
 
-class _Proposed(NamedTuple):
-    """Tokens that are proposed for a slot, and how likely each is right with those before it."""
+class _Offered(NamedTuple):
+    """Tokens that can be checked for a slot behind those on their way, and how likely each is right
+    with those before it [m]. tokens [m]: None where they are still to be made."""
 
     slot: int
-    tokens: np.ndarray
+    source: Source
+    grade: int
     chances: np.ndarray
+    tokens: np.ndarray | None
 
 
 class Drafting:
     """Chooses the proposed tokens of one step after another, for a `config` that asks for some.
-    `kind`: of what proposes them."""
+    `drafter`: what proposes them."""
 
     def __init__(
         self, config: SchedulerConfig, cache: CacheManager, slots: SlotTable, predictor: Predictor
     ):
         self._config = config
-        self.kind = DRAFTERS[config.drafts]
+        self.drafter = DRAFTERS[config.drafts].make()
         self._cache = cache
         self._slots = slots
         self._predictor = predictor
-        self._acceptance = Acceptance(self.kind.grades)
         self._waits = WAIT if predictor.mesh.spp == 1 else 0.0
+
+    @property
+    def drafter(self) -> Drafter:
+        return self._drafter
+
+    @drafter.setter
+    def drafter(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+        self._acceptance = Acceptance(drafter.grades)
+
+    def waits(self, decodes: np.ndarray, budget: StepBudget, room: int) -> bool:
+        """Returns whether a step with these decodes is better decided once their newest tokens are
+        known: it would check tokens that are proposed behind them. Arguments: as of `choose`."""
+        if not self.drafter.waits or not self._may(decodes, budget, room):
+            return False
+        if not self._unknown(decodes).any():
+            return False
+        return bool(self._chosen(list(self._offers(decodes, known=True)), decodes, budget, room))
 
     def choose(self, decodes: np.ndarray, budget: StepBudget, room: int) -> Drafts:
         """Returns the proposed tokens that a step with these decodes checks. decodes [n]: slots,
         each with a page. budget: with all that the step has. room: rows that a lane has left."""
+        if not self._may(decodes, budget, room):
+            return NO_DRAFTS
+        offers = list(self._offers(decodes))
+        counts = self._chosen(offers, decodes, budget, room)
+        taken = [(one, counts[one.slot]) for one in offers if one.slot in counts]
+        return self._drafts(taken, budget)
+
+    def _may(self, decodes: np.ndarray, budget: StepBudget, room: int) -> bool:
+        """Returns whether tokens that are all right would be worth their rows."""
         if not decodes.size or room <= 0 or max(budget.lane_seconds) >= budget.objective:
-            return NO_DRAFTS
-        any_slot = np.repeat(decodes, self._config.draft_tokens)
-        if not self._count(decodes, any_slot, np.ones(len(any_slot)), budget, room):
-            return NO_DRAFTS  # not even right ones are worth their rows
-        proposed = list(self._proposed(decodes))
-        if not proposed:
-            return NO_DRAFTS
-        chances = np.concatenate([one.chances for one in proposed])
-        slot = np.repeat([one.slot for one in proposed], [len(one.chances) for one in proposed])
+            return False
+        any_slot = np.tile(decodes, self._config.draft_tokens)
+        return self._count(decodes, any_slot, np.ones(len(any_slot)), budget, room) > 0
+
+    def _chosen(
+        self, offers: list[_Offered], decodes: np.ndarray, budget: StepBudget, room: int
+    ) -> dict[int, int]:
+        """Returns by slot how many of the tokens on offer a step checks, if any."""
+        if not offers:
+            return {}
+        chances = np.concatenate([one.chances for one in offers])
+        slot = np.repeat([one.slot for one in offers], [len(one.chances) for one in offers])
         likeliest = np.argsort(-chances, kind="stable")
         count = self._count(decodes, slot[likeliest], chances[likeliest], budget, room)
-        if not count:
-            return NO_DRAFTS
-        taken = np.zeros(len(chances), bool)
-        taken[likeliest[:count]] = True
-        return self._drafts(proposed, np.bincount(slot[taken], minlength=len(self._slots.phase)))
+        slots, counts = np.unique(slot[likeliest[:count]], return_counts=True)
+        return dict(zip(slots.tolist(), counts.tolist()))
 
-    def _drafts(self, proposed: list[_Proposed], counts: np.ndarray) -> Drafts:
-        """Returns the first tokens of each proposal. counts: of them, by slot."""
+    def _drafts(self, taken: list[tuple[_Offered, int]], budget: StepBudget) -> Drafts:
+        """Returns the first tokens of each offer, as many as are wanted of it."""
+        missing = [Wanted(one.source, count) for one, count in taken if one.tokens is None]
+        seconds = 0.0
+        made: Iterator[np.ndarray] = iter(())
+        if missing:
+            seconds = self.drafter.seconds(len(missing), max(each.count for each in missing))
+            spare = budget.objective - max(budget.lane_seconds)
+            made = iter(self.drafter.make(missing, spare))
         parts = []
-        for one in proposed:
-            count = int(counts[one.slot])
+        for one, count in taken:
+            tokens = one.tokens
+            if tokens is None:
+                tokens = self._noted(self._slots.by_slot[one.slot], next(made), one.grade)
+            count = min(count, len(tokens))
+            if not count:
+                continue
             start = int(self._slots.issued[one.slot]) + 1
             self._give_pages(one.slot, start + count)
             positions = np.arange(start, start + count, dtype=np.int32)
-            parts.append((np.full(count, one.slot, np.int32), positions, one.tokens[:count]))
-        return Drafts(*map(np.concatenate, zip(*parts)))
+            parts.append((np.full(count, one.slot, np.int32), positions, tokens[:count]))
+        if not parts:
+            return NO_DRAFTS
+        return Drafts(*map(np.concatenate, zip(*parts)), seconds)
 
     # --- what is proposed
 
-    def _proposed(self, decodes: np.ndarray) -> Iterator[_Proposed]:
+    def _unknown(self, decodes: np.ndarray) -> np.ndarray:
+        """Counts the tokens of each slot [n] that are on their way."""
+        known = [len(self._slots.by_slot[slot].history) for slot in decodes.tolist()]
+        return self._slots.issued[decodes] + 1 - np.array(known, np.int64)
+
+    def _offers(self, decodes: np.ndarray, known: bool = False) -> Iterator[_Offered]:
+        """Yields what is on offer for each slot, if anything. known: as if tokens on their way were
+        known."""
         spare = self._cache.available_unlocked // self._cache.needs.per_block
         has_pages = spare > self._slots.running
-        for slot in decodes.tolist():
-            sequence = self._slots.by_slot[slot]
+        for slot, unknown in zip(decodes.tolist(), self._unknown(decodes).tolist()):
             most = self._most(slot, has_pages)
-            if most <= 0:
+            if most <= 0 or (unknown and self.drafter.waits and not known):
                 continue
-            one = self._propose(sequence, slot, most)
-            if len(one.tokens):
+            one = self._offer(slot, 0 if known else unknown, most)
+            if len(one.chances):
                 yield one
 
     def _most(self, slot: int, has_pages: bool) -> int:
@@ -127,23 +178,37 @@ class Drafting:
         if stop > self._cache.capacity[slot]:
             self._cache.extend(slot, 1)
 
-    def _propose(self, sequence: Sequence, slot: int, most: int) -> _Proposed:
-        state = sequence.drafts
-        if state is None:
-            drafter = self.kind.make(sequence.request.prompt, sequence.output)
-            state = JudgedDrafter(drafter, Judged(self.kind.grades, self._acceptance))
-            sequence.drafts = state
-        state.judged.judge(sequence.output)
-        # tokens that are on their way: they have to be as proposed too
-        unknown = int(self._slots.issued[slot]) + 1 - len(sequence.history)
-        tokens, grade = state.drafter.propose(unknown + most)
-        if sequence.matcher is not None:
-            tokens = tokens[: sequence.matcher.count_valid(tokens.tolist())]
-        state.judged.expect(tokens, grade, len(sequence.output))
-        chances = state.judged.chain(grade, len(tokens))[unknown:]
+    def _offer(self, slot: int, unknown: int, most: int) -> _Offered:
+        """Returns what is on offer for a slot: up to `most` tokens behind `unknown` ones that are
+        on their way, which have to be as proposed too."""
+        sequence = self._slots.by_slot[slot]
+        drafts = sequence.drafts
+        if drafts is None:
+            judged = Judged(self._acceptance, anew=self.drafter.waits)
+            drafts = SequenceDrafts(self.drafter.begin(sequence), judged)
+            sequence.drafts = drafts
+        drafts.judged.judge(sequence.output)
+        offer = drafts.source.offer(unknown + most)
+        tokens = offer.tokens
+        count = offer.count
+        if tokens is not None:
+            tokens = self._noted(sequence, tokens, offer.grade)
+            count = len(tokens)
+        chances = drafts.judged.chain(offer.grade, count)[unknown:]
         least = LEAST_LIKELY if self._predictor.calibrated else LIKELY
         likely = int(np.count_nonzero(chances >= least))
-        return _Proposed(slot, tokens[unknown : unknown + likely], chances[:likely])
+        if tokens is not None:
+            tokens = tokens[unknown : unknown + likely]
+        return _Offered(slot, drafts.source, offer.grade, chances[:likely], tokens)
+
+    def _noted(self, sequence: Sequence, tokens: np.ndarray, grade: int) -> np.ndarray:
+        """Returns those of the proposed tokens that structured output allows, which are judged once
+        it is known what followed."""
+        if sequence.matcher is not None:
+            tokens = tokens[: sequence.matcher.count_valid(tokens.tolist())]
+        assert sequence.drafts is not None
+        sequence.drafts.judged.expect(tokens, grade, len(sequence.output))
+        return tokens
 
     # --- how many
 
@@ -164,7 +229,7 @@ class Drafting:
         alone = max(budget.decode_seconds)
         before = max(budget.lane_seconds)
         best, pace = 0, len(decodes) / alone
-        for count in self._sizes(len(slot), budget, room):
+        for count in self._sizes(slot, budget, room):
             rows = np.bincount(lane[:count], minlength=len(budget.lanes))
             if rows.max() > room:
                 break
@@ -175,24 +240,31 @@ class Drafting:
                 for number in np.flatnonzero(rows).tolist()
             )
             longer = max(seconds - before, 0.0)
-            if before + longer > budget.objective:
-                break
-            each = (len(decodes) + chances[:count].sum()) / (alone + longer + self._waits)
+            of_slot = np.bincount(slot[:count])
+            making = self.drafter.seconds(np.count_nonzero(of_slot), int(of_slot.max()))
+            if before + longer + making > budget.objective:
+                continue
+            step = alone + longer + making + self._waits
+            each = (len(decodes) + chances[:count].sum()) / step
             if each > pace:
                 best, pace = count, each
         return best
 
-    def _sizes(self, most: int, budget: StepBudget, room: int) -> Iterator[int]:
-        """Yields numbers of proposed tokens, up to `most`: those that fill the rows for which steps
-        are compiled, which take as long with fewer."""
+    def _sizes(self, slot: np.ndarray, budget: StepBudget, room: int) -> list[int]:
+        """Lists numbers of proposed tokens, up to all of `slot` [m]: those that fill the rows for
+        which steps are compiled, which take as long with fewer; and, where making tokens takes
+        time, those by which no sequence has another one."""
+        most = len(slot)
         if len(budget.lanes) == 1:
             most = min(most, room)
         used = max(load.decodes for load in budget.lanes)
         full = (2**power - used for power in itertools.count())
-        for count in itertools.takewhile(lambda count: count < most, full):
-            if count > 0:
-                yield count
-        yield most
+        sizes = {most, *itertools.takewhile(lambda count: count < most, full)}
+        if self.drafter.seconds(1, 1):
+            nth = _nth_of_slot(slot[:most])
+            deepest = np.maximum.accumulate(nth)
+            sizes.update((np.flatnonzero(np.diff(deepest)) + 1).tolist())
+        return sorted(size for size in sizes if size > 0)
 
     def _seconds(
         self, budget: StepBudget, lane: int, rows: int, context: float, longest: int
@@ -208,3 +280,12 @@ class Drafting:
                 samples=load.samples + rows,
             )
         )
+
+
+def _nth_of_slot(slot: np.ndarray) -> np.ndarray:
+    """Counts the tokens of the same slot up to each [m], itself included."""
+    order = np.argsort(slot, kind="stable")
+    first = np.searchsorted(slot[order], slot[order])
+    nth = np.empty_like(order)
+    nth[order] = np.arange(1, len(slot) + 1) - first
+    return nth

@@ -92,7 +92,18 @@ class BatchPacker:
             budget = self._budget(decodes)
         if not chunks and not decodes.size:
             return None
+        if not chunks and self._awaits_tokens(decodes, budget):
+            return None
         return self._packed(number, decodes, chunks, budget)
+
+    def _awaits_tokens(self, decodes: np.ndarray, budget: StepBudget) -> bool:
+        if self.drafting is None:
+            return False
+        return self.drafting.waits(decodes, budget, self._draft_room(budget))
+
+    def _draft_room(self, budget: StepBudget, chunks: int = 0) -> int:
+        """Returns the rows that the fullest lane has left for proposed tokens."""
+        return self.config.decode_rows - max(load.decodes for load in budget.lanes) - chunks
 
     def _computed(self) -> np.ndarray:
         """Returns the tokens of each slot [slots] whose blocks may be read elsewhere: issued ones;
@@ -121,11 +132,12 @@ class BatchPacker:
     ) -> tuple[Batch, list[PrefillChunk]]:
         drafts = NO_DRAFTS
         if self.drafting is not None:
-            used = max(load.decodes for load in budget.lanes) + len(chunks)
-            drafts = self.drafting.choose(decodes, budget, self.config.decode_rows - used)
+            room = self._draft_room(budget, len(chunks))
+            drafts = self.drafting.choose(decodes, budget, room)
         batch = self._batch(number, decodes, chunks, max(budget.lane_seconds), drafts)
         if drafts.slot.size:
-            batch = dataclasses.replace(batch, seconds=self.predictor.seconds(batch))
+            seconds = self.predictor.seconds(batch)
+            batch = dataclasses.replace(batch, seconds=seconds, drafting=drafts.seconds)
         if self.mesh.kvp > 1:
             batch = self._exchanged(batch, budget)
         return batch, chunks

@@ -14,7 +14,7 @@ from jaxserve.cache import NO_MATCH
 from jaxserve.cache.hashes import BlockHashes
 from jaxserve.cache.prefix_match import BlockPage
 from jaxserve.cache.tiers import Lookup
-from jaxserve.drafts.drafter import JudgedDrafter
+from jaxserve.drafts.drafter import SequenceDrafts
 from jaxserve.lanes.planner import PlanPart, part_at
 
 NO_SLOT = -1
@@ -100,7 +100,7 @@ class Sequence:
         self.started_at: float | None = None
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None  # clock seconds at which its last token came
-        self.drafts: JudgedDrafter | None = None  # where tokens were proposed for it
+        self.drafts: SequenceDrafts | None = None  # where tokens were proposed for it
         self.matcher = None if request.guide is None else request.guide.matcher()
         self.prompt_logprobs: list[Logprobs | None] | None = None
         if request.sampling.prompt_logprobs is not None:

@@ -30,12 +30,12 @@ def test_rates_are_learnt():
 def test_a_sequence_learns_for_itself_and_begins_with_what_is_known():
     everyone = Acceptance(1)
     begun = everyone.chain(1, 1)[0]
-    poor = Judged(1, everyone)
+    poor = Judged(everyone)
     for number in range(20):
         poor.expect(np.array([1, 2]), 1, number)
         poor.judge([0] * (number + 1))
     assert poor.chain(1, 1)[0] < everyone.chain(1, 1)[0] < begun
-    assert Judged(1, everyone).chain(1, 1) == everyone.chain(1, 1)
+    assert Judged(everyone).chain(1, 1) == everyone.chain(1, 1)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_a_sequence_learns_for_itself_and_begins_with_what_is_known():
     ],
 )
 def test_tokens_are_judged_as_far_as_they_have_come(came, rates):
-    judged = Judged(1, Acceptance(1))
+    judged = Judged(Acceptance(1))
     before = judged.chain(1, 1)[0]
     judged.expect(np.array([1, 2, 3]), 1, 2)
     judged.judge([7, 7, *came])

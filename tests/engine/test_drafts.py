@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxserve.costs.coefficients import Costs
-from jaxserve.drafts.drafter import DrafterKind
+from jaxserve.drafts.drafter import EachAlone
 from jaxserve.drafts.lookup import Proposal
 from jaxserve.engine.engine import Engine
 from jaxserve.lanes.choice import DECODE_CHOICES
@@ -63,7 +63,7 @@ def with_drafts(real: Engine, placement: str = "grow", said=None, **settings) ->
     drafting = new.scheduler.packer.drafting
     assert drafting is not None
     if said is not None:
-        drafting.kind = DrafterKind("", 1, lambda prompt, output: Seer(said, prompt, output))
+        drafting.drafter = EachAlone(1, lambda prompt, output: Seer(said, prompt, output))
     return new
 
 
@@ -251,8 +251,8 @@ def test_draws_behind_proposed_tokens_follow_the_models_distribution(draws):
     expected = {said: probability(fresh(real, "grow"), prompt, said, bias) for said in outcomes}
     assert sum(expected.values()) == pytest.approx(1, abs=1e-4)
     new = with_drafts(real)
-    new.scheduler.packer.drafting.kind = DrafterKind(
-        "", 1, lambda prompt, out: Likeliest(expected, out)
+    new.scheduler.packer.drafting.drafter = EachAlone(
+        1, lambda prompt, out: Likeliest(expected, out)
     )
     right = checked(new)
     runner = Runner(new)

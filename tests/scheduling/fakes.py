@@ -24,7 +24,7 @@ from jaxserve.cache.hashes import is_block
 from jaxserve.cache.tier_events import TierEvents
 from jaxserve.cache.tiers import Fetch
 from jaxserve.costs.coefficients import NOMINAL, Costs
-from jaxserve.drafts.drafter import DrafterKind
+from jaxserve.drafts.drafter import EachAlone
 from jaxserve.drafts.lookup import Proposal
 from jaxserve.lanes.groups import group_around, group_sizes
 from jaxserve.lanes.planner import LanePlanner
@@ -340,7 +340,7 @@ class Replica:
         self.adapters: dict[int, int] = {}  # number of the adapter in each place
         drafting = self.scheduler.packer.drafting
         if drafting is not None:
-            drafting.kind = DrafterKind("", 3, lambda prompt, output: Seer(self, output))
+            drafting.drafter = EachAlone(3, lambda prompt, output: Seer(self, output))
         self.device = Device(cache.block_size, self.scheduler.sequences, windows, state_pages > 0)
         self.device.proposed = config.draft_tokens if drafting is not None else 0
         self.flight: deque[tuple[Batch, np.ndarray, set]] = deque()

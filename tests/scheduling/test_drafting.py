@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxserve.costs.coefficients import NOMINAL, Costs
-from jaxserve.drafts.drafter import DrafterKind
+from jaxserve.drafts.drafter import EachAlone
 from jaxserve.drafts.lookup import Proposal
 from jaxserve.scheduling.events import DraftsChecked
 from jaxserve.settings.schema import CacheConfig, SchedulerConfig
@@ -32,7 +32,7 @@ class Sure(Seer):
 def replica(costs: Costs = FREE_ROWS, cache: CacheConfig = CACHE, **settings) -> Replica:
     made = Replica(dataclasses.replace(CONFIG, **settings), cache, costs=costs)
     drafting = made.scheduler.packer.drafting
-    drafting.kind = DrafterKind("", 1, lambda prompt, output: Sure(made, output))
+    drafting.drafter = EachAlone(1, lambda prompt, output: Sure(made, output))
     return made
 
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxserve.api.batch import Batch
-from jaxserve.drafts.drafter import DrafterKind
-from jaxserve.drafts.lookup import Proposal
+from jaxserve.drafts.drafter import Drafted, Offer, Source, Wanted
 from jaxserve.settings.schema import ConfigError
 
 WRONG = 1  # sampled in place of a proposed token; all others are 0
@@ -18,29 +17,53 @@ WRONG = 1  # sampled in place of a proposed token; all others are 0
 @dataclass(frozen=True)
 class Guesses:
     """Proposals that never run out. acceptance: the probability that a proposed token is right if
-    those before it are. seed: of the draws."""
+    those before it are. seed: of the draws. seconds: that a draft model takes for a token of each
+    sequence; 0: proposals are there at once."""
 
     acceptance: float = 0.7
     seed: int = 0
+    seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        """Checks the probability. Errors: ConfigError."""
+        """Checks the numbers. Errors: ConfigError."""
         if not 0 <= self.acceptance <= 1:
             raise ConfigError("draft_acceptance", f"must be from 0 to 1, not {self.acceptance}")
+        if self.seconds < 0:
+            raise ConfigError("draft_seconds", f"must be at least 0, not {self.seconds}")
 
-    @property
-    def kind(self) -> DrafterKind:
-        """The drafter of all sequences."""
-        return DrafterKind("tokens of a simulation", 1, lambda prompt, output: _Zeros())
+    def drafter(self) -> Guesser:
+        """Returns the drafter of all sequences."""
+        return Guesser(self.seconds)
 
     def sampler(self) -> Sampler:
         """Returns what samples for one batch after another."""
         return Sampler(self)
 
 
-class _Zeros:
-    def propose(self, count: int) -> Proposal:
-        return Proposal(np.zeros(count, np.int32), 1)
+class Guesser:
+    """Drafter whose tokens are all 0; seconds: as of `Guesses`."""
+
+    grades = 1
+
+    def __init__(self, seconds: float):
+        self._seconds = seconds
+        self.waits = seconds > 0
+
+    def begin(self, sequence: Drafted) -> Source:
+        """See `Drafter.begin`."""
+        return self
+
+    def offer(self, count: int) -> Offer:
+        """Offers as many as are asked for."""
+        return Offer(count, 1, None if self.waits else np.zeros(count, np.int32))
+
+    def seconds(self, sequences: int, tokens: int) -> float:
+        """Predicts what making takes: the tokens of a sequence come one after the other."""
+        return self._seconds * tokens
+
+    def make(self, wanted: list[Wanted], seconds: float) -> list[np.ndarray]:
+        """Makes what is wanted."""
+        return [np.zeros(one.count, np.int32) for one in wanted]
 
 
 class Sampler:

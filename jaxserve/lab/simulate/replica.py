@@ -106,6 +106,7 @@ class Pipeline:
     def enter(self, now: float, batch: Batch) -> StagePassage:
         """Puts a batch into the stages."""
         factor = self._factor()
+        now += batch.drafting
         tokens = int(batch.length.sum())
         hop = self.predictor.hop(tokens)
         head = self.predictor.head(int(np.bincount(batch.lane[~batch.is_chunk]).max(initial=0)))
@@ -190,7 +191,7 @@ class VirtualReplica(ReplicaCore):
         self._sampler = guesses.sampler()
         drafting = self.scheduler.packer.drafting
         if drafting is not None:
-            drafting.kind = guesses.kind
+            drafting.drafter = guesses.drafter()
 
     # --- time
 
