@@ -11,6 +11,7 @@ from jaxserve.settings.options import Option, make, options_of
 from jaxserve.settings.schema import (
     AdapterConfig,
     CacheConfig,
+    DraftConfig,
     EngineConfig,
     ModelSource,
     SchedulerConfig,
@@ -35,6 +36,7 @@ ENGINE = {
         *("compile_cache", "compile_all"),
     ),
     "adapters": _of(AdapterConfig),
+    "draft model": _of(DraftConfig),
 }
 CONFIG = {
     "settings": [

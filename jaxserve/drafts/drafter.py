@@ -38,10 +38,10 @@ class Drafted(Protocol):
 
 class Offer(NamedTuple):
     """How many tokens can be proposed for a sequence, and a grade, at least 1, of how sure the
-    first is; each further one is a grade surer if those before it were right. tokens [count]; None
+    first is; each further one is a grade surer if those before it were right. tokens [size]; None
     where they are made once it is decided how many are wanted."""
 
-    count: int
+    size: int
     grade: int
     tokens: np.ndarray | None = None
 
@@ -57,7 +57,7 @@ class Wanted(NamedTuple):
     """Tokens that are wanted of a source that offered them without making them."""
 
     source: Source
-    count: int
+    size: int
 
 
 class Drafter(Protocol):

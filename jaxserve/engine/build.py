@@ -10,6 +10,7 @@ from jaxserve.api.errors import RequestError
 from jaxserve.cache.tiers import LowerTiers
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.engine.block_layout import BlockLayout
+from jaxserve.engine.draft_loading import open_draft_model
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.executor import CommandExecutor
 from jaxserve.engine.loading import cache_identity, hello_of, make_worker
@@ -62,6 +63,11 @@ def build(
     if profiled:
         profile = profile_for(config, worker, max_length(config, worker.plan.model), progress)
     engine = make_engine(config, worker, model, profile)
+    if config.draft.draft_model is not None:
+        seed_of = lambda request_id: engine.registry[request_id].seed
+        engine.propose_by(
+            open_draft_model(config, worker.plan.model, seed_of, progress, warm_up, profiled)
+        )
     if config.compile_all:
         worker.compile_others()
     return engine
@@ -78,6 +84,8 @@ def open_executor(
     member = this_member()
     if member is None:
         return open_worker(config, progress, warm_up, peers, everything=False)
+    if config.draft.draft_model is not None:
+        raise ConfigError("draft_model", "a replica of several processes has none")
     if member.leads:
         return open_group(config, member, progress, warm_up)
     work(config, member)

@@ -29,6 +29,7 @@ from jaxserve.engine.block_export import BlockWishes
 from jaxserve.engine.block_files import TierFiles
 from jaxserve.engine.command import DeviceError, WorkersLost
 from jaxserve.engine.description import replica_info, tier_readings, transfer_readings
+from jaxserve.engine.draft_model import DraftModel
 from jaxserve.engine.executor import CommandExecutor
 from jaxserve.engine.fetched_pieces import Arrival
 from jaxserve.engine.steps import Steps
@@ -78,6 +79,7 @@ class Engine(ReplicaCore):
             scheduler, self.steps, self._patiently, self.now, self._notify, self._weights_changed
         )
         self.weights: LocalWeights = LocalWeights(scheduler, worker.weights, loop)
+        self.draft_model: DraftModel | None = None
         self.block_exporter: BlockExporter | PartedExporter | None = None
         if worker.lower_tiers is not None:
             self.block_exporter = worker.exporter(
@@ -95,6 +97,11 @@ class Engine(ReplicaCore):
     def start(self) -> None:
         """Starts the engine's thread."""
         self._thread.start()
+
+    def propose_by(self, model: DraftModel) -> None:
+        """Has a draft model propose tokens, before this is started; it is closed with this."""
+        self.draft_model = model
+        self.scheduler.propose_by(model)
 
     def post(self, command: Callable[[], object]) -> None:
         """Runs a command on the engine's thread before its next step; at once where that thread has
@@ -244,6 +251,8 @@ class Engine(ReplicaCore):
             with contextlib.suppress(DeviceError):
                 self.worker.keep(self.scheduler.cache.below.stores_at_the_end())
         self.worker.close()
+        if self.draft_model is not None:
+            self.draft_model.worker.close()
 
     # --- the loop
 

@@ -98,6 +98,10 @@ class DeviceRoom:
             return cls(platform, None)
         return cls(platform, int(least * 2**20 * claimed_share(share, devices)))
 
+    def without(self, taken: int) -> DeviceRoom:
+        """Returns what is left where something else takes bytes of it."""
+        return self if self.bytes is None else DeviceRoom(self.platform, self.bytes - taken)
+
 
 def has_room(shapes: Iterable[jax.ShapeDtypeStruct]) -> bool:
     """Returns whether this process's devices, or the machine where they are its CPUs, have memory

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
 from collections.abc import Callable
@@ -13,8 +14,9 @@ import numpy as np
 
 from jaxserve.checkpoint.model import ModelConfig, declare, layers_of
 from jaxserve.checkpoint.page_groups import page_windows, pool_count, pool_page, share_pages
+from jaxserve.engine.draft_sizing import draft_replica, draft_source
 from jaxserve.engine.machine import fitted
-from jaxserve.engine.memory import DeviceRoom, claim, kv_bytes, state_bytes
+from jaxserve.engine.memory import DeviceRoom, claim, kv_bytes, sizes, state_bytes
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.state_limits import check_checkpoints, check_states
 from jaxserve.engine.step_shapes import sample_sizes, shapes
@@ -120,6 +122,8 @@ def make_plan(
     device; None: as this process has them. kept: weights that may stay quantised. Errors:
     ConfigError."""
     room = room or DeviceRoom.here()
+    if config.draft.draft_model is not None and room.bytes is not None:
+        room = room.without(draft_bytes(config, room.platform))
     if model.has_states:
         check_states(config, model)
     check_layers(config, model)
@@ -167,6 +171,17 @@ def make_plan(
     plan = dataclasses.replace(plan, width=min(blocks, plan.pages))
     check_checkpoints(config, plan)
     return plan
+
+
+@functools.cache
+def draft_bytes(config: EngineConfig, platform: str) -> int:
+    """Bytes that the draft model takes of a device of this platform. Errors: ConfigError,
+    CheckpointError."""
+    checkpoint = open_checkpoint(draft_source(config).model)
+    replica = draft_replica(config, checkpoint.config)
+    room = DeviceRoom(platform, None)
+    kept = kept_weights(replica, checkpoint, room)
+    return sizes(make_plan(replica, split_model(replica, checkpoint.config), room, kept)).total
 
 
 def check_layers(config: EngineConfig, model: ModelConfig) -> None:

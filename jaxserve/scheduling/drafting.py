@@ -43,7 +43,8 @@ class Drafts(NamedTuple):
     seconds: float
 
 
-NO_DRAFTS = Drafts(*[np.empty(0, np.int32)] * 3, 0.0)
+_NONE = np.empty(0, np.int32)
+NO_DRAFTS = Drafts(_NONE, _NONE, _NONE, 0.0)
 
 
 class _Offered(NamedTuple):
@@ -125,7 +126,7 @@ class Drafting:
         seconds = 0.0
         made: Iterator[np.ndarray] = iter(())
         if missing:
-            seconds = self.drafter.seconds(len(missing), max(each.count for each in missing))
+            seconds = self.drafter.seconds(len(missing), max(each.size for each in missing))
             spare = budget.objective - max(budget.lane_seconds)
             made = iter(self.drafter.make(missing, spare))
         parts = []
@@ -142,7 +143,8 @@ class Drafting:
             parts.append((np.full(count, one.slot, np.int32), positions, tokens[:count]))
         if not parts:
             return NO_DRAFTS
-        return Drafts(*map(np.concatenate, zip(*parts)), seconds)
+        slots, positions, ids = map(np.concatenate, zip(*parts))
+        return Drafts(slots, positions, ids, seconds)
 
     # --- what is proposed
 
@@ -190,7 +192,7 @@ class Drafting:
         drafts.judged.judge(sequence.output)
         offer = drafts.source.offer(unknown + most)
         tokens = offer.tokens
-        count = offer.count
+        count = offer.size
         if tokens is not None:
             tokens = self._noted(sequence, tokens, offer.grade)
             count = len(tokens)
@@ -241,7 +243,7 @@ class Drafting:
             )
             longer = max(seconds - before, 0.0)
             of_slot = np.bincount(slot[:count])
-            making = self.drafter.seconds(np.count_nonzero(of_slot), int(of_slot.max()))
+            making = self.drafter.seconds(int(np.count_nonzero(of_slot)), int(of_slot.max()))
             if before + longer + making > budget.objective:
                 continue
             step = alone + longer + making + self._waits

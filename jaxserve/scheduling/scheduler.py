@@ -25,6 +25,7 @@ from jaxserve.cache.copies import PrefixCopies
 from jaxserve.cache.hashes import CacheIdentity
 from jaxserve.costs.coefficients import NOMINAL, Costs
 from jaxserve.costs.predictor import Predictor
+from jaxserve.drafts.drafter import Drafter
 from jaxserve.lanes.choice import ExchangeChooser
 from jaxserve.lanes.cost import lane_costs
 from jaxserve.lanes.planner import LanePlanner
@@ -157,6 +158,11 @@ class Scheduler:
         )
         admission.listen(self.bus)
         return admission
+
+    def propose_by(self, drafter: Drafter) -> None:
+        """Has another drafter propose tokens; for settings that ask for some."""
+        assert self.packer.drafting is not None, "the settings ask for no proposed tokens"
+        self.packer.drafting.drafter = drafter
 
     def load(self) -> Load:
         """Returns how busy the replica is."""

@@ -49,6 +49,11 @@ class Tokenizer:
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self._pieces, self._strips = pieces_of(library)
 
+    @property
+    def ids(self) -> dict[str, int]:
+        """The id of each token, by its text in the vocabulary."""
+        return self._library.get_vocab(with_added_tokens=True)
+
     @classmethod
     def load(cls, source: str | Path) -> Tokenizer:
         """Loads the tokenizer of a folder, a GGUF file or a model's name. Errors:

@@ -63,7 +63,7 @@ class Guesser:
 
     def make(self, wanted: list[Wanted], seconds: float) -> list[np.ndarray]:
         """Makes what is wanted."""
-        return [np.zeros(one.count, np.int32) for one in wanted]
+        return [np.zeros(one.size, np.int32) for one in wanted]
 
 
 class Sampler:

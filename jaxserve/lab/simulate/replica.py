@@ -189,9 +189,8 @@ class VirtualReplica(ReplicaCore):
     def propose(self, guesses: Guesses) -> None:
         """Has proposed tokens, if the scheduler checks some, be right as often as `guesses` say."""
         self._sampler = guesses.sampler()
-        drafting = self.scheduler.packer.drafting
-        if drafting is not None:
-            drafting.drafter = guesses.drafter()
+        if self.scheduler.config.drafts != "none":
+            self.scheduler.propose_by(guesses.drafter())
 
     # --- time
 

@@ -4,6 +4,7 @@ type, limits and help. The command line's flags are made from them."""
 from jaxserve.api.errors import ConfigError
 from jaxserve.settings.schema.adapters import AdapterConfig
 from jaxserve.settings.schema.cache import CacheConfig
+from jaxserve.settings.schema.drafts import DraftConfig
 from jaxserve.settings.schema.engine import EngineConfig, check_lanes
 from jaxserve.settings.schema.mesh import MeshConfig
 from jaxserve.settings.schema.model import ModelSource
@@ -16,6 +17,7 @@ __all__ = [
     "AdapterConfig",
     "CacheConfig",
     "ConfigError",
+    "DraftConfig",
     "EngineConfig",
     "MeshConfig",
     "ModelSource",

@@ -13,6 +13,7 @@ from jaxserve.lanes.planner import ELASTIC
 from jaxserve.settings.fields import Settings, option
 from jaxserve.settings.schema.adapters import AdapterConfig, AdapterRoom
 from jaxserve.settings.schema.cache import CacheConfig
+from jaxserve.settings.schema.drafts import DraftConfig
 from jaxserve.settings.schema.mesh import MeshConfig
 from jaxserve.settings.schema.model import ModelSource
 from jaxserve.settings.schema.scheduler import SchedulerConfig
@@ -25,7 +26,8 @@ SERVED: Mapping[str, str] = {"policy": "slack", "chunking": "adaptive", "admissi
 
 @dataclass(frozen=True)
 class EngineConfig(Settings):
-    """A replica: its model, mesh, cache, scheduler and adapters, and how its engine runs.
+    """A replica: its model, mesh, cache, scheduler, adapters and draft model, and how its engine
+    runs.
 
     automatic: settings that were not given, which are chosen by the machine where it has GPUs
     (`jaxserve.engine.machine`); no setting itself.
@@ -36,6 +38,7 @@ class EngineConfig(Settings):
     cache: CacheConfig = field(default=CacheConfig())
     scheduler: SchedulerConfig = field(default=SchedulerConfig())
     adapters: AdapterConfig = field(default=AdapterConfig())
+    draft: DraftConfig = field(default=DraftConfig())
     profile: str = option(
         "auto",
         "what steps cost: a file that `jaxserve profile` wrote; auto: measured at the first start "
@@ -101,6 +104,7 @@ class EngineConfig(Settings):
         ):
             if value and not scheduler.max_loras:
                 raise ConfigError(name, "needs places for adapters: give --max_loras=N too")
+        self._check_draft()
         for name, value, needs_costs in (
             ("exchange", scheduler.exchange, scheduler.exchange in CHOOSERS),
             ("planner", scheduler.planner, scheduler.planner != "none"),
@@ -109,6 +113,14 @@ class EngineConfig(Settings):
                 raise ConfigError(
                     name, f"{value} needs to know what steps cost, which --profile=none rules out"
                 )
+
+    def _check_draft(self) -> None:
+        """Refuses a draft model without use, and drafts without one. Errors: ConfigError."""
+        wanted = self.scheduler.drafts == "model"
+        if wanted and self.draft.draft_model is None:
+            raise ConfigError("drafts", "model needs one: give --draft_model=NAME too")
+        if not wanted and self.draft.draft_model is not None:
+            raise ConfigError("draft_model", "has no effect without --drafts=model")
 
     @property
     def adapter_room(self) -> AdapterRoom | None:

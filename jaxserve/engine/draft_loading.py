@@ -1,0 +1,85 @@
+"""From settings to a draft model that proposes: checks, sizes, weights, programs, costs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from jaxserve.checkpoint.model import ModelConfig
+from jaxserve.costs.coefficients import NOMINAL
+from jaxserve.costs.predictor import Predictor
+from jaxserve.engine.draft_model import DraftModel
+from jaxserve.engine.draft_sizing import draft_replica, draft_source
+from jaxserve.engine.draft_steps import DraftSteps
+from jaxserve.engine.loading import make_worker
+from jaxserve.engine.profiling.profile_file import profile_for
+from jaxserve.engine.sampling_rows import VARIANTS
+from jaxserve.engine.stage_plan import StagePlan
+from jaxserve.engine.step_shapes import StepShape, first_shapes
+from jaxserve.progress import progress_bar
+from jaxserve.settings.schema import ConfigError, EngineConfig
+from jaxserve.text import Tokenizer
+from jaxserve.weights import open_checkpoint
+
+SAMPLING = VARIANTS[:2]  # what its tokens are sampled by: greedily, or drawn
+
+
+def open_draft_model(
+    config: EngineConfig,
+    model: ModelConfig,
+    seed_of: Callable[[str], int],
+    progress: bool = True,
+    warm_up: bool = True,
+    profiled: bool = True,
+) -> DraftModel:
+    """Loads the draft model that the settings name, for a replica of `model`. seed_of: of a request
+    by its id, 63 bits. warm_up, profiled: as of `build`. Errors: ConfigError for one that does not
+    go with the model, CheckpointError for one that cannot be read."""
+    source = draft_source(config)
+    checkpoint = open_checkpoint(source.model)
+    check_tokenizers(config.source.model, source.model)
+    replica = draft_replica(config, checkpoint.config)
+    worker, load = make_worker(replica, checkpoint, progress)
+    shapes = _used(worker.plan) if warm_up else []
+    count = len(worker.programs(shapes, SAMPLING))
+    with progress_bar("compiling the draft model", count, progress and warm_up) as step:
+        worker.start(load, shapes, step, SAMPLING)
+    capacity = worker.plan.model.max_len
+    costs = NOMINAL
+    if profiled:
+        timed = dataclasses.replace(replica, profile="auto" if config.timed else "none")
+        profile = profile_for(timed, worker, capacity, progress)
+        costs = NOMINAL if profile is None else profile.costs
+    return DraftModel(
+        worker,
+        DraftSteps(worker, -(-capacity // replica.cache.block_size)),
+        Predictor(costs, replica.mesh),
+        capacity,
+        model.vocab,
+        config.scheduler.draft_tokens,
+        seed_of,
+    )
+
+
+def _used(plan: StagePlan) -> list[StepShape]:
+    """Picks the shapes that steps of a draft model have, rows of single tokens or one long row, and
+    those that are measured beside them."""
+    chosen = {*first_shapes(plan.shapes)}
+    chosen.update(shape for shape in plan.shapes if not (shape.decode.rows and shape.prefill.rows))
+    return [shape for shape in plan.shapes if shape in chosen]
+
+
+def check_tokenizers(model: str, draft: str) -> None:
+    """Compares two models' tokenizers, where both have one: ids that both have must stand for the
+    same. Errors: ConfigError that names the first which do not."""
+    if model == draft or any(name.startswith("random:") for name in (model, draft)):
+        return
+    ours, theirs = (Tokenizer.load(name).ids for name in (model, draft))
+    by_id = {number: text for text, number in ours.items()}
+    for text, number in sorted(theirs.items(), key=lambda pair: pair[1]):
+        if by_id.get(number, text) != text:
+            raise ConfigError(
+                "draft_model",
+                f"its tokenizer is another one: {number} is {text!a:.40} there and "
+                f"{by_id[number]!a:.40} here",
+            )

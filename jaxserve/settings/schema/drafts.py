@@ -1,0 +1,35 @@
+"""Settings of the draft model, which proposes tokens that the replica's own model checks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxserve.settings.fields import Settings, option
+
+
+@dataclass(frozen=True)
+class DraftConfig(Settings):
+    """A draft model, and what it may take of a device. It runs on the replica's first device."""
+
+    draft_model: str | None = option(
+        None,
+        "smaller model with the same tokenizer that proposes tokens (drafts=model): a name or "
+        "folder as of model",
+    )
+    draft_quantization: str = option(
+        "auto",
+        "its weights on the device, as of quantization; int8 makes a draft model of a model itself",
+        choices=("auto", "none", "int8", "fp8"),
+    )
+    draft_context: int = option(
+        4096,
+        "last tokens of a sequence that the draft model sees at most: its KV has room for them",
+        low=128,
+    )
+    draft_seqs: int = option(
+        16,
+        "sequences that the draft model has KV of; where more decode, those that had proposals "
+        "last have some",
+        low=1,
+        high=256,
+    )

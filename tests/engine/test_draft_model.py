@@ -1,0 +1,167 @@
+"""A draft model changes how many steps a completion takes, and nothing of what it says: one that
+is of the model's mind, one that seldom is, and one that fails."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jaxserve.checkpoint.model_paths import CheckpointError
+from jaxserve.checkpoint.zoo import MODELS
+from jaxserve.engine.build import build
+from jaxserve.engine.command import DeviceError
+from jaxserve.engine.draft_sizing import draft_replica
+from jaxserve.engine.engine import Engine
+from jaxserve.scheduling.events import StepRead
+from jaxserve.settings.schema import (
+    CacheConfig,
+    ConfigError,
+    DraftConfig,
+    EngineConfig,
+    MeshConfig,
+    ModelSource,
+    SchedulerConfig,
+)
+from tests.engine.test_drafts import SAMPLING, assert_same, checked, prompts, run
+
+EVERY_MESH = ["tp=2", "kvp=2", "spp=2", "spp=2,kvp=2,tp=2"]
+SAME, OTHER = "random:tiny", "random:tiny-window"
+
+
+def drafting(draft: str = SAME, mesh: str = "", model: str = SAME, **draft_settings) -> Engine:
+    return build(
+        EngineConfig(
+            ModelSource(model=model, max_model_len=512),
+            MeshConfig.parse(mesh),
+            CacheConfig(block_size=16, pages=400),
+            SchedulerConfig(max_seqs=4, chunk_tokens=32, drafts="model", draft_tokens=5),
+            draft=DraftConfig(draft_model=draft, **draft_settings),
+        ),
+        progress=False,
+        warm_up=False,
+        profiled=False,
+    )
+
+
+def plainly(drafted: Engine, every: list[list[int]], fields: dict) -> list[list]:
+    """Completions of the same settings without a draft model."""
+    config = drafted.config
+    plain = dataclasses.replace(
+        config,
+        scheduler=dataclasses.replace(config.scheduler, drafts="none"),
+        draft=DraftConfig(),
+    )
+    return run(build(plain, progress=False, warm_up=False, profiled=False), every, fields)
+
+
+@pytest.mark.parametrize("kind", SAMPLING)
+def test_completions_are_those_without_a_draft_model(kind):
+    every = prompts()
+    drafted = drafting()
+    right = checked(drafted)
+    plain = plainly(drafted, every, SAMPLING[kind])
+    assert_same(run(drafted, every, SAMPLING[kind], (7, 32)), plain)
+    assert sum(right) > 40
+    if kind in ("greedy", "drawn", "several"):  # else it is not of one mind with the model
+        assert sum(right) > 0.95 * len(right)
+
+
+@pytest.mark.parametrize("mesh", [pytest.param(m, marks=pytest.mark.matrix) for m in EVERY_MESH])
+def test_completions_on_a_mesh_are_those_without_a_draft_model(mesh):
+    every = prompts()
+    fields = dict(temperature=1.1, seed=3)
+    drafted = drafting(mesh=mesh)
+    right = checked(drafted)
+    assert_same(run(drafted, every, fields), plainly(drafted, every, fields))
+    assert sum(right) > 40
+
+
+def test_a_draft_model_of_another_mind_changes_nothing():
+    every = prompts()
+    drafted = drafting(OTHER)
+    right = checked(drafted)
+    assert_same(run(drafted, every, {}), plainly(drafted, every, {}))
+    assert any(right) and not all(right)
+
+
+def test_a_draft_model_with_windows_proposes():
+    every = prompts()
+    fields = dict(temperature=0.9, seed=1)
+    drafted = drafting(OTHER, model=OTHER)
+    right = checked(drafted)
+    assert_same(run(drafted, every, fields), plainly(drafted, every, fields))
+    assert sum(right) > 0.95 * len(right) > 40
+
+
+@pytest.mark.parametrize("fields", [{}, dict(temperature=1.2, seed=5)])
+def test_long_texts_are_seen_in_part(fields):
+    """What the draft model sees begins again and again while 300 tokens come, of which 128 fit."""
+    random = np.random.default_rng(0)
+    every = [random.integers(3, 500, 150).tolist(), random.integers(3, 500, 20).tolist()]
+    fields = dict(max_tokens=300, ignore_eos=True, **fields)
+    drafted = drafting(draft_context=128)
+    right = checked(drafted)
+    assert_same(run(drafted, every, fields), plainly(drafted, every, fields))
+    assert sum(right) > 100
+
+
+def test_a_completion_takes_fewer_steps():
+    drafted = drafting()
+    seen: list = []
+    drafted.bus.subscribe(StepRead, seen.append)
+    run(drafted, prompts(1), dict(max_tokens=60, ignore_eos=True))
+    assert len(seen) < 60 / 3
+
+
+def test_sequences_share_fewer_places():
+    every = prompts()
+    drafted = drafting(draft_seqs=2)
+    right = checked(drafted)
+    assert_same(run(drafted, every, {}), plainly(drafted, every, {}))
+    assert sum(right) > 40
+
+
+def test_a_fault_of_the_draft_model_ends_its_proposals_alone(caplog):
+    every = prompts()
+    drafted = drafting()
+    model = drafted.draft_model
+    execute = model.worker.execute
+    count = 0
+
+    def fails(command):
+        nonlocal count
+        count += 1
+        if count > 20:
+            raise DeviceError("out of memory")
+        execute(command)
+
+    model.worker.execute = fails
+    right = checked(drafted)
+    assert_same(run(drafted, every, {}), plainly(drafted, every, {}))
+    assert model.broken and right
+    assert "proposes nothing" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "fault"),
+    [
+        (dict(draft=None), "drafts: model needs one: give --draft_model"),
+        (dict(draft="random:nothing"), "is not one of"),
+    ],
+)
+def test_what_cannot_propose_is_refused(settings, fault):
+    with pytest.raises((ConfigError, CheckpointError), match=fault):
+        drafting(**settings)
+
+
+def test_a_draft_model_with_states_is_refused():
+    config = drafting().config
+    with pytest.raises(ConfigError, match=r"draft_model: .* keeps states"):
+        draft_replica(config, MODELS["qwen3-next-80b-a3b"])
+
+
+def test_a_draft_model_without_use_is_refused():
+    with pytest.raises(ConfigError, match="no effect without --drafts=model"):
+        EngineConfig(draft=DraftConfig(draft_model=SAME))
