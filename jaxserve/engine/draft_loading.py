@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
 from jaxserve.checkpoint.model import ModelConfig
@@ -47,8 +46,7 @@ def open_draft_model(
     capacity = worker.plan.model.max_len
     costs = NOMINAL
     if profiled:
-        timed = dataclasses.replace(replica, profile="auto" if config.timed else "none")
-        profile = profile_for(timed, worker, capacity, progress)
+        profile = profile_for(replica, worker, capacity, progress)
         costs = NOMINAL if profile is None else profile.costs
     return DraftModel(
         worker,

@@ -28,6 +28,7 @@ from jaxserve.lanes.groups import ChunkPlace
 from jaxserve.lanes.load import LaneLoad
 
 FEW = 8  # tokens of a place that are computed in rows of one
+RECENT = 0.1  # weight of a text's length among those before
 NOTHING = np.empty(0, np.int32)
 log = logging.getLogger(__name__)
 
@@ -80,7 +81,8 @@ class _Place:
 
 class DraftModel:
     """Implements `Drafter`. predictor: of its own steps. capacity: tokens of a place. vocab: ids
-    that may be proposed. grades: most tokens of a proposal. seed_of: of a request by its id."""
+    that may be proposed. grades: most tokens of a proposal. seed_of: of a request by its id.
+    `spent`: seconds of the host in which it made tokens."""
 
     waits = True
 
@@ -96,7 +98,7 @@ class DraftModel:
     ):
         self.grades = grades
         self.broken = False
-        self.seconds_spent = 0.0  # of the host, waiting for it
+        self.spent = 0.0
         self.worker = worker
         self._steps = steps
         self._predictor = predictor
@@ -104,11 +106,12 @@ class DraftModel:
         self._vocab = vocab
         self._seed_of = seed_of
         self._places = [_Place(index) for index in range(worker.plan.slots)]
-        self._step_seconds: dict[int, float] = {}  # by rows, without what was learnt
+        self._context = 0.0  # mean tokens of its texts
         self._uses = 0
 
     def begin(self, sequence: Drafted) -> _Source:
         """See `Drafter.begin`."""
+        self._seen(len(sequence.history))
         return _Source(self, sequence)
 
     def seconds(self, sequences: int, tokens: int) -> float:
@@ -116,15 +119,14 @@ class DraftModel:
         where all that were proposed were right. 0 where it is not known what steps cost."""
         if not self._predictor.calibrated or not tokens:
             return 0.0
-        first = self._seconds_of(2 * sequences)
-        return (first + (tokens - 1) * self._seconds_of(sequences)) * self._predictor.scale
+        return self._step_seconds(2 * sequences) + (tokens - 1) * self._step_seconds(sequences)
 
-    def _seconds_of(self, rows: int) -> float:
-        if rows not in self._step_seconds:
-            context = self._capacity / 2
-            load = LaneLoad(rows, rows * context, context, rows)
-            self._step_seconds[rows] = self._predictor.lane(load) / self._predictor.scale
-        return self._step_seconds[rows]
+    def _step_seconds(self, rows: int) -> float:
+        return self._predictor.lane(LaneLoad(rows, rows * self._context, self._context, rows))
+
+    def _seen(self, tokens: int) -> None:
+        """Takes in the length of a text, for the mean by which steps are predicted."""
+        self._context += RECENT * (min(tokens, self._capacity) - self._context)
 
     def make(self, wanted: list[Wanted], seconds: float) -> list[np.ndarray]:
         """See `Drafter.make`. A fault of its device ends its proposals, and nothing else."""
@@ -135,7 +137,7 @@ class DraftModel:
             log.exception("the draft model proposes nothing from now on")
             self.broken = True
             made = [NOTHING] * len(wanted)
-        self.seconds_spent += time.perf_counter() - began
+        self.spent += time.perf_counter() - began
         return made
 
     def _make(self, wanted: list[Wanted], seconds: float) -> list[np.ndarray]:
@@ -146,6 +148,7 @@ class DraftModel:
             if place is None:
                 continue
             place.heed(source.sequence, count, self._capacity)
+            self._seen(len(source.sequence.history) - place.first)
             seconds = self._catch_up(place, source.sequence, seconds)
             if len(source.sequence.history) - place.computed <= self._few:
                 ready.append((place, source.sequence, count))

@@ -51,7 +51,8 @@ def draft_replica(config: EngineConfig, model: ModelConfig) -> EngineConfig:
         source=dataclasses.replace(source, max_model_len=capacity),
         mesh=MeshConfig(),
         cache=CacheConfig(block_size=size, pages=pages, prefix_caching=False),
-        scheduler=SchedulerConfig(max_seqs=places, chunk_tokens=chunk),
+        scheduler=SchedulerConfig(max_seqs=places, chunk_tokens=chunk, policy="slack"),
+        profile="auto" if config.timed else "none",
         attention=config.attention,
         compile_cache=config.compile_cache,
     )

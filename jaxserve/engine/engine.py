@@ -218,6 +218,7 @@ class Engine(ReplicaCore):
         return {
             **super()._readings(),
             **tier_readings(self.worker.lower_tiers),
+            "draft_model_seconds": 0.0 if self.draft_model is None else self.draft_model.spent,
             "xla_compiles": self.worker.compiles,
             "xla_recompiles": self.worker.recompiles,
         }

@@ -55,6 +55,7 @@ READ_COUNTERS: Mapping[str, str] = {
     "kv_blocks_wrong": (
         "KV blocks in host memory whose checksum was wrong; they were computed again"
     ),
+    "draft_model_seconds": "Seconds in which the draft model made tokens",
     "xla_compiles": "XLA programs compiled, or read from the folder of compiled ones",
     "xla_recompiles": (
         "XLA programs compiled after warm-up, which a request had to wait for; 0 is right"

@@ -49,6 +49,7 @@ COUNTERS = {
     "spec_decode_num_draft_tokens",
     "spec_decode_num_accepted_tokens",
     "tbt_slo_violations",
+    "draft_model_seconds",
     "xla_compiles",
     "xla_recompiles",
     "num_preemptions",

@@ -97,9 +97,16 @@ SYSTEM = [
         "draft_acceptance",
         float,
         0.7,
-        "probability that a proposed token is right if those before it are; with --drafts=ngram",
+        "probability that a proposed token is right if those before it are; with --drafts",
         0,
         1,
+    ),
+    Option(
+        "draft_seconds",
+        float,
+        None,
+        "seconds in which a draft model makes one token of each sequence; for --drafts=model",
+        0,
     ),
 ]
 WORKLOAD = [
@@ -153,7 +160,7 @@ def run(values: dict[str, Any]) -> int:
         expert_parallel=values["enable_expert_parallel"],
         ffn_over_lanes=values["ffn_over_lanes"],
         noise=Noise(values["noise"], values["seed"]),
-        guesses=Guesses(values["draft_acceptance"], values["seed"]),
+        guesses=guesses_of(values),
     )
     scheduler, cache = configs(values)
     arrivals = parse(
@@ -200,6 +207,15 @@ def check(baselines: Sequence[str], values: Mapping[str, Any]) -> None:
         check_picture("plot", values["plot"])
     for flag in filter(values.get, ("json", "csv", "plot")):
         check_writable(flag, values[flag])
+
+
+def guesses_of(values: Mapping[str, Any]) -> Guesses:
+    """Makes the proposed tokens. Errors: ConfigError for a draft model without its speed, or its
+    speed without one."""
+    modelled = values["drafts"] == "model"
+    if modelled != (values["draft_seconds"] is not None):
+        raise ConfigError("draft_seconds", "goes with --drafts=model, which needs it")
+    return Guesses(values["draft_acceptance"], values["seed"], values["draft_seconds"] or 0.0)
 
 
 def mesh_of(given: str | MeshConfig) -> MeshConfig:

@@ -22,9 +22,13 @@ FEW = [Arrival(0.1 * number, 500, 300) for number in range(2)]
 MANY = [Arrival(0.02 * number, 6000, 100) for number in range(60)]
 
 
-def run(arrivals: list[Arrival], acceptance: float = 0.7, **settings) -> tuple[float, list[bool]]:
-    """Seconds per token after the first, on average, and whether each proposed token was right."""
-    system = System(MODELS["llama3-8b"], "h100", MeshConfig(), guesses=Guesses(acceptance, 1))
+def run(
+    arrivals: list[Arrival], acceptance: float = 0.7, seconds: float = 0.0, **settings
+) -> tuple[float, list[bool]]:
+    """Seconds per token after the first, on average, and whether each proposed token was right.
+    seconds: of a draft model."""
+    guesses = Guesses(acceptance, 1, seconds)
+    system = System(MODELS["llama3-8b"], "h100", MeshConfig(), guesses=guesses)
     replica = system.replica(dataclasses.replace(SCHEDULER, **settings), CACHE)
     right: list[bool] = []
     replica.bus.subscribe(DraftsChecked, lambda event: right.extend(event.right.tolist()))
@@ -43,6 +47,19 @@ def test_as_many_are_right_as_was_said(acceptance):
     share = sum(right) / len(right)
     assert share == acceptance if acceptance in (0, 1) else 0.3 * acceptance < share < acceptance
     assert pace < plain * (1.05 - 0.8 * acceptance)
+
+
+def test_a_draft_model_gains_what_its_time_leaves():
+    """A token of the model takes 7 ms: those of a draft model at 1 ms are worth it, those at 7 ms
+    are not, and none is made."""
+    plain, _ = run(FEW, drafts="none")
+    fast, right = run(FEW, 0.9, 0.001, drafts="model")
+    free, _ = run(FEW, 0.9, drafts="ngram")
+    slow, none = run(FEW, 0.9, 0.007, drafts="model")
+    assert free < fast < 0.7 * plain
+    assert sum(right) > 0.5 * len(right)
+    assert slow < 1.02 * plain
+    assert len(none) < 0.05 * len(right)
 
 
 def test_prompts_that_wait_leave_no_time_for_proposed_tokens():
