@@ -38,6 +38,34 @@ def folder_of(source: str, under: Path) -> Path:
     return folder
 
 
+def deepened(folder: Path, times: int) -> Path:
+    """Returns a folder with a model of the Llama family that has `times` as many layers and says
+    the same: those that are added add nothing to the hidden states. Writes it if it is not there.
+    folder: of the model, as `folder_of` returns."""
+    from safetensors.numpy import load_file, save_file
+
+    deep = folder.with_name(f"{folder.name}-x{times}")
+    if deep.exists():
+        return deep
+    config = json.loads((folder / "config.json").read_text())
+    layers = config["num_hidden_layers"]
+    tensors = load_file(folder / "model.safetensors")
+    first = {name: one for name, one in tensors.items() if name.startswith("model.layers.0.")}
+    for number in range(layers, times * layers):
+        for name, one in first.items():
+            writes = name.endswith(("o_proj.weight", "down_proj.weight"))
+            new = name.replace("layers.0.", f"layers.{number}.")
+            tensors[new] = np.zeros_like(one) if writes else one
+    with tempfile.TemporaryDirectory(dir=folder.parent) as work:
+        fresh = Path(work, "model")
+        shutil.copytree(folder, fresh, ignore=shutil.ignore_patterns("*.safetensors"))
+        save_file(tensors, fresh / "model.safetensors", metadata={"format": "pt"})
+        config["num_hidden_layers"] = times * layers
+        (fresh / "config.json").write_text(json.dumps(config, indent=1))
+        os.rename(fresh, deep)  # whole or not at all
+    return deep
+
+
 def gguf_of(source: str, under: Path) -> Path | None:
     """Returns a GGUF file with all tensors in f32, writes it if it is not there; None where the
     model's source is not a GGUF file."""

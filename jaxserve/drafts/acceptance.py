@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import numpy as np
 
-FIRST_RATE = 0.5  # of the lowest grade, until proposals were judged; others lie between it and 1
+FIRST_RATE = 0.5  # of the lowest of several grades, until proposals were judged
 OF_ALL = 0.02  # weight of a token in the rates of all sequences together
 OF_ONE = 0.15  # and in those of its own sequence
 
 
-class Acceptance:
-    """Shares of proposed tokens that were right, by grade 1 to `grades`; those above count as the
-    last."""
+def rising(grades: int) -> np.ndarray:
+    """Returns first rates [grades], from `FIRST_RATE` on ever nearer to 1."""
+    return 1 - FIRST_RATE / np.arange(1, grades + 1)
 
-    def __init__(self, grades: int):
-        self._rates = 1 - FIRST_RATE / np.arange(1, grades + 1)
+
+class Acceptance:
+    """Shares of proposed tokens that were right, by grade, from 1 on; those above the last count as
+    the last. first [grades]: the rates until proposals were judged."""
+
+    def __init__(self, first: np.ndarray):
+        self._first = first
+        self._rates = first.copy()
 
     def begun(self, anew: bool) -> Acceptance:
-        """Returns rates that begin as these. anew: none below what all begin with."""
-        one = Acceptance(len(self._rates))
-        one._rates = np.maximum(one._rates, self._rates) if anew else self._rates.copy()
+        """Returns rates that begin as these. anew: none below the first."""
+        one = Acceptance(self._first)
+        one._rates = np.maximum(self._first, self._rates) if anew else self._rates.copy()
         return one
 
     def chain(self, grade: int, count: int) -> np.ndarray:

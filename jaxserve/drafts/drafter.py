@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from jaxserve.api.request import Request
-from jaxserve.drafts.acceptance import Judged
+from jaxserve.drafts.acceptance import Judged, rising
 from jaxserve.drafts.lookup import GRADES, Lookup, Proposal
 
 
@@ -61,10 +61,11 @@ class Wanted(NamedTuple):
 
 
 class Drafter(Protocol):
-    """Proposes tokens of all sequences. grades: of proposals, from 1 on: the higher, the surer.
-    waits: it proposes nothing behind tokens that are still on their way."""
+    """Proposes tokens of all sequences. first_rates [grades]: how often its tokens are right, by
+    grade, until that is known. waits: it proposes nothing behind tokens that are still on their
+    way."""
 
-    grades: int
+    first_rates: np.ndarray
     waits: bool
 
     def begin(self, sequence: Drafted) -> Source:
@@ -102,7 +103,7 @@ class EachAlone:
     waits = False
 
     def __init__(self, grades: int, source: Callable[[np.ndarray, list[int]], Proposer]):
-        self.grades = grades
+        self.first_rates = rising(grades)
         self._source = source
 
     def begin(self, sequence: Drafted) -> Source:
@@ -121,7 +122,7 @@ class EachAlone:
 class NoDrafter:
     """Drafter that offers nothing: until the devices of a draft model are there."""
 
-    grades = 1
+    first_rates = rising(1)
     waits = False
 
     def begin(self, sequence: Drafted) -> Source:

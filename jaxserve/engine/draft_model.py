@@ -27,6 +27,7 @@ from jaxserve.engine.executor import CommandExecutor
 from jaxserve.lanes.groups import ChunkPlace
 from jaxserve.lanes.load import LaneLoad
 
+FIRST_RATE = 0.8  # of tokens that are right behind right ones: most draft models have more
 FEW = 8  # tokens of a place that are computed in rows of one
 RECENT = 0.1  # weight of a text's length among those before
 NOTHING = np.empty(0, np.int32)
@@ -81,7 +82,7 @@ class _Place:
 
 class DraftModel:
     """Implements `Drafter`. predictor: of its own steps. capacity: tokens of a place. vocab: ids
-    that may be proposed. grades: most tokens of a proposal. seed_of: of a request by its id.
+    that may be proposed. longest: most tokens of a proposal. seed_of: of a request by its id.
     `spent`: seconds of the host in which it made tokens."""
 
     waits = True
@@ -93,10 +94,10 @@ class DraftModel:
         predictor: Predictor,
         capacity: int,
         vocab: int,
-        grades: int,
+        longest: int,
         seed_of: Callable[[str], int],
     ):
-        self.grades = grades
+        self.first_rates = np.full(longest, FIRST_RATE)
         self.broken = False
         self.spent = 0.0
         self.worker = worker

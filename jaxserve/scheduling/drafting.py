@@ -79,7 +79,7 @@ class Drafting:
     @drafter.setter
     def drafter(self, drafter: Drafter) -> None:
         self._drafter = drafter
-        self._acceptance = Acceptance(drafter.grades)
+        self._acceptance = Acceptance(drafter.first_rates)
 
     def waits(self, decodes: np.ndarray, budget: StepBudget, room: int) -> bool:
         """Returns whether a step with these decodes is better decided once their newest tokens are

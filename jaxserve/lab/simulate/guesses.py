@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxserve.api.batch import Batch
+from jaxserve.drafts.acceptance import rising
 from jaxserve.drafts.drafter import Drafted, Offer, Source, Wanted
 from jaxserve.settings.schema import ConfigError
 
@@ -43,7 +44,7 @@ class Guesses:
 class Guesser:
     """Drafter whose tokens are all 0; seconds: as of `Guesses`."""
 
-    grades = 1
+    first_rates = rising(1)
 
     def __init__(self, seconds: float):
         self._seconds = seconds
