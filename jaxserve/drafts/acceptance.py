@@ -22,10 +22,10 @@ class Acceptance:
         self._first = first
         self._rates = first.copy()
 
-    def begun(self, anew: bool) -> Acceptance:
-        """Returns rates that begin as these. anew: none below the first."""
+    def begun(self, hopeful: bool) -> Acceptance:
+        """Returns rates that begin as these. hopeful: none below the first ones."""
         one = Acceptance(self._first)
-        one._rates = np.maximum(self._first, self._rates) if anew else self._rates.copy()
+        one._rates = np.maximum(self._first, self._rates) if hopeful else self._rates.copy()
         return one
 
     def chain(self, grade: int, count: int) -> np.ndarray:
@@ -44,11 +44,12 @@ class Acceptance:
 
 class Judged:
     """Judges the proposals for one sequence as its tokens come. of_all: what all sequences teach.
-    anew: low rates of all are tried again, for they are learnt only where steps check tokens."""
+    hopeful: it begins with no rate below the first ones, where rates are learnt only if steps check
+    tokens."""
 
-    def __init__(self, of_all: Acceptance, anew: bool = False):
+    def __init__(self, of_all: Acceptance, hopeful: bool = False):
         self._of_all = of_all
-        self._own = of_all.begun(anew)
+        self._own = of_all.begun(hopeful)
         self._tokens: np.ndarray | None = None
         self._grade = 1
         self._first = 0

@@ -37,9 +37,9 @@ class Drafted(Protocol):
 
 
 class Offer(NamedTuple):
-    """How many tokens can be proposed for a sequence, and a grade, at least 1, of how sure the
-    first is; each further one is a grade surer if those before it were right. tokens [size]; None
-    where they are made once it is decided how many are wanted."""
+    """Tokens that can be proposed for a sequence: their number, and a grade, at least 1, of how
+    sure the first is; each further one is a grade surer if those before it were right. tokens
+    [size]; None where they are made once it is decided how many are wanted."""
 
     size: int
     grade: int
@@ -47,7 +47,7 @@ class Offer(NamedTuple):
 
 
 class Source(Protocol):
-    """What proposes the tokens of one sequence."""
+    """Proposes the tokens of one sequence."""
 
     def offer(self, count: int) -> Offer:
         """Offers up to `count` tokens that may follow those put out so far."""
@@ -81,7 +81,7 @@ class Drafter(Protocol):
 
 
 class Proposer(Protocol):
-    """What proposes the tokens of one sequence at once."""
+    """Proposes the tokens of one sequence, which are there at once."""
 
     def propose(self, count: int) -> Proposal:
         """Returns up to `count` tokens that may follow those put out so far."""
@@ -115,7 +115,7 @@ class EachAlone:
         return 0.0
 
     def make(self, wanted: list[Wanted], seconds: float) -> list[np.ndarray]:
-        """Errors: AssertionError; all it offers is made."""
+        """Refuses to make any: all that is offered is there. Errors: AssertionError."""
         raise AssertionError("what is offered is made already")
 
 
@@ -143,7 +143,7 @@ class NoDrafter:
 
 
 class SequenceDrafts(NamedTuple):
-    """What proposes the tokens of a sequence, and how often it was right."""
+    """The source of a sequence's proposed tokens, and how often they were right."""
 
     source: Source
     judged: Judged

@@ -11,6 +11,7 @@ from jaxserve.cache.tiers import LowerTiers
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.engine.block_layout import BlockLayout
 from jaxserve.engine.draft_loading import open_draft_model
+from jaxserve.engine.draft_model import DraftModel
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.executor import CommandExecutor
 from jaxserve.engine.loading import cache_identity, hello_of, make_worker
@@ -62,12 +63,10 @@ def build(
     profile = None
     if profiled:
         profile = profile_for(config, worker, max_length(config, worker.plan.model), progress)
-    engine = make_engine(config, worker, model, profile)
+    draft_model = None
     if config.draft.draft_model is not None:
-        seed_of = lambda request_id: engine.registry[request_id].seed
-        engine.propose_by(
-            open_draft_model(config, worker.plan.model, seed_of, progress, warm_up, profiled)
-        )
+        draft_model = open_draft_model(config, worker.plan.model, progress, warm_up, profiled)
+    engine = make_engine(config, worker, model, profile, draft_model)
     if config.compile_all:
         worker.compile_others()
     return engine
@@ -156,15 +155,16 @@ def make_engine(
     worker: CommandExecutor,
     model: ModelConfig,
     profile: ReplicaProfile | None = None,
+    draft_model: DraftModel | None = None,
 ) -> Engine:
     """Makes the host's side of a replica: cache, scheduler, engine. model: as the checkpoint says.
-    profile: what steps cost; None for nominal costs. Errors: ConfigError for adapters that cannot
-    be served."""
+    profile: what steps cost; None for nominal costs. draft_model: proposes tokens, where settings
+    ask for one. Errors: ConfigError for adapters that cannot be served."""
     plan = worker.plan
     if not worker.goes_by_groups:
         plan = dataclasses.replace(plan, layer_groups=1)
     scheduler = make_scheduler(config, plan, model, profile, worker.lower_tiers)
-    engine = Engine(config, worker, scheduler)
+    engine = Engine(config, worker, scheduler, draft_model=draft_model)
     for name, folder in config.adapters.named:
         try:
             engine.adapters.load_given(name, folder)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.costs.coefficients import NOMINAL
 from jaxserve.costs.predictor import Predictor
@@ -26,14 +24,13 @@ SAMPLING = VARIANTS[:2]  # what its tokens are sampled by: greedily, or drawn
 def open_draft_model(
     config: EngineConfig,
     model: ModelConfig,
-    seed_of: Callable[[str], int],
     progress: bool = True,
     warm_up: bool = True,
     profiled: bool = True,
 ) -> DraftModel:
-    """Loads the draft model that the settings name, for a replica of `model`. seed_of: of a request
-    by its id, 63 bits. warm_up, profiled: as of `build`. Errors: ConfigError for one that does not
-    go with the model, CheckpointError for one that cannot be read."""
+    """Loads the draft model that the settings name, for a replica of `model`. warm_up, profiled: as
+    of `build`. Errors: ConfigError for one that does not go with the model, CheckpointError for one
+    that cannot be read."""
     source = draft_source(config)
     checkpoint = open_checkpoint(source.model)
     check_tokenizers(config.source.model, source.model)
@@ -55,7 +52,6 @@ def open_draft_model(
         capacity,
         model.vocab,
         config.scheduler.draft_tokens,
-        seed_of,
     )
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable
 from typing import cast
 
 import numpy as np
@@ -26,10 +25,13 @@ from jaxserve.engine.draft_steps import DraftSteps, Rows
 from jaxserve.engine.executor import CommandExecutor
 from jaxserve.lanes.groups import ChunkPlace
 from jaxserve.lanes.load import LaneLoad
+from jaxserve.replica.registry import Registry
+from jaxserve.replica.weights import WeightsHolder, WeightSource
 
 FIRST_RATE = 0.8  # of tokens that are right behind right ones: most draft models have more
 FEW = 8  # tokens of a place that are computed in rows of one
 RECENT = 0.1  # weight of a text's length among those before
+NO_NUMBER = -1
 NOTHING = np.empty(0, np.int32)
 log = logging.getLogger(__name__)
 
@@ -52,7 +54,7 @@ class _Place:
     used: counts up with each use."""
 
     index: int
-    number: int = -1
+    number: int = NO_NUMBER
     first: int = 0
     computed: int = 0
     known: int = 0
@@ -82,8 +84,8 @@ class _Place:
 
 class DraftModel:
     """Implements `Drafter`. predictor: of its own steps. capacity: tokens of a place. vocab: ids
-    that may be proposed. longest: most tokens of a proposal. seed_of: of a request by its id.
-    `spent`: seconds of the host in which it made tokens."""
+    that may be proposed. longest: most tokens of a proposal. `spent`: seconds of the host in
+    which it made tokens."""
 
     waits = True
 
@@ -95,20 +97,24 @@ class DraftModel:
         capacity: int,
         vocab: int,
         longest: int,
-        seed_of: Callable[[str], int],
     ):
         self.first_rates = np.full(longest, FIRST_RATE)
         self.broken = False
         self.spent = 0.0
+        self._asleep = False
         self.worker = worker
         self._steps = steps
         self._predictor = predictor
         self._capacity = capacity
         self._vocab = vocab
-        self._seed_of = seed_of
+        self._registry = Registry()
         self._places = [_Place(index) for index in range(worker.plan.slots)]
         self._context = 0.0  # mean tokens of its texts
         self._uses = 0
+
+    def follow(self, registry: Registry) -> None:
+        """Draws by the seeds of these requests from now on."""
+        self._registry = registry
 
     def begin(self, sequence: Drafted) -> _Source:
         """See `Drafter.begin`."""
@@ -180,7 +186,7 @@ class DraftModel:
 
     def _admit(self, place: _Place, request: Request, sequence: Drafted) -> None:
         """Has a place sample as a sequence does, but for penalties and biases."""
-        seed = sampling_rows.fold_seed(self._seed_of(request.id), sequence.index)
+        seed = sampling_rows.fold_seed(self._registry[request.id].seed, sequence.index)
         params = request.sampling
         none = NOTHING
         self._steps.admit(sampling_rows.admissions(params, 0, place.index, none, [], seed, ())[:1])
@@ -270,3 +276,46 @@ class DraftModel:
             place.proposed = tokens[: faulty[0]] if faulty.size else tokens
             found[sequence.number] = place.proposed
         return found
+
+    def sleep(self) -> None:
+        """Takes its weights and KV from the device; the weights go to host memory, whence `wake`
+        brings them."""
+        for place in self._places:
+            place.take(NO_NUMBER)
+        self.worker.weights.sleep(1)
+        self._asleep = True
+
+    def wake(self) -> None:
+        """Brings back what sleeps, if it does."""
+        if not self._asleep:
+            return
+        self._asleep = False
+        self.worker.weights.wake()
+        self._steps.reset()
+
+
+class WeightsWithDraft(WeightsHolder):
+    """Weights of a replica with a draft model, which sleeps and wakes with it; new weights are the
+    replica's alone."""
+
+    def __init__(self, own: WeightsHolder, draft: DraftModel):
+        self._own = own
+        self._draft = draft
+
+    def read(self, source: WeightSource) -> str:
+        return self._own.read(source)
+
+    def use(self) -> None:
+        self._own.use()
+        self._draft.wake()
+
+    def forget(self) -> None:
+        self._own.forget()
+
+    def sleep(self, level: int) -> None:
+        self._own.sleep(level)
+        self._draft.sleep()
+
+    def wake(self) -> None:
+        self._own.wake()
+        self._draft.wake()

@@ -43,9 +43,15 @@ class DraftSteps:
     def __init__(self, worker: CommandExecutor, blocks: int):
         self._worker = worker
         self._plan = worker.plan
-        self._version = 0
+        self._blocks = blocks
         self._issued: deque[tuple[np.ndarray, np.ndarray]] = deque()
-        worker.execute(StepCommand(number=0, reset=True, table_updates=self._table(blocks)))
+        self.reset()
+
+    def reset(self) -> None:
+        """Has the device hold nothing but the table. Errors: DeviceError."""
+        self._version = 0
+        self._issued.clear()
+        self._worker.execute(StepCommand(number=0, reset=True, table_updates=self._table()))
 
     @property
     def rows(self) -> int:
@@ -57,8 +63,9 @@ class DraftSteps:
         """Most tokens of a step with one long row."""
         return max(shape.prefill.tokens for shape in self._plan.shapes)
 
-    def _table(self, blocks: int) -> np.ndarray:
+    def _table(self) -> np.ndarray:
         """Returns the page-table entries of all places."""
+        blocks = self._blocks
         groups = self._plan.page_groups
         place, block = (each.reshape(-1) for each in np.indices((self._plan.slots, blocks)))
         page = (place * blocks + block) * groups

@@ -29,7 +29,7 @@ from jaxserve.engine.block_export import BlockWishes
 from jaxserve.engine.block_files import TierFiles
 from jaxserve.engine.command import DeviceError, WorkersLost
 from jaxserve.engine.description import replica_info, tier_readings, transfer_readings
-from jaxserve.engine.draft_model import DraftModel
+from jaxserve.engine.draft_model import DraftModel, WeightsWithDraft
 from jaxserve.engine.executor import CommandExecutor
 from jaxserve.engine.fetched_pieces import Arrival
 from jaxserve.engine.steps import Steps
@@ -58,8 +58,8 @@ log = logging.getLogger(__name__)
 
 
 class Engine(ReplicaCore):
-    """The loop over a scheduler, which decides, and a worker, which executes; the engine owns both.
-    Implements `replica.protocol.Replica`."""
+    """The loop over a scheduler, which decides, and a worker, which executes; the engine owns both,
+    and the draft model, if there is one. Implements `replica.protocol.Replica`."""
 
     def __init__(
         self,
@@ -67,9 +67,11 @@ class Engine(ReplicaCore):
         worker: CommandExecutor,
         scheduler: Scheduler,
         clock: Clock | None = None,
+        draft_model: DraftModel | None = None,
     ):
         self.config = config
         self.worker = worker
+        self.draft_model = draft_model
         self._lock = threading.RLock()
         info = replica_info(config, worker, scheduler)
         super().__init__(scheduler, info, config.cache, clock or WallClock(), worker.members)
@@ -78,8 +80,12 @@ class Engine(ReplicaCore):
         loop = WeightLoop(
             scheduler, self.steps, self._patiently, self.now, self._notify, self._weights_changed
         )
-        self.weights: LocalWeights = LocalWeights(scheduler, worker.weights, loop)
-        self.draft_model: DraftModel | None = None
+        weights = worker.weights
+        if draft_model is not None:
+            draft_model.follow(self.registry)
+            scheduler.propose_by(draft_model)
+            weights = WeightsWithDraft(weights, draft_model)
+        self.weights: LocalWeights = LocalWeights(scheduler, weights, loop)
         self.block_exporter: BlockExporter | PartedExporter | None = None
         if worker.lower_tiers is not None:
             self.block_exporter = worker.exporter(
@@ -97,11 +103,6 @@ class Engine(ReplicaCore):
     def start(self) -> None:
         """Starts the engine's thread."""
         self._thread.start()
-
-    def propose_by(self, model: DraftModel) -> None:
-        """Has a draft model propose tokens, before this is started; it is closed with this."""
-        self.draft_model = model
-        self.scheduler.propose_by(model)
 
     def post(self, command: Callable[[], object]) -> None:
         """Runs a command on the engine's thread before its next step; at once where that thread has

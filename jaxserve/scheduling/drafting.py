@@ -186,7 +186,7 @@ class Drafting:
         sequence = self._slots.by_slot[slot]
         drafts = sequence.drafts
         if drafts is None:
-            judged = Judged(self._acceptance, anew=self.drafter.waits)
+            judged = Judged(self._acceptance, hopeful=self.drafter.waits)
             drafts = SequenceDrafts(self.drafter.begin(sequence), judged)
             sequence.drafts = drafts
         drafts.judged.judge(sequence.output)

@@ -38,11 +38,11 @@ def test_a_sequence_learns_for_itself_and_begins_with_what_is_known():
     assert Judged(everyone).chain(1, 1) == everyone.chain(1, 1)
 
 
-def test_low_rates_are_tried_again_by_those_that_begin_anew():
+def test_low_rates_are_tried_again_by_hopeful_sequences():
     rates = Acceptance(np.full(2, 0.8))
     rates.learn(1, 0, 1, 0.9)
     assert Judged(rates).chain(1, 1)[0] == rates.chain(1, 1)[0] < 0.1
-    assert Judged(rates, anew=True).chain(1, 2) == pytest.approx([0.8, 0.64])
+    assert Judged(rates, hopeful=True).chain(1, 2) == pytest.approx([0.8, 0.64])
 
 
 @pytest.mark.parametrize(

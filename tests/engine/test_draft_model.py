@@ -25,6 +25,7 @@ from jaxserve.settings.schema import (
     SchedulerConfig,
 )
 from tests.engine.test_drafts import SAMPLING, assert_same, checked, prompts, run
+from tests.engine.weights import live_bytes
 
 EVERY_MESH = ["tp=2", "kvp=2", "spp=2", "spp=2,kvp=2,tp=2"]
 SAME, OTHER = "random:tiny", "random:tiny-window"
@@ -121,6 +122,22 @@ def test_sequences_share_fewer_places():
     right = checked(drafted)
     assert_same(run(drafted, every, {}), plainly(drafted, every, {}))
     assert sum(right) > 40
+
+
+def test_it_sleeps_and_wakes_with_the_model():
+    every = prompts()
+    held_before = live_bytes()
+    drafted = drafting()
+    right = checked(drafted)
+    before = run(drafted, every, {})
+    held = live_bytes() - held_before
+    for _ in range(2):
+        drafted.weights.sleep(1)
+        assert live_bytes() - held_before < 0.01 * held
+        drafted.weights.wake_up()
+        del right[:]
+        assert_same(run(drafted, every, {}), before)
+        assert sum(right) > 0.95 * len(right) > 40
 
 
 def test_a_fault_of_the_draft_model_ends_its_proposals_alone(caplog):
