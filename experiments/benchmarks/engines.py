@@ -105,6 +105,12 @@ def llama(python: str, programs: Path, model: Path, cpus: Sequence[int]) -> Engi
     )
 
 
+def llama_python(python: str, model: Path, cpus: Sequence[int]) -> Engine:
+    """llama.cpp, by the llama-cpp-python of this Python."""
+    script = str(WORKERS / "run_llama_python.py")
+    return Engine(LLAMA, (python, script), ON_CPUS | bound(len(cpus)), model)
+
+
 def llama_programs(folder: str | None) -> Path | None:
     """The folder of llama-bench and llama-batched-bench: the one given, or where the shell finds
     them."""

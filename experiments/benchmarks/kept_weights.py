@@ -96,9 +96,7 @@ def _engines(
     other = dataclasses.replace(own, name=DEQUANTISED)
     found = [(own, {"quantization": "auto"}), (other, {"quantization": "none"})]
     if values["llama_python"]:
-        command = (values["llama_python"], str(engines.WORKERS / "run_llama_python.py"))
-        llama = Engine(engines.LLAMA, command, engines.bound(len(cpus)), file)
-        found.append((llama, {}))
+        found.append((engines.llama_python(values["llama_python"], file, cpus), {}))
     return found
 
 

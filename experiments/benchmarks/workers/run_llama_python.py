@@ -1,9 +1,11 @@
-"""llama.cpp, by llama-cpp-python: one sequence at a time."""
+"""llama.cpp, by llama-cpp-python: one sequence at a time. Settings may have `lookup`: tokens that
+its prompt lookup proposes."""
 
 import time
 
 import llama_cpp
 import protocol
+from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 
 class Speed:
@@ -12,12 +14,15 @@ class Speed:
     def __init__(self, settings: dict):
         self._settings = settings
         self._dice = protocol.random.Random(0)
+        lookup = settings.get("lookup")
         self._llama = llama_cpp.Llama(
             settings["model"],
             n_ctx=settings["longest"],
             n_batch=settings["chunk_tokens"],
             n_threads=settings["threads"],
             n_threads_batch=settings["threads"],
+            draft_model=LlamaPromptLookupDecoding(num_pred_tokens=lookup) if lookup else None,
+            logits_all=bool(lookup),
             verbose=False,
         )
 
@@ -36,6 +41,10 @@ class Speed:
         found = self._llama.generate(prompt, temp=0.0)
         return [id for id, _ in zip(found, range(tokens))]
 
+    def complete(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+        """Greedy ids after each prompt, one after the other."""
+        return [self.generate(prompt, tokens) for prompt in prompts]
+
     def _seconds(self, prompt: int, steps: int) -> tuple[float, float]:
         """Seconds of a prompt, and of some tokens after it."""
         vocab = self._settings["vocab"]
@@ -51,4 +60,9 @@ class Speed:
 
 if __name__ == "__main__":
     speed = Speed(protocol.settings())
-    protocol.answer({"llama-cpp-python": llama_cpp.__version__}, speed.rate, speed.generate)
+    protocol.answer(
+        {"llama-cpp-python": llama_cpp.__version__},
+        speed.rate,
+        speed.generate,
+        complete=speed.complete,
+    )
