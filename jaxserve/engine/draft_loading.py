@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jaxserve.checkpoint.fetch import local_files
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.costs.coefficients import NOMINAL
 from jaxserve.costs.predictor import Predictor
@@ -33,7 +34,9 @@ def open_draft_model(
     that cannot be read."""
     source = draft_source(config)
     checkpoint = open_checkpoint(source.model)
-    check_tokenizers(config.source.model, source.model)
+    if not any(name.startswith("random:") for name in (config.source.model, source.model)):
+        ours = local_files(config.source.model, progress, config.source.revision)
+        check_tokenizers(Tokenizer.load(ours), Tokenizer.load(local_files(source.model, progress)))
     replica = draft_replica(config, checkpoint.config)
     worker, load = make_worker(replica, checkpoint, progress)
     shapes = _used(worker.plan) if warm_up else []
@@ -63,14 +66,11 @@ def _used(plan: StagePlan) -> list[StepShape]:
     return [shape for shape in plan.shapes if shape in chosen]
 
 
-def check_tokenizers(model: str, draft: str) -> None:
-    """Compares two models' tokenizers, where both have one: ids that both have must stand for the
-    same. Errors: ConfigError that names the first which do not."""
-    if model == draft or any(name.startswith("random:") for name in (model, draft)):
-        return
-    ours, theirs = (Tokenizer.load(name).ids for name in (model, draft))
-    by_id = {number: text for text, number in ours.items()}
-    for text, number in sorted(theirs.items(), key=lambda pair: pair[1]):
+def check_tokenizers(ours: Tokenizer, theirs: Tokenizer) -> None:
+    """Compares a model's tokenizer with that of its draft model: ids that both have must stand for
+    the same. Errors: ConfigError that names the first that does not."""
+    by_id = {number: text for text, number in ours.ids.items()}
+    for text, number in sorted(theirs.ids.items(), key=lambda pair: pair[1]):
         if by_id.get(number, text) != text:
             raise ConfigError(
                 "draft_model",

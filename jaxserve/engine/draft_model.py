@@ -138,13 +138,18 @@ class DraftModel:
     def make(self, wanted: list[Wanted], seconds: float) -> list[np.ndarray]:
         """See `Drafter.make`. A fault of its device ends its proposals, and nothing else."""
         began = time.perf_counter()
+        compiles = self.worker.compiles
         try:
             made = self._make(wanted, seconds)
         except DeviceError:
             log.exception("the draft model proposes nothing from now on")
             self.broken = True
-            made = [NOTHING] * len(wanted)
-        self.spent += time.perf_counter() - began
+            return [NOTHING] * len(wanted)
+        taken = time.perf_counter() - began
+        self.spent += taken
+        sizes = [len(tokens) for tokens in made]
+        if all(sizes) and self._steps.only_sampled and self.worker.compiles == compiles:
+            self._predictor.seen(self.seconds(len(sizes), max(sizes)), taken)
         return made
 
     def _make(self, wanted: list[Wanted], seconds: float) -> list[np.ndarray]:
@@ -198,13 +203,12 @@ class DraftModel:
         while len(history) - place.computed > self._few:
             start = place.computed
             count = min(len(history) - 1 - start, self._steps.tokens)
-            if self._predictor.calibrated:
-                loads = [LaneLoad()]
-                here = ChunkPlace(0)
-                self._predictor.add_chunk(loads, here, start - place.first, count)
-                seconds -= self._predictor.lane(loads[0])
-                if seconds < 0:
-                    break
+            while count > self._few and self._chunk_seconds(place, count) > seconds:
+                count //= 2
+            taken = self._chunk_seconds(place, count)
+            if taken > seconds:
+                break
+            seconds -= taken
             self._steps.issue(
                 Rows(
                     np.array([place.index], np.int32),
@@ -217,6 +221,15 @@ class DraftModel:
             )
             place.computed = start + count
         return seconds
+
+    def _chunk_seconds(self, place: _Place, count: int) -> float:
+        """Predicts the seconds of the next `count` tokens of a place; 0 where costs are not
+        known."""
+        if not self._predictor.calibrated:
+            return 0.0
+        loads = [LaneLoad()]
+        self._predictor.add_chunk(loads, ChunkPlace(0), place.computed - place.first, count)
+        return self._predictor.lane(loads[0])
 
     def _issue_newest(self, ready: list[tuple[_Place, Drafted, int]]) -> None:
         """Issues the last few tokens of each sequence, after which the first token of each proposal

@@ -45,6 +45,7 @@ class DraftSteps:
         self._plan = worker.plan
         self._blocks = blocks
         self._issued: deque[tuple[np.ndarray, np.ndarray]] = deque()
+        self.only_sampled = True  # all steps that were read last sampled tokens
         self.reset()
 
     def reset(self) -> None:
@@ -126,6 +127,7 @@ class DraftSteps:
         """Waits for all steps; returns the sampled tokens of each that sampled some, by place.
         Errors: DeviceError."""
         found = []
+        self.only_sampled = all(len(places) for places, _ in self._issued)
         while self._issued:
             places, at = self._issued.popleft()
             tokens = self._worker.wait().tokens

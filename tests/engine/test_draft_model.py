@@ -12,6 +12,7 @@ from jaxserve.checkpoint.model_paths import CheckpointError
 from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.engine.build import build
 from jaxserve.engine.command import DeviceError
+from jaxserve.engine.draft_loading import check_tokenizers
 from jaxserve.engine.draft_sizing import draft_replica
 from jaxserve.engine.engine import Engine
 from jaxserve.scheduling.events import StepRead
@@ -26,6 +27,7 @@ from jaxserve.settings.schema import (
 )
 from tests.engine.test_drafts import SAMPLING, assert_same, checked, prompts, run
 from tests.engine.weights import live_bytes
+from tests.text.vocabulary import tokenizer
 
 EVERY_MESH = ["tp=2", "kvp=2", "spp=2", "spp=2,kvp=2,tp=2"]
 SAME, OTHER = "random:tiny", "random:tiny-window"
@@ -177,6 +179,17 @@ def test_a_draft_model_with_states_is_refused():
     config = drafting().config
     with pytest.raises(ConfigError, match=r"draft_model: .* keeps states"):
         draft_replica(config, MODELS["qwen3-next-80b-a3b"])
+
+
+def test_tokenizers_must_agree_on_ids():
+    """One may have more special tokens than the other, and ids without a text."""
+    ours = tokenizer(("<a>", "<b>"))
+    check_tokenizers(ours, tokenizer(("<a>",)))
+    check_tokenizers(tokenizer(("<a>",)), ours)
+    with pytest.raises(
+        ConfigError, match=r"draft_model: its tokenizer is another one: .* '<b>' th"
+    ):
+        check_tokenizers(ours, tokenizer(("<b>", "<a>")))
 
 
 def test_a_draft_model_without_use_is_refused():
