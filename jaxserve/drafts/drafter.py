@@ -76,8 +76,8 @@ class Drafter(Protocol):
         that wants most."""
 
     def make(self, wanted: list[Wanted], seconds: float) -> list[np.ndarray]:
-        """Makes the tokens that are wanted of each source, or none of some: those for which it
-        would need more than `seconds`."""
+        """Makes the tokens that are wanted of each source, or none of some: those whose texts it
+        has not seen, and would need more than `seconds` for."""
 
 
 class Proposer(Protocol):

@@ -3,9 +3,10 @@
 Each takes a row beside the decodes. A step with more rows takes longer, by what the predictor says,
 and is worth it where the tokens that are likely to come by it are worth more than at the pace of
 the decodes alone: so the number that gives most tokens a second is chosen, with the time in which
-they are made, if that takes some. It stays within the time that objectives leave the step, and
-prompts come first: under load there is no time left. No page is taken for proposed tokens that
-others may need.
+they are made, if that takes some. Prompts come first, and beside them it stays within the time that
+objectives leave the step: under load there is none left. A step of decodes alone may take longer
+than the objective of a token by as many tokens as are likely to come of each sequence. No page is
+taken for proposed tokens that others may need.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from jaxserve.cache import CacheManager
 from jaxserve.costs.predictor import Predictor
 from jaxserve.drafts.acceptance import Acceptance, Judged
 from jaxserve.drafts.drafter import DRAFTERS, Drafter, SequenceDrafts, Source, Wanted
-from jaxserve.scheduling.budget import StepBudget
+from jaxserve.scheduling.budget import MIN_PREFILL_SHARE, StepBudget
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.slots import SlotTable
 from jaxserve.settings.schema import SchedulerConfig
@@ -102,7 +103,9 @@ class Drafting:
 
     def _may(self, decodes: np.ndarray, budget: StepBudget, room: int) -> bool:
         """Returns whether tokens that are all right would be worth their rows."""
-        if not decodes.size or room <= 0 or max(budget.lane_seconds) >= budget.objective:
+        if not decodes.size or room <= 0:
+            return False
+        if _has_prompts(budget) and max(budget.lane_seconds) >= budget.objective:
             return False
         any_slot = np.tile(decodes, self._config.draft_tokens)
         return self._count(decodes, any_slot, np.ones(len(any_slot)), budget, room) > 0
@@ -127,7 +130,8 @@ class Drafting:
         made: Iterator[np.ndarray] = iter(())
         if missing:
             seconds = self.drafter.seconds(len(missing), max(each.size for each in missing))
-            spare = budget.objective - max(budget.lane_seconds)
+            step = max(budget.lane_seconds)
+            spare = max(budget.objective - step, MIN_PREFILL_SHARE * step, seconds)
             made = iter(self.drafter.make(missing, spare))
         parts = []
         for one, count in taken:
@@ -244,13 +248,25 @@ class Drafting:
             longer = max(seconds - before, 0.0)
             of_slot = np.bincount(slot[:count])
             making = self.drafter.seconds(int(np.count_nonzero(of_slot)), int(of_slot.max()))
-            if before + longer + making > budget.objective:
+            if before + longer + making > self._limit(
+                decodes, slot[:count], chances[:count], budget
+            ):
                 continue
             step = alone + longer + making + self._waits
             each = (len(decodes) + chances[:count].sum()) / step
             if each > pace:
                 best, pace = count, each
         return best
+
+    def _limit(
+        self, decodes: np.ndarray, slot: np.ndarray, chances: np.ndarray, budget: StepBudget
+    ) -> float:
+        """Returns the seconds that a step with these proposed tokens may take."""
+        if _has_prompts(budget):
+            return budget.objective
+        likely = np.bincount(slot, chances, int(decodes.max()) + 1)[decodes].min()
+        longest = self._config.step_time / self._predictor.mesh.spp
+        return max(budget.objective, min(budget.objective * (1 + likely), longest))
 
     def _sizes(self, slot: np.ndarray, budget: StepBudget, room: int) -> list[int]:
         """Lists numbers of proposed tokens, up to all of `slot` [m]: those that fill the rows for
@@ -282,6 +298,10 @@ class Drafting:
                 samples=load.samples + rows,
             )
         )
+
+
+def _has_prompts(budget: StepBudget) -> bool:
+    return any(load.chunks for load in budget.lanes)
 
 
 def _nth_of_slot(slot: np.ndarray) -> np.ndarray:
