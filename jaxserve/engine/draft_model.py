@@ -31,6 +31,7 @@ from jaxserve.replica.weights import WeightsHolder, WeightSource
 FIRST_RATE = 0.8  # of tokens that are right behind right ones: most draft models have more
 FEW = 8  # tokens of a place that are computed in rows of one
 RECENT = 0.1  # weight of a text's length among those before
+LEAST_CHUNK = 64  # tokens, if there are as many: a row of most compiled shapes
 NO_NUMBER = -1
 NOTHING = np.empty(0, np.int32)
 log = logging.getLogger(__name__)
@@ -198,15 +199,16 @@ class DraftModel:
 
     def _catch_up(self, place: _Place, sequence: Drafted, seconds: float) -> float:
         """Issues steps for the tokens of a sequence that were not computed, but for the last few,
-        while there are seconds left; returns how many there are then."""
+        while there are seconds left, and a short one if it is the first; returns how many there are
+        then."""
         history = sequence.history
         while len(history) - place.computed > self._few:
             start = place.computed
             count = min(len(history) - 1 - start, self._steps.tokens)
-            while count > self._few and self._chunk_seconds(place, count) > seconds:
-                count //= 2
+            while count > LEAST_CHUNK and self._chunk_seconds(place, count) > seconds:
+                count = max(count // 2, LEAST_CHUNK)
             taken = self._chunk_seconds(place, count)
-            if taken > seconds:
+            if taken > seconds and self._steps.waiting:
                 break
             seconds -= taken
             self._steps.issue(

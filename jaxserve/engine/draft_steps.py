@@ -55,6 +55,11 @@ class DraftSteps:
         self._worker.execute(StepCommand(number=0, reset=True, table_updates=self._table()))
 
     @property
+    def waiting(self) -> int:
+        """Number of steps that were issued and not read."""
+        return len(self._issued)
+
+    @property
     def rows(self) -> int:
         """Most rows of a step of single tokens."""
         return max(shape.decode.rows for shape in self._plan.shapes)
