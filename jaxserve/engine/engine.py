@@ -317,8 +317,10 @@ class Engine(ReplicaCore):
                 self._notify(self.scheduler.expire(self.clock.now()))
 
     def _end_without_adapters(self) -> None:
-        """Ends the requests whose adapters new workers do not have."""
+        """Ends the requests whose adapters new workers do not have, or could not be read again."""
         lost = self.adapters.withdraw_lost()
+        if not lost:
+            return
         error = RequestError("model", "its adapter could not be read again", "UNAVAILABLE")
         requests = [entry.request for entry in self.scheduler.requests.entries.values()]
         for request in requests:
@@ -336,6 +338,7 @@ class Engine(ReplicaCore):
             self.worker.check()
             now = self.clock.now()
             self._notify(self.scheduler.expire(now))
+            self._end_without_adapters()
             pause = self.steps.pause(now)
             if in_flight.partial is not None:
                 issued = not pause
@@ -344,6 +347,7 @@ class Engine(ReplicaCore):
             else:
                 may = not pause and in_flight.has_room and not self.weights.stopped
                 issued = may and self.steps.start_batch(now)
+                self.adapters.read_missing()
         if issued and (in_flight.partial is not None or not in_flight.full):
             return True
         if pause and not self.worker.ready():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -16,15 +18,22 @@ from jaxserve.scheduling import Scheduler
 from jaxserve.settings.schema import AdapterConfig
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 MAX_NAME_CHARS = 200
 _NAME = re.compile(r"[A-Za-z0-9._/:-]+")
-Exclusively = Callable[[Callable[[], object]], object]
+
+
+class Exclusively(Protocol):
+    """Runs what changes the scheduler while nothing else does."""
+
+    def __call__(self, work: Callable[[], T], /) -> T: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
     """An adapter that is served. folder: of its files, as it was given. identity: see
-    `adapter_identity`. number: by which commands to the devices name it."""
+    `adapter_identity`. number: of when its files were read last, by which commands to the devices
+    name it."""
 
     name: str
     folder: str
@@ -42,8 +51,8 @@ class Adapters(Protocol):
 
     def load(self, name: str, folder: str, in_place: bool = False) -> Adapter:
         """Reads an adapter's files, and serves it from now on. in_place: also where one of this
-        name is served, whose requests go on with it. Errors: RequestError for a name in use, for
-        more than there may be, and for files that cannot be served."""
+        name is served, whose requests go on with it. Errors: RequestError for a name in use, and
+        for files that cannot be served."""
 
     def unload(self, name: str) -> None:
         """Takes no new requests for an adapter; those that were accepted go on with it. Errors:
@@ -71,6 +80,9 @@ class NoAdapters:
     def settle(self) -> None:
         """Does nothing: see `LocalAdapters.settle`."""
 
+    def read_missing(self) -> None:
+        """Does nothing: see `LocalAdapters.read_missing`."""
+
     def current(self, request: Request) -> Request:
         """Returns the request: see `LocalAdapters.current`."""
         return request
@@ -97,8 +109,12 @@ class AdapterSource(Protocol):
 class LocalAdapters:
     """The adapters of a replica in this process. source: reads their files. exclusively: runs what
     changes the scheduler while nothing else does. taken: names that adapters may not have. config:
-    how many there may be, those included that are unloaded and have requests left, and the folder
-    below which they must be."""
+    how many may be in host memory, beside one whose files are read, and the folder below which they
+    must be.
+
+    Adapters that leave host memory are served all the same: their files are read again when a
+    sequence needs them. If these are not the same by then, they are served no more.
+    """
 
     def __init__(
         self,
@@ -117,6 +133,9 @@ class LocalAdapters:
         self._by_name: Mapping[str, Adapter] = {}  # replaced as a whole: others read it
         self._leaving: list[Adapter] = []
         self._loaded = 0
+        self._reading = False  # files of an adapter that a sequence lacks
+        self._unreadable: list[Adapter] = []  # of those, until they are withdrawn
+        scheduler.slots.adapters.most_held = config.max_cpu_loras
 
     @property
     def by_name(self) -> Mapping[str, Adapter]:
@@ -152,24 +171,25 @@ class LocalAdapters:
         with self._changing:
             if name in self._taken or (name in self._by_name and not in_place):
                 raise RequestError("lora_name", f"{name!r} has already been loaded")
-            others = [each for each in self._by_name.values() if each.name != name]
-            count = len(others) + len(self._leaving)
-            if count >= self._config.max_cpu_loras:
-                raise RequestError(
-                    "lora_name",
-                    f"{count} adapters are loaded, which is the limit (max_cpu_loras)",
-                    "RESOURCE_EXHAUSTED",
-                )
-            self._loaded += 1
-            number = self._loaded
-            try:
-                fingerprint = self._source.load(number, folder)
+
+            def enter(number: int, fingerprint: str) -> Adapter:
                 adapter = Adapter(name, folder, adapter_identity(name, fingerprint), number)
-                self._exclusively(lambda: self._enter(adapter))
-            except BaseException:
-                self._source.drop(number)
-                raise
-            return adapter
+                self._enter(adapter)
+                return adapter
+
+            return self._read(folder, enter)
+
+    def _read(self, folder: str, enter: Callable[[int, str], T]) -> T:
+        """Reads an adapter's files; returns what `enter` does with its number and its fingerprint,
+        exclusively. Runs while the adapters are `_changing`. Errors: RequestError."""
+        self._loaded += 1
+        number = self._loaded
+        try:
+            fingerprint = self._source.load(number, folder)
+            return self._exclusively(lambda: enter(number, fingerprint))
+        except BaseException:
+            self._source.drop(number)
+            raise
 
     def _enter(self, adapter: Adapter) -> None:
         """Serves an adapter in place of another of its name, whose memory it takes over where the
@@ -182,8 +202,57 @@ class LocalAdapters:
             # what runs, and what is on the devices, is the same adapter: the new copy replaces it
             self._leaving.remove(twin)
             self._source.drop(twin.number)
-        self._scheduler.slots.adapters.numbers[adapter.identity] = adapter.number
+        self._hold(adapter)
         self.settle()
+
+    def _hold(self, adapter: Adapter) -> None:
+        """Notes that an adapter is in host memory; forgets those that leave it for that."""
+        for number in self._scheduler.slots.adapters.hold(adapter.identity, adapter.number):
+            self._source.drop(number)
+
+    def read_missing(self) -> None:
+        """Begins to read the files of an adapter that a sequence lacks, if one does, beside steps.
+        Runs exclusively."""
+        places = self._scheduler.slots.adapters
+        if not places.missing or self._reading:
+            return
+        adapter = self._known(places.missing)
+        places.missing = ""
+        if adapter is not None and adapter not in self._unreadable:
+            self._reading = True
+            threading.Thread(target=self._read_again, args=(adapter,), daemon=True).start()
+
+    def _known(self, identity: str) -> Adapter | None:
+        """Finds an adapter that requests may have."""
+        every = [*self._by_name.values(), *self._leaving]
+        return next((each for each in every if each.identity == identity), None)
+
+    def _read_again(self, adapter: Adapter) -> None:
+        """Brings an adapter back into host memory."""
+        try:
+            with self._changing:
+                self._read(adapter.folder, functools.partial(self._enter_again, adapter))
+        except RequestError as error:
+            if error.status != "UNAVAILABLE":  # else it is still missing in the next step
+                log.error("adapter %s is lost: %s", adapter.name, error.message)
+                self._unreadable.append(adapter)
+        finally:
+            self._reading = False
+
+    def _enter_again(self, adapter: Adapter, number: int, fingerprint: str) -> None:
+        """Takes in an adapter that was read again. Errors: RequestError for one that is another by
+        now."""
+        identity = adapter.identity
+        if self._known(identity) != adapter:  # it was unloaded, or loaded again, meanwhile
+            self._source.drop(number)
+            return
+        if adapter_identity(adapter.name, fingerprint) != identity:
+            raise RequestError("lora_path", f"the files of {adapter.folder} have changed")
+        again = replace(adapter, number=number)
+        self._leaving = [again if each == adapter else each for each in self._leaving]
+        if self._by_name.get(adapter.name) == adapter:
+            self._by_name = {**self._by_name, adapter.name: again}
+        self._hold(again)
 
     def unload(self, name: str) -> None:
         with self._changing:
@@ -207,9 +276,13 @@ class LocalAdapters:
         return request if adapter is None else replace(request, adapter=adapter.identity)
 
     def withdraw_lost(self) -> frozenset[str]:
-        """Serves no more the adapters that are lost (see `AdapterSource`); returns their
-        identities, whose requests cannot go on. Runs exclusively."""
+        """Serves no more the adapters that are lost (see `AdapterSource`), or could not be read
+        again; returns their identities, whose requests cannot go on. Runs exclusively."""
         numbers = set(self._source.take_lost())
+        while self._unreadable:
+            numbers.add(self._unreadable.pop().number)
+        if not numbers:
+            return frozenset()
         lost = [each for each in self._by_name.values() if each.number in numbers]
         self._leaving += lost
         self._by_name = {

@@ -168,6 +168,67 @@ def test_more_adapters_than_places_take_turns(base, folders, drafts):
     real.close()
 
 
+@pytest.mark.parametrize("held", [1, 2])
+def test_more_adapters_than_host_memory_holds_are_read_again(held, base, folders):
+    """Each gives the tokens that it gives where all of them are in host memory."""
+    real = engine(str(base), **SHARED, loras=1)
+    names = [f"a{i}" for i in range(6)]
+    for name, path in zip(names, folders):
+        real.adapters.load(name, str(path))
+    right = run(real, prompts(6), names)
+    for name in names:
+        real.adapters.unload(name)
+    real.scheduler.slots.adapters.most_held = held
+    for name, path in zip(names, folders):
+        real.adapters.load(name, str(path))
+        assert len(real.worker.adapters) <= held
+    real.start()
+    for _ in range(2):
+        runner, ids = submit_all(real, names)
+        eventually(lambda: not real.registry.ids(), 60)
+        assert [runner.ids(id) for id in ids] == [ids for ids, _ in right]
+        assert len(real.worker.adapters) <= held
+    assert list(real.adapters.by_name) == names
+    real.close()
+
+
+def submit_all(real: Engine, names: list[str]) -> tuple[Runner, list[str]]:
+    """Submits a prompt for each of some adapters."""
+    runner = Runner(real)
+    fields = dict(max_tokens=TOKENS, ignore_eos=True)
+    known = real.adapters.by_name
+    ids = [
+        runner.submit(prompt, rest={"adapter": known[name].identity}, **fields)
+        for name, prompt in zip(names, prompts(len(names)))
+    ]
+    return runner, ids
+
+
+def test_an_adapter_that_cannot_be_read_again_is_served_no_more(base, tmp_path):
+    """Where its files are gone, or others by now; requests for the others go on."""
+    for i in range(3):
+        write_adapter(tmp_path / f"a{i}", base, ATTENTION, seed=i)
+    names = ["a0", "a1", "a2"]
+    real = engine(str(base), **SHARED, loras=1)
+    real.scheduler.slots.adapters.most_held = 1
+    for name in names:
+        real.adapters.load(name, str(tmp_path / name))
+    shutil.rmtree(tmp_path / "a0")
+    write_adapter(tmp_path / "other", base, ATTENTION, seed=7)
+    shutil.copytree(tmp_path / "other", tmp_path / "a1", dirs_exist_ok=True)
+    runner, ids = submit_all(real, names)
+    real.start()
+    eventually(lambda: not real.registry.ids(), 60)
+    for id in ids[:2]:
+        assert runner.completion(id).finished.error.status == "UNAVAILABLE"
+    assert runner.completion(ids[2]).finished.reason == "length"
+    assert list(real.adapters.by_name) == ["a2"]
+    assert len(real.worker.adapters) == len(real.scheduler.slots.adapters.numbers) == 1
+    real.adapters.load("a1", str(tmp_path / "a1"))
+    assert runner.engine.adapters.by_name.keys() == {"a1", "a2"}
+    real.close()
+
+
 def test_prefixes_are_shared_only_with_the_same_adapter(base, folders):
     real = engine(str(base), **SHARED, loras=2)
     for name in ("a0", "a1"):

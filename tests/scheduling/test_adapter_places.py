@@ -63,6 +63,49 @@ def test_those_behind_one_that_finds_no_place_do_not_join_the_place_that_it_will
     assert table.may("b")
 
 
+def test_the_adapter_used_least_recently_leaves_host_memory():
+    table = places(4)
+    table.most_held = 4
+    for slot, name in enumerate("ab"):
+        take(table, slot, name)
+    table.begin()
+    assert table.hold("e", 5) == [3]  # that of c, which was never used
+    assert table.hold("f", 6) == [4]
+    assert table.hold("g", 7) == [1]
+    assert list(table.resident) == ["a", "b"]
+    table.begin()
+    assert table.may("a") and not table.may("c")
+    assert table.missing == "c"
+    assert table.hold("c", 8) == [2]
+    table.begin()
+    assert table.may("c") and not table.missing
+
+
+def test_an_adapter_that_comes_to_a_place_next_stays_in_host_memory():
+    table = places(1)
+    table.most_held = 4
+    table.take(0, "a")
+    assert [table.hold(name, 9)[0] for name in "xyz"] == [2, 3, 4]
+    assert table.hold("a2", 9) == [9]
+    assert table.take_loads().tolist() == [[0, 1]]
+
+
+def test_one_adapter_is_read_at_a_time_and_in_place_of_none_that_is_waited_with():
+    """Else two sequences would have their adapters read in turn, and neither would run."""
+    table = places(2)
+    table.most_held = 4
+    for name in "cd":
+        table.hold(name + "2", 9)
+    assert [name for name, number in table.numbers.items() if number is None] == ["a", "b"]
+    table.most_held = 2
+    table.begin()
+    assert table.may("c2") and not table.may("b") and not table.may("a")
+    assert table.missing == "b"  # the first in the order
+    table.begin()
+    assert table.may("c2") and table.may("d2") and table.may("c") and table.may("d")
+    assert not table.may("a") and not table.missing  # there is no room for it
+
+
 def test_no_adapter_waits_for_ever_behind_a_stream_for_others():
     """Also where the others' place never runs empty by itself."""
     replica = Replica(SchedulerConfig(max_seqs=2, chunk_tokens=8, max_loras=1, max_queue=100))

@@ -37,6 +37,7 @@ from jaxserve.scheduling.batch_reader import StepResults
 from jaxserve.scheduling.events import StepIssued, StepRead
 from jaxserve.scheduling.prefill_facts import prefill_facts
 from jaxserve.settings.schema import AdapterConfig, CacheConfig, MeshConfig
+from jaxserve.settings.schema.adapters import MAX_HELD
 
 SOME_RIGHT = Guesses()
 NO_SHAPE = ModelConfig(
@@ -173,7 +174,7 @@ class VirtualReplica(ReplicaCore):
         assert tiers is None or isinstance(tiers, VirtualTiers)
         clock = VirtualClock() if tiers is None else tiers.clock
         super().__init__(scheduler, info, cache, clock)
-        self._serve_adapters(NoFiles(), AdapterConfig(lora_root="/"))
+        self._serve_adapters(NoFiles(), AdapterConfig(lora_root="/", max_cpu_loras=MAX_HELD))
         self.listeners: list[StepListener] = []
         self._depth = mesh.spp + lookahead  # batches in flight
         self._stages = mesh.spp

@@ -11,6 +11,7 @@ from jaxserve.api.errors import ConfigError
 from jaxserve.settings.fields import Settings, option
 
 MAX_RANK = 512
+MAX_HELD = 65536  # adapters in host memory
 
 
 class AdapterRoom(NamedTuple):
@@ -39,7 +40,11 @@ class AdapterConfig(Settings):
         16, "largest rank of an adapter; others are padded to it", low=1, high=MAX_RANK
     )
     max_cpu_loras: int = option(
-        64, "adapters that are loaded at once, in host memory", low=1, high=65536
+        64,
+        "adapters in host memory at once; with more, those used least recently leave it, and their "
+        "files are read again when a request needs them",
+        low=1,
+        high=MAX_HELD,
     )
 
     def __post_init__(self) -> None:
@@ -48,10 +53,6 @@ class AdapterConfig(Settings):
         for name in names:
             if names.count(name) > 1:
                 raise ConfigError("lora_modules", f"{name} is given more than once")
-        if len(names) > self.max_cpu_loras:
-            raise ConfigError(
-                "lora_modules", f"{len(names)} are more than max_cpu_loras, {self.max_cpu_loras}"
-            )
         if self.lora_root is not None and not Path(self.lora_root).is_dir():
             raise ConfigError("lora_root", f"{self.lora_root} is no folder")
 
