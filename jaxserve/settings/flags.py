@@ -180,9 +180,19 @@ def _arguments(command: Command) -> list[str]:
     return [*([command.argument] if command.argument else []), *flags]
 
 
-def _current(options: Mapping[str, Option], arguments: Sequence[str]) -> Iterator[str]:
+def _current(options: Mapping[str, Option], arguments: Sequence[str]) -> list[str]:
     """Arguments with our names of their flags, and without those flags of other engines that ask
-    for what is so anyway."""
+    for what is so anyway, or stand for settings, which come first: of several values the last one
+    counts."""
+    implied: list[str] = []
+    given = list(_renamed(options, arguments, implied))
+    return implied + given
+
+
+def _renamed(
+    options: Mapping[str, Option], arguments: Sequence[str], implied: list[str]
+) -> Iterator[str]:
+    """See `_current`. implied: gets the settings that flags stand for."""
     coming = deque(arguments)
     while coming:
         argument = coming.popleft()
@@ -202,6 +212,9 @@ def _current(options: Mapping[str, Option], arguments: Sequence[str]) -> Iterato
                 yield coming.popleft()
             while name in renamed.SEVERAL and coming and not coming[0].startswith("-"):
                 yield f"--{name}={coming.popleft()}"
+        elif renamed.spelt(typed) in foreign.STANDS_FOR and "model" in options:
+            setting, stands_for = foreign.STANDS_FOR[renamed.spelt(typed)]
+            implied.append(f"--{setting}={stands_for}")
         elif why is not None:
             log.warning("--%s has no effect: %s", typed, why)
             if renamed.spelt(typed) in foreign.NO_EFFECT_VALUES and not value and coming:

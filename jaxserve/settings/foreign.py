@@ -22,7 +22,7 @@ NO_EFFECT: Mapping[str, str] = {
     "async_scheduling": "--lookahead steps are always issued ahead",
     "enable_prompt_tokens_details": "usage always has them",
     "enable_server_load_tracking": "/load is always there",
-    "enable_lora": "--max-loras=N says how many adapters the devices have room for",
+    "fully_sharded_loras": "factors of adapters are split as the weights that they change",
 }
 NO_EFFECT_VALUES: Mapping[str, str] = {
     "allowed_methods": "pages of --allowed-origins may use all that routes have",
@@ -35,7 +35,10 @@ NO_EFFECT_VALUES: Mapping[str, str] = {
     "block_manager_version": "there is one",
     "uvicorn_log_level": "there is no uvicorn; --log_level is for all of the log",
     "optimization_level": "steps are always compiled with all optimisations",
+    "lora_dtype": "adapters have the type of the weights",
 }
+# flag -> setting and its value, unless that is given too
+STANDS_FOR: Mapping[str, tuple[str, str]] = {"enable_lora": ("max_loras", "1")}
 # flag -> what to give instead
 INSTEAD: Mapping[str, str] = {
     "data_parallel_size": "start `jaxserve cluster --mixed=N`, one address before N replicas",
@@ -49,6 +52,7 @@ INSTEAD: Mapping[str, str] = {
     "kv_events_config": "--kv-events=tcp://127.0.0.1:5557: docs/routers.md",
     "load_in_8bit": "weights are read in the types of the checkpoint",
     "speculative_config": "--drafts=ngram, or --drafts=model and --draft-model=NAME",
+    "sc": "--drafts=ngram, or --drafts=model and --draft-model=NAME",
     "num_speculative_tokens": "--draft-tokens=N, with --drafts",
     "speculative_model": "--drafts=model and --draft-model=NAME",
     "tokenizer": "the tokenizer must lie beside the weights: give a folder as the model",
@@ -74,6 +78,8 @@ INSTEAD: Mapping[str, str] = {
     "hf_overrides": "change the checkpoint's config.json",
     "limit_mm_per_prompt": "prompts are text only",
     "mm_processor_kwargs": "prompts are text only",
+    "default_mm_loras": "prompts are text only",
+    "lora_target_modules": "adapters change the modules that their files name",
     "compilation_config": "steps are always compiled",
     "sliding_window": "it is read from the checkpoint's config.json",
     "disable_sliding_window": "it is read from the checkpoint's config.json",

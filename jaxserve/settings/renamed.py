@@ -35,6 +35,9 @@ ALIASES: Mapping[str, str] = {  # as in vLLM or SGLang -> name
     "ssl_keyfile": "tls_key",
     "ssl_ca_certs": "tls_client_ca",
     "otlp_traces_endpoint": "traces_endpoint",
+    "spec_method": "drafts",
+    "spec_model": "draft_model",
+    "spec_tokens": "draft_tokens",
 }
 # settings whose flag may be followed by several values
 SEVERAL = ("served_model_name", "lora_modules")

@@ -47,6 +47,9 @@ STARTS = [  # what is typed behind `serve`, and what becomes of it
         "MODEL --enable-lora --max-loras 2 --lora-modules a=/x b=/y",
         {"max_loras": 2, "lora_modules": ("a=/x", "b=/y")},
     ),
+    ("MODEL --enable-lora --lora-modules a=/x --max-cpu-loras 2", {"max_loras": 1}),
+    ("MODEL --max-loras=4 --enable-lora --lora-dtype auto", {"max_loras": 4}),
+    ("MODEL --spec-method ngram --spec-tokens 5", {"drafts": "ngram", "draft_tokens": 5}),
 ]
 SAYS = [
     ("MODEL --data-parallel-size 4", "--data-parallel-size is not a flag here: start `jaxserve cl"),
@@ -117,8 +120,15 @@ def test_keys_are_not_printed(capsys):
 
 
 def test_no_name_of_ours_is_in_the_tables_of_others():
-    others = {*foreign.NO_EFFECT, *foreign.NO_EFFECT_VALUES, *foreign.INSTEAD, *renamed.ALIASES}
+    tables = (
+        foreign.NO_EFFECT,
+        foreign.NO_EFFECT_VALUES,
+        foreign.STANDS_FOR,
+        foreign.INSTEAD,
+        renamed.ALIASES,
+    )
+    others = {name for table in tables for name in table}
     assert not others & set(SERVE.options)
-    tables = (foreign.NO_EFFECT, foreign.NO_EFFECT_VALUES, foreign.INSTEAD, renamed.ALIASES)
     assert sum(map(len, tables)) == len(others)
-    assert set(renamed.ALIASES.values()) <= set(SERVE.options)
+    meant = {setting for setting, _ in foreign.STANDS_FOR.values()}
+    assert meant | set(renamed.ALIASES.values()) <= set(SERVE.options)

@@ -278,6 +278,10 @@ def test_replicas_of_a_cluster_have_the_same_adapters(folder):
             assert refused.status_code == 404
 
 
+def test_an_empty_list_of_adapters_is_none(folder):
+    assert config(folder, lora_modules=("",)).adapters.named == []
+
+
 def test_settings_for_adapters_that_cannot_be_served_are_refused(folder, tmp_path):
     for settings, fault in (
         (dict(max_loras=0), "needs places for adapters"),

@@ -60,7 +60,7 @@ class AdapterConfig(Settings):
     def named(self) -> list[tuple[str, str]]:
         """Names and folders of the adapters that are served from the start. Errors: ConfigError."""
         found = []
-        for module in self.lora_modules:
+        for module in filter(None, self.lora_modules):
             name, folder = _named(module)
             if not (name and folder):
                 raise ConfigError("lora_modules", f"{module!r:.100} is not NAME=FOLDER")
