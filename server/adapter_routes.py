@@ -18,13 +18,14 @@ MAX_PATH_CHARS = 4096
 
 class LoadRequest(StrictModel):
     lora_name: str
-    lora_path: str = Field(max_length=MAX_PATH_CHARS)
+    lora_path: str = Field(min_length=1, max_length=MAX_PATH_CHARS)
     base_model_name: str = Field("", description="needed where the server has several models")
     load_inplace: bool = False
+    is_3d_lora_weight: bool = Field(False, description="of vLLM's experts; has no effect")
 
 
 class UnloadRequest(StrictModel):
-    lora_name: str
+    lora_name: str = Field(min_length=1)
     lora_int_id: int | None = Field(None, description="of vLLM's adapters; has no effect")
 
 

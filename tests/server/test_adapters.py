@@ -130,6 +130,7 @@ def test_adapters_are_loaded_and_unloaded_while_serving(served, folder):
         ("new", "/etc", 400, "is not below lora_root"),
         ("new", "link", 400, "is not below lora_root"),
         ("new", "none", 404, "there is no folder"),
+        ("new", "", 400, "lora_path: String should have at least 1 character"),
         ("new", "a\0b", 400, "is not below lora_root"),
         ("new", ".", 400, "has no adapter_model.safetensors"),
         ("new", "https://example.com/adapter", 404, "there is no folder"),
@@ -175,6 +176,14 @@ def test_routers_are_told_of_the_adapters_in_use(served):
     text = httpx.get(f"{served.url}/metrics").text
     assert 'jaxserve:lora_requests_info{max_lora="2",running_lora_adapters=""' in text
     assert "jaxserve:lora_adapters_loaded 1.0" in text
+
+
+def test_fields_of_vllms_callers_are_taken(served):
+    assert load(served.url, "new", "a1", is_3d_lora_weight=False).status_code == 200
+    body = {"lora_name": "new", "lora_int_id": 1}
+    answer = httpx.post(f"{served.url}/v1/unload_lora_adapter", json=body)
+    assert answer.status_code == 200
+    assert unload(served.url, "").status_code == 400
 
 
 def test_nothing_is_lost_while_adapters_come_and_go(served, folder):
