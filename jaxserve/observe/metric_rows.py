@@ -114,6 +114,10 @@ class Distribution(NamedTuple):
     bounds: Sequence[float]
 
 
+# by place, from 0 on, among the proposed tokens of a sequence in a step (the label `position`);
+# places above 0 are there once a token at them was right
+RIGHT_BY_POSITION = "spec_decode_num_accepted_tokens_per_pos"
+RIGHT_HELP = "Proposed tokens that were right, by their place behind the last known token"
 # values of labels beside `class`, whose values are configured
 LABEL_VALUES: Mapping[str, Collection[str]] = {
     "finished_reason": (*REASONS, OTHER),

@@ -32,6 +32,8 @@ from jaxserve.observe.metric_rows import (
     OTHER,
     PREFIX,
     READ,
+    RIGHT_BY_POSITION,
+    RIGHT_HELP,
     TALLIES,
     TRANSFER_RATE,
 )
@@ -166,6 +168,10 @@ class Metrics:
             for name, help in COUNTERS.items()
         }
         self._labelled = {name: self._make_labelled(name) for name in LABELLED}
+        self._right_by_position = Counter(
+            PREFIX + RIGHT_BY_POSITION, RIGHT_HELP, ("position",), registry=self.registry
+        )
+        self._right_by_position.labels("0")
         self._histograms = {
             name: Histogram(PREFIX + name, row.help, registry=self.registry, buckets=row.bounds)
             for name, row in HISTOGRAMS.items()
@@ -280,10 +286,14 @@ class Metrics:
             self._tallies["kvp_degree"].add_all(degrees)
 
     def _drafts_checked(self, event: DraftsChecked) -> None:
-        slots = event.batch.slot[event.batch.drafts]
-        self._counters["spec_decode_num_drafts"].inc(len(np.unique(slots)))
-        self._counters["spec_decode_num_draft_tokens"].inc(len(slots))
+        slots, of_slot = np.unique(event.batch.slot[event.batch.drafts], return_inverse=True)
+        self._counters["spec_decode_num_drafts"].inc(len(slots))
+        self._counters["spec_decode_num_draft_tokens"].inc(len(of_slot))
         self._counters["spec_decode_num_accepted_tokens"].inc(int(event.right.sum()))
+        right = np.bincount(of_slot[event.right], minlength=len(slots))
+        for position in range(right.max(initial=0)):
+            reached = int(np.count_nonzero(right > position))
+            self._right_by_position.labels(str(position)).inc(reached)
 
     # --- requests
 

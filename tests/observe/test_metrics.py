@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,7 +24,14 @@ from jaxserve.engine.programs import Programs
 from jaxserve.observe.metric_rows import READ, REJECTIONS
 from jaxserve.observe.metrics import Metrics
 from jaxserve.scheduling import Batch
-from jaxserve.scheduling.events import Admitted, CompletionEnded, FirstToken, StepIssued
+from jaxserve.scheduling.events import (
+    Admitted,
+    CompletionEnded,
+    DraftsChecked,
+    EventBus,
+    FirstToken,
+    StepIssued,
+)
 from jaxserve.scheduling.sequence import Sequence, SequenceLimits
 from jaxserve.settings.schema import (
     CacheConfig,
@@ -48,6 +56,7 @@ COUNTERS = {
     "spec_decode_num_drafts",
     "spec_decode_num_draft_tokens",
     "spec_decode_num_accepted_tokens",
+    "spec_decode_num_accepted_tokens_per_pos",
     "tbt_slo_violations",
     "draft_model_seconds",
     "xla_compiles",
@@ -486,6 +495,20 @@ def told(of: Engine) -> dict:
         family.name.removeprefix("jaxserve:"): family
         for family in parse(generate_latest(of.metrics_registry).decode())
     }
+
+
+def test_proposed_tokens_that_were_right_are_counted_by_their_place():
+    metrics = Metrics(2, (), lambda: dict.fromkeys(READ, 0.0))
+    bus = EventBus()
+    metrics.listen(bus, prefix_caching=True)
+    batch = SimpleNamespace(slot=np.array([1, 0, 0, 0, 1, 1]), drafts=range(1, 6))
+    for right in ([True, True, False, True, False], [True, False, False, False, False]):
+        bus.publish(DraftsChecked(batch, np.array(right)))
+    name = "jaxserve:spec_decode_num_accepted_tokens"
+    value = metrics.registry.get_sample_value
+    assert [value(f"{name}_per_pos_total", {"position": each}) for each in "012"] == [3, 1, None]
+    assert value(f"{name}_total") == 4
+    assert value("jaxserve:spec_decode_num_drafts_total") == 4
 
 
 def test_every_metric_is_told_and_explained(real):
