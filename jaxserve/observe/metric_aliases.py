@@ -35,6 +35,10 @@ VLLM_NAMES = frozenset(
         "request_decode_time_seconds",
         "request_prompt_tokens",
         "request_generation_tokens",
+        "spec_decode_num_drafts",
+        "spec_decode_num_draft_tokens",
+        "spec_decode_num_accepted_tokens",
+        "spec_decode_num_accepted_tokens_per_pos",
     }
 )
 

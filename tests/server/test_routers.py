@@ -74,6 +74,8 @@ def test_metrics_have_vllm_s_names_too_where_that_is_asked_for(http):
         (ours,) = found[f"jaxserve:{name}"].samples
         (alias,) = found[f"vllm:{name}"].samples
         assert alias.value == ours.value and "model_name" in alias.labels
+    (alias, *_) = found["vllm:spec_decode_num_accepted_tokens_per_pos"].samples
+    assert alias.labels.keys() == {"position", "model_name"}
     aliases = {name.removeprefix("vllm:") for name in found if name.startswith("vllm:")}
     assert {name.removesuffix("_created") for name in aliases} <= VLLM_NAMES
     assert len(found["vllm:time_to_first_token_seconds"].samples) == len(
