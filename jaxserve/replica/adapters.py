@@ -213,11 +213,9 @@ class LocalAdapters:
     def read_missing(self) -> None:
         """Begins to read the files of an adapter that a sequence lacks, if one does, beside steps.
         Runs exclusively."""
-        places = self._scheduler.slots.adapters
-        if not places.missing or self._reading:
+        if self._reading:
             return
-        adapter = self._known(places.missing)
-        places.missing = ""
+        adapter = self._known(self._scheduler.slots.adapters.take_missing())
         if adapter is not None and adapter not in self._unreadable:
             self._reading = True
             threading.Thread(target=self._read_again, args=(adapter,), daemon=True).start()

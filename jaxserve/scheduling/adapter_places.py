@@ -32,15 +32,13 @@ class AdapterPlaces:
     by_slot [slots] int32: the place of the adapter of each slot's sequence, or NONE. numbers: of
     the adapters that are known, as commands to the devices name them, that used least recently
     first; None: of one that is not in host memory. most_held: adapters that host memory has room
-    for. missing: the one that is to be read into host memory for a sequence; "" for none. loaded:
-    how many were brought to the devices so far.
+    for. loaded: how many were brought to the devices so far.
     """
 
     def __init__(self, places: int, slots: int):
         self.by_slot = np.full(slots, NONE, np.int32)
         self.numbers: dict[str, int | None] = {}
         self.most_held = MAX_HELD
-        self.missing = ""
         self.loaded = 0
         self._in_place: list[str] = [""] * places
         self._place_of: dict[str, int] = {}
@@ -53,6 +51,7 @@ class AdapterPlaces:
         # whether one lacks its own
         self._needed: set[str] = set()
         self._lacked = False
+        self._missing = ""  # the adapter that is to be read for it
 
     @property
     def resident(self) -> Sequenced[str]:
@@ -64,7 +63,7 @@ class AdapterPlaces:
         self._emptied = None
         self._needed.clear()
         self._lacked = False
-        self.missing = ""
+        self._missing = ""
 
     def may(self, identity: str) -> bool:
         """Returns whether a sequence with an adapter may get a slot in this step; with "", of one
@@ -96,7 +95,13 @@ class AdapterPlaces:
             return
         self._lacked = True
         if self._held() < self.most_held or self._spare() is not None:
-            self.missing = identity
+            self._missing = identity
+
+    def take_missing(self) -> str:
+        """Returns the adapter that is to be read into host memory for a sequence, once; "" for
+        none."""
+        missing, self._missing = self._missing, ""
+        return missing if self.numbers.get(missing) is None else ""
 
     def _held(self) -> int:
         """Counts the adapters in host memory."""

@@ -75,10 +75,14 @@ def test_the_adapter_used_least_recently_leaves_host_memory():
     assert list(table.resident) == ["a", "b"]
     table.begin()
     assert table.may("a") and not table.may("c")
-    assert table.missing == "c"
-    assert table.hold("c", 8) == [2]
+    assert table.take_missing() == "c"
+    assert not table.take_missing()
     table.begin()
-    assert table.may("c") and not table.missing
+    assert not table.may("c")
+    assert table.hold("c", 8) == [2]
+    assert not table.take_missing()  # it was read meanwhile
+    table.begin()
+    assert table.may("c") and not table.take_missing()
 
 
 def test_an_adapter_that_comes_to_a_place_next_stays_in_host_memory():
@@ -100,10 +104,10 @@ def test_one_adapter_is_read_at_a_time_and_in_place_of_none_that_is_waited_with(
     table.most_held = 2
     table.begin()
     assert table.may("c2") and not table.may("b") and not table.may("a")
-    assert table.missing == "b"  # the first in the order
+    assert table.take_missing() == "b"  # the first in the order
     table.begin()
     assert table.may("c2") and table.may("d2") and table.may("c") and table.may("d")
-    assert not table.may("a") and not table.missing  # there is no room for it
+    assert not table.may("a") and not table.take_missing()  # there is no room for it
 
 
 def test_no_adapter_waits_for_ever_behind_a_stream_for_others():
