@@ -22,7 +22,7 @@ NO_EFFECT: Mapping[str, str] = {
     "async_scheduling": "--lookahead steps are always issued ahead",
     "enable_prompt_tokens_details": "usage always has them",
     "enable_server_load_tracking": "/load is always there",
-    "fully_sharded_loras": "factors of adapters are split as the weights that they change",
+    "fully_sharded_loras": "how factors of adapters are split follows from the weights",
 }
 NO_EFFECT_VALUES: Mapping[str, str] = {
     "allowed_methods": "pages of --allowed-origins may use all that routes have",
