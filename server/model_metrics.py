@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
 
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
@@ -13,10 +13,7 @@ from jaxserve.server.frontend import Frontend
 from jaxserve.server.models import Models
 
 MODEL = "model_name"  # the label, as vLLM has it
-
-
-class _Registry(Collector, Protocol):
-    def restricted_registry(self, names: Sequence[str]) -> Collector: ...
+Registry = CollectorRegistry | VllmAliases
 
 
 class ByModel(Collector):
@@ -42,7 +39,7 @@ def model_metrics(models: Models, names: Sequence[str] = ()) -> list[Collector]:
     """Returns what collects the server's own metrics and those of its models; the replica's are
     missing while it is built. names: of those to collect; empty: all."""
 
-    def chosen(registry: _Registry) -> Collector:
+    def chosen(registry: Registry) -> Collector:
         return registry.restricted_registry(names) if names else registry
 
     own = chosen(models.metrics.registry)
@@ -55,11 +52,11 @@ def model_metrics(models: Models, names: Sequence[str] = ()) -> list[Collector]:
     return [own, *of_models[models.all[0].name]]
 
 
-def _registries(frontend: Frontend) -> list[_Registry]:
+def _registries(frontend: Frontend) -> list[Registry]:
     replica = frontend.replica
     if replica is None:
         return []
-    registries: list[_Registry] = [replica.metrics_registry]
+    registries: list[Registry] = [replica.metrics_registry]
     if frontend.config.metrics_aliases == "vllm":
         registries.append(VllmAliases(replica.metrics_registry, replica.info.served_name))
     return registries

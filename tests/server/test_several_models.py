@@ -3,6 +3,8 @@ what is told where several are meant. `tests/cli/test_serve_models.py` has real 
 
 import contextlib
 import dataclasses
+import subprocess
+import sys
 import threading
 
 import grpc
@@ -173,6 +175,18 @@ def test_metrics_and_usage_are_by_model(pair):
     usage = pair.admin.get("/admin/usage").json()["usage"]
     assert {"two"} <= {row["model"] for row in usage}
     assert set(pair.admin.get("/admin/config").json()["engines"]) == {*NAMES}
+
+
+def test_collectors_may_be_an_abstract_class():
+    """As in prometheus-client before 0.23, where no Protocol may inherit from them."""
+    code = """
+import abc
+import prometheus_client.registry as registry
+
+registry.Collector = abc.ABCMeta("Collector", (), {"collect": lambda self: ()})
+import jaxserve.server.model_metrics
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_one_that_is_gone_is_named_and_the_other_goes_on(pair):
