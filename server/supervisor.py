@@ -34,7 +34,7 @@ from jaxserve.server.block_service import BlockService
 from jaxserve.server.cluster_port import check_replica_port
 from jaxserve.server.cors import with_cors
 from jaxserve.server.frontend import STOPPING, Frontend
-from jaxserve.server.grpc.auth import GrpcGuard
+from jaxserve.server.grpc.auth import THROTTLED_METHODS, GrpcGuard
 from jaxserve.server.grpc.control import Control
 from jaxserve.server.grpc.handlers import MAX_CONTROL_BYTES, method_handlers
 from jaxserve.server.grpc.health import Health
@@ -148,8 +148,9 @@ class Server:
         self._listeners: list[Listener] = []
         self._kv_events: KvEvents | None = None
         self._health = Health([service.full_name for service in SERVICES.values()])
+        throttled = frozenset() if self.models.several else THROTTLED_METHODS
         self._grpc_server = grpc.aio.server(
-            interceptors=(GrpcGuard(self.authenticator, self.models.metrics),),
+            interceptors=(GrpcGuard(self.authenticator, self.models.metrics, throttled),),
             options=channel_options(config),
         )
         self._peers = peers
@@ -222,7 +223,8 @@ class Server:
             self.authenticator.authenticate,
             OPEN_PATHS,
             self.models.metrics,
-            THROTTLED_PATHS,
+            # unread, a call does not say whether its model is the one with too many
+            frozenset() if self.models.several else THROTTLED_PATHS,
         )
         return with_cors(guard, self.config)
 

@@ -20,7 +20,7 @@ from jaxserve.server.frontend_metrics import FrontendMetrics
 from jaxserve.server.grpc.errors import abort
 
 OPEN_PREFIX = "/grpc.health.v1.Health/"  # of methods that need no API key
-THROTTLED_METHODS = frozenset({"/jaxserve.v1.Inference/Generate"})  # see `Throttle`
+THROTTLED_METHODS = frozenset({"/jaxserve.v1.Inference/Generate"})  # those that compute
 _caller: contextvars.ContextVar[Caller] = contextvars.ContextVar("caller")
 
 
@@ -31,11 +31,17 @@ def current_caller() -> Caller:
 
 class GrpcGuard(grpc.aio.ServerInterceptor):
     """An interceptor that authenticates calls, refuses some at overload, and counts those it
-    refuses."""
+    refuses. throttled: methods whose calls are refused unread at overload, see `Throttle`."""
 
-    def __init__(self, authenticator: Authenticator, metrics: FrontendMetrics):
+    def __init__(
+        self,
+        authenticator: Authenticator,
+        metrics: FrontendMetrics,
+        throttled: frozenset[str] = frozenset(),
+    ):
         self._authenticator = authenticator
         self._metrics = metrics
+        self._throttled = throttled
 
     async def intercept_service(
         self,
@@ -48,7 +54,7 @@ class GrpcGuard(grpc.aio.ServerInterceptor):
         try:
             caller = self._authenticator.authenticate(sole_header(keys))
             _caller.set(caller)
-            if details.method in THROTTLED_METHODS:
+            if details.method in self._throttled:
                 caller.usage.throttle.check(asyncio.get_running_loop().time())
         except RequestError as error:
             self._metrics.answered("grpc", error.status)

@@ -11,6 +11,8 @@ import grpc
 import httpx
 import pytest
 
+from jaxserve.api.errors import RequestError
+from jaxserve.api.sampling import SamplingParams
 from jaxserve.replica.adapters import Adapter
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.client import Client
@@ -187,6 +189,20 @@ registry.Collector = abc.ABCMeta("Collector", (), {"collect": lambda self: ()})
 import jaxserve.server.model_metrics
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_overload_of_one_model_refuses_no_requests_for_another(pair):
+    """Before a call is read nobody knows which model it is for."""
+    full = RequestError("", "the queue is full", "RESOURCE_EXHAUSTED")
+    pair.replicas["two"].fault = full
+    try:
+        for _ in range(60):
+            assert pair.post("/v1/completions", model="two", prompt="x").status_code == 429
+        for _ in range(40):
+            assert pair.post("/v1/completions", model="one", prompt="x", max_tokens=1).is_success
+            assert pair.grpc.complete("x", SamplingParams(max_tokens=1), model="one")
+    finally:
+        pair.replicas["two"].fault = None
 
 
 def test_one_that_is_gone_is_named_and_the_other_goes_on(pair):
