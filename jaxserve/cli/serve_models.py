@@ -172,7 +172,7 @@ def _replica(
     flags = setting_flags(command, values, given)
     fixed = ["--grpc_port=0", "--port=0", f"--replica_port={port}"]
     process = own_command("jaxserve", "serve", *fixed, *flags)
-    return Task(f"the replica of {model.names[0]!r}", process, 1, variables)
+    return Task(f"the replica of {model.names[0]!r}", process, 1, variables, independent=True)
 
 
 def _front(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import signal
 import subprocess
@@ -31,20 +32,27 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 class Task:
     """A process to keep running. stage: those of lower stages end first; those of 0 have this
     process's stdout, and come before the others where processors are short. environment: its
-    variables beside those of all."""
+    variables beside those of all. independent: the others are of use without it. steady: whether a
+    start of it was a success."""
 
     name: str
     command: Sequence[str]
     stage: int
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    independent: bool = False
     child: Child | None = None
     began: float = 0.0
     failures: int = 0
-    start_at: float = 0.0  # monotonic seconds
+    steady: bool = False
+    start_at: float = 0.0  # monotonic seconds; infinite for one that is given up
 
 
 class ProcessSet:
-    """Keeps tasks running until a signal. environment: variables for all. drain_seconds: that the
+    """Keeps tasks running until a signal, or until there is no use in it: one was refused, or
+    failed too often. Those that are independent stay down alone then, unless they were refused at
+    first.
+
+    environment: variables for all. drain_seconds: that the
     processes of a stage have to end by themselves. say: called with what happens, for people. poll:
     called often."""
 
@@ -65,7 +73,8 @@ class ProcessSet:
 
     def run(self) -> int:
         """Returns 0 after a signal, REFUSED where a process was refused for its settings, LOST
-        where one failed too often. Errors: OSError where a command cannot be run."""
+        where one, or each that is independent, failed too often. Errors: OSError where a command
+        cannot be run."""
         previous = {number: signal.signal(number, self._signalled) for number in SIGNALS}
         # where a parent ignores it, exit codes are lost
         previous[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -73,6 +82,7 @@ class ProcessSet:
             while not self._signals:
                 code = self._look(time.monotonic())
                 if code is not None:
+                    self._drain()
                     return code
                 self._poll()
                 time.sleep(POLL_SECONDS)
@@ -114,17 +124,25 @@ class ProcessSet:
         pid = task.child.pid
         task.child.kill()  # what it has started
         task.child = None
-        if code == REFUSED:
+        if code == REFUSED and not (task.independent and task.steady):
             return REFUSED  # it has said why
-        task.failures = 0 if now - task.began > STEADY_SECONDS else task.failures + 1
+        # loading may take longer, and find that the settings do not fit
+        succeeded = now - task.began > STEADY_SECONDS and code != REFUSED
+        task.steady |= succeeded
+        task.failures = 0 if succeeded else task.failures + 1
         if task.failures >= MAX_FAILURES:
+            task.start_at = math.inf
             self._say(f"{task.name} has ended {task.failures} times in a row: given up")
-            return LOST
+            return None if task.independent and self._has_independent() else LOST
         pause = min(MAX_PAUSE_SECONDS, 2.0 ** (task.failures - 2)) if task.failures > 1 else 0.0
         task.start_at = now + pause
         later = f" in {pause:g} s" if pause else ""
         self._say(f"{task.name} (process {pid}) ended with {code_text(code)}: restarts{later}")
         return None
+
+    def _has_independent(self) -> bool:
+        """Returns whether one of the independent tasks is not given up."""
+        return any(task.independent and task.start_at < math.inf for task in self._tasks)
 
     def _drain(self) -> None:
         """Ends stage after stage: requests finish. At a second signal all end at once."""

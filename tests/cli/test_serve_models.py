@@ -279,6 +279,7 @@ def test_replicas_get_settings_of_models_and_the_front_those_of_the_server(tmp_p
         assert "--strict_fields" not in task.command
     assert f"--disk_cache={tmp_path}/replica-0:1" in first.command, "a folder of its own"
     assert f"--disk_cache={tmp_path}/replica-1:1" in second.command
+    assert [task.independent for task in (first, second, front)] == [True, True, False]
     assert "--strict_fields" in front.command and "--max_seqs=3" not in front.command
     assert "--port=0" not in front.command, "a server that restarts has the same port"
     for task in (first, second, front):
