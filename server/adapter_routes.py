@@ -37,12 +37,13 @@ def adapter_routes(models: Models) -> fastapi.APIRouter:
     async def load(body: LoadRequest) -> Response:
         """Serves an adapter of a folder below --lora_root as a model of its name."""
         frontend = _base(models, body.base_model_name)
-        models.check_unused(body.lora_name, frontend)
         adapters = frontend.require_replica().adapters
         work = functools.partial(
             adapters.load, body.lora_name, body.lora_path, in_place=body.load_inplace
         )
-        adapter = await frontend.ask_replica(work)
+        async with models.naming:
+            models.check_unused(body.lora_name, frontend)
+            adapter = await frontend.ask_replica(work)
         return PlainTextResponse(f"Success: LoRA adapter '{adapter.name}' added successfully.")
 
     @router.post("/v1/unload_lora_adapter", response_class=PlainTextResponse)

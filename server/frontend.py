@@ -127,7 +127,7 @@ class Frontend:
     def check_model(self, name: str) -> str:
         """Returns the identity of the adapter that a model's name stands for, '' where it stands
         for the model itself. Errors: RequestError."""
-        if not name or name in self.info.names:
+        if name in ("", self.name) or name in self.info.names:
             return ""
         adapter = self.require_replica().adapters.by_name.get(name)
         if adapter is None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection, Sequence
 
 from jaxserve.api.errors import RequestError
 from jaxserve.api.request import UNKNOWN_MODEL
-from jaxserve.server.frontend import DRAINING, RESTARTING, SERVING, Frontend
+from jaxserve.replica.protocol import Replica
+from jaxserve.server.frontend import DRAINING, RESTARTING, SERVING, STOPPING, Frontend
 from jaxserve.server.frontend_metrics import FrontendMetrics
 from jaxserve.server.streams import Stream
-from jaxserve.settings.schema import ServerConfig
+from jaxserve.settings.schema import ConfigError, ServerConfig
+from jaxserve.text import Tokenizer
+from jaxserve.text.structured_output import Guides
 
 
 class Models:
@@ -23,16 +27,13 @@ class Models:
         self.config = config
         self.metrics = FrontendMetrics()
         self.all = [Frontend(config, self.metrics, name) for name in names]
+        self.naming = asyncio.Lock()  # held from the check of an adapter's name until it is loaded
         self._adapters: dict[Frontend, frozenset[str]] = {}
+        self._drained = False
 
     @property
     def several(self) -> bool:
         return len(self.all) > 1
-
-    @property
-    def serving(self) -> bool:
-        """True while all models are served."""
-        return all(frontend.state == SERVING for frontend in self.all)
 
     @property
     def state(self) -> str:
@@ -55,21 +56,54 @@ class Models:
         mine = [(frontend, [id for id in ids if id in frontend.streams]) for frontend in self.all]
         return sum([await frontend.abort(some) for frontend, some in mine if some])
 
+    def serve(
+        self, name: str, replica: Replica, tokenizer: Tokenizer | None, guides: Guides
+    ) -> Frontend:
+        """Begins to serve the model of this name; returns its frontend. Other arguments as of
+        `Frontend.open`. Errors: ConfigError where another model has one of its names, or of those
+        of its adapters; RequestError, UNAVAILABLE, once the server stops."""
+        (frontend,) = (each for each in self.all if each.name == name)
+        if frontend.state == STOPPING:
+            frontend.check_open()
+        if self.several:
+            self._check_names(frontend, {*replica.info.other_names, *replica.adapters.by_name})
+        frontend.open(replica, tokenizer, guides)
+        self._follow_drain(frontend)
+        return frontend
+
+    def _check_names(self, frontend: Frontend, others: Collection[str]) -> None:
+        """Refuses names beside a model's own that another one has. Errors: ConfigError."""
+        for other in self.all:
+            taken = {*_names(other), *self._adapter_names(other)} & {frontend.name, *others}
+            if other is not frontend and taken:
+                said = f"{min(taken)!r} is a name of {other.name!r} and of {frontend.name!r}"
+                raise ConfigError("models", f"{said}, or of adapters of theirs")
+
     def drain(self) -> None:
-        """Has all models refuse new requests, also one that comes back later, until `resume`."""
-        for frontend in self.all:
-            if frontend.state in (SERVING, RESTARTING):
-                frontend.state = DRAINING
+        """Has all models refuse new requests, also one that comes later, until `resume`."""
+        self._drained = True
+        self._follow_drains()
 
     def resume(self) -> None:
+        """Undoes `drain`."""
+        self._drained = False
+        self._follow_drains()
+
+    def _follow_drains(self) -> None:
         for frontend in self.all:
-            if frontend.state == DRAINING:
-                frontend.state = SERVING
+            self._follow_drain(frontend)
+
+    def _follow_drain(self, frontend: Frontend) -> None:
+        if self._drained and frontend.state in (SERVING, RESTARTING):
+            frontend.state = DRAINING
+        elif not self._drained and frontend.state == DRAINING:
+            frontend.state = SERVING
 
     def poll(self) -> None:
         """Follows the health of all models; see `Frontend.poll`."""
         for frontend in self.all:
             frontend.poll()
+            self._follow_drain(frontend)
             self._adapter_names(frontend)
 
     def _adapter_names(self, frontend: Frontend) -> frozenset[str]:
@@ -86,22 +120,32 @@ class Models:
 
     def check_open(self) -> None:
         """Refuses unless requests for any model are accepted. Errors: RequestError, UNAVAILABLE."""
-        if all(frontend.state != SERVING for frontend in self.all):
+        if self.several and all(frontend.state != SERVING for frontend in self.all):
+            raise RequestError("", f"the server is {self.state}", "UNAVAILABLE")
+        if not self.several:
             self.all[0].check_open()
 
     def open(self, name: str) -> Frontend:
         """Returns the frontend of the model that a request names, and refuses unless it accepts
         requests. Errors: RequestError, as of `named`, and UNAVAILABLE."""
-        frontend = self.named(name)
+        frontend = self._found(name)
         frontend.check_open()
+        frontend.check_model(name)
         return frontend
 
     def named(self, name: str) -> Frontend:
-        """Returns the frontend of the model, or of the base model of the adapter, with this name.
-        The only one takes all names, and refuses unknown ones itself. Errors: RequestError."""
+        """Returns the frontend of the model, or of the base model of the adapter, with this name;
+        of a single one it may be left out. Errors: RequestError."""
+        frontend = self._found(name)
+        if frontend.replica is None or frontend.replica.available:  # else its adapters are unknown
+            frontend.check_model(name)
+        return frontend
+
+    def _found(self, name: str) -> Frontend:
+        """Returns what `named` does, but the only one for all names. Errors: RequestError."""
         if not self.several:
             return self.all[0]
-        served = f"served here are {', '.join(frontend.name for frontend in self.all)}"
+        served = f"served here are {_listed(self.all)}"
         if not name:
             raise RequestError("model", f"is missing; {served}")
         # names of models first: no adapter takes the place of one
@@ -109,16 +153,31 @@ class Models:
             for frontend in self.all:
                 if name in names(frontend):
                     return frontend
+        if starting := [frontend for frontend in self.all if _starts(frontend)]:
+            said = f"{name[:100]!r} is not known while models start ({_listed(starting)}); {served}"
+            raise RequestError("model", said, "UNAVAILABLE")
         said = f"{name[:100]!r} is not served here; {served}"
         raise RequestError("model", said, "NOT_FOUND", reason=UNKNOWN_MODEL)
 
     def check_unused(self, name: str, base: Frontend) -> None:
-        """Refuses a name for an adapter of one model that another model or its adapters have.
-        Errors: RequestError."""
+        """Refuses a name for an adapter of one model that another model or its adapters have, or
+        may have: it is not loaded yet. Errors: RequestError."""
         for other in self.all:
-            if other is not base and name in (*_names(other), *self._adapter_names(other)):
+            if other is base:
+                continue
+            if name in (*_names(other), *self._adapter_names(other)):
                 said = f"{name[:100]!r} is a name of {other.name!r} or of one of its adapters"
                 raise RequestError("lora_name", said, "ALREADY_EXISTS")
+            other.require_replica()
+
+
+def _starts(frontend: Frontend) -> bool:
+    """Returns whether a model is loading, or its processes start again."""
+    return frontend.replica is None or not frontend.replica.available
+
+
+def _listed(frontends: Sequence[Frontend]) -> str:
+    return ", ".join(frontend.name for frontend in frontends)
 
 
 def _names(frontend: Frontend) -> Collection[str]:

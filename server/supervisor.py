@@ -33,7 +33,7 @@ from jaxserve.server.auth.tls import Tls
 from jaxserve.server.block_service import BlockService
 from jaxserve.server.cluster_port import check_replica_port
 from jaxserve.server.cors import with_cors
-from jaxserve.server.frontend import STOPPING, Frontend
+from jaxserve.server.frontend import SERVING, STOPPING, Frontend
 from jaxserve.server.grpc.auth import THROTTLED_METHODS, GrpcGuard
 from jaxserve.server.grpc.control import Control
 from jaxserve.server.grpc.handlers import MAX_CONTROL_BYTES, method_handlers
@@ -260,10 +260,9 @@ class Server:
     def open(
         self, name: str, replica: Replica, tokenizer: Tokenizer | None, guides: Guides
     ) -> None:
-        """Begins to serve the model of this name. Other arguments as for `Frontend.open`."""
-        frontend = self.models.named(name)
+        """Begins to serve the model of this name. Arguments and errors as of `Models.serve`."""
         first = all(other.replica is None for other in self.models.all)
-        frontend.open(replica, tokenizer, guides)
+        frontend = self.models.serve(name, replica, tokenizer, guides)
         if self._replica_service is not None:
             self._replica_service.open(replica, guides)
             frontend.handoff = self._handoff(replica)
@@ -271,7 +270,7 @@ class Server:
             self._kv_events.open(replica, f"{self._host}:{self.ports.get('http', 0)}")
         if first:
             self._watchers.append(asyncio.create_task(self.models.metrics.watch_loop()))
-        self._health.set_serving(self.models.serving)
+        self._health.set_serving(self.models.state == SERVING)
         log.info(
             "%s %s: %s",
             f"serving {name} on" if name else "serving on",
@@ -346,7 +345,7 @@ class Server:
             await asyncio.sleep(period)
             self.models.poll()
             # states change with replicas, or as an operator asks
-            self._health.set_serving(self.models.serving)
+            self._health.set_serving(self.models.state == SERVING)
 
     async def _watch_files(self) -> None:
         while True:
@@ -391,15 +390,16 @@ async def run(
     listening(server)
     stopping = asyncio.create_task(stop.wait())
     with _shared_interpreter():
-        opening = asyncio.gather(*(open_built(name, one) for name, one in builds.items()))
+        parts = [asyncio.create_task(open_built(name, one)) for name, one in builds.items()]
+        opening = asyncio.gather(*parts)
         try:
             await asyncio.wait((opening, stopping), return_when=asyncio.FIRST_COMPLETED)
             if opening.done():
                 opening.result()
                 await stopping
         finally:
-            opening.cancel()
-            stopping.cancel()
+            for task in (*parts, stopping):  # one that has failed has not ended the others
+                task.cancel()
             await server.drain()
             await server.stop()
             for replica in replicas:

@@ -55,7 +55,6 @@ def tokenization_routes(models: Models, unknown: UnknownFields) -> fastapi.APIRo
     async def tokenize(body: TokenizeRequest, request: fastapi.Request) -> Response:
         headers = unknown.headers(body)
         frontend = models.open(body.model)
-        frontend.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("prompt", "give either prompt or messages")
         if body.prompt is None:
@@ -91,7 +90,6 @@ def tokenization_routes(models: Models, unknown: UnknownFields) -> fastapi.APIRo
     async def detokenize(body: DetokenizeRequest, request: fastapi.Request) -> Response:
         headers = unknown.headers(body)
         frontend = models.open(body.model)
-        frontend.check_model(body.model)
         if not isinstance(body.tokens, list):
             raise RequestError("tokens", "must be a list of token ids")
         text = await frontend.detokenize(

@@ -33,7 +33,6 @@ def anthropic_routes(models: Models, unknown: UnknownFields) -> fastapi.APIRoute
         headers = unknown.headers(body)
         frontend = models.open(body.model)
         call = chat_call(frontend, body.as_chat(), request.headers)
-        frontend.check_model(call.model)
         ids = await frontend.tokenize(call.prompt, request.state.caller)
         return json_response(dump({"input_tokens": len(ids)}), headers)
 

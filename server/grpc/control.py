@@ -42,7 +42,6 @@ class Control:
         self, message: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetModelInfoResponse:
         frontend = self._models.named(message.model)
-        frontend.check_model(message.model)
         info = frontend.info
         tokenizer = frontend.tokenizer
         return pb.GetModelInfoResponse(

@@ -48,7 +48,6 @@ class Inference:
         self, message: pb.TokenizeRequest, context: grpc.aio.ServicerContext
     ) -> pb.TokenizeResponse:
         frontend = self._models.open(message.model)
-        frontend.check_model(message.model)
         ids = await frontend.tokenize(prompt_of(message), current_caller())
         return pb.TokenizeResponse(ids=ids.tolist())
 
@@ -56,7 +55,6 @@ class Inference:
         self, message: pb.DetokenizeRequest, context: grpc.aio.ServicerContext
     ) -> pb.DetokenizeResponse:
         frontend = self._models.open(message.model)
-        frontend.check_model(message.model)
         skip = message.skip_special if message.HasField("skip_special") else True
         text = await frontend.detokenize(message.ids, current_caller(), skip)
         return pb.DetokenizeResponse(text=text)

@@ -90,7 +90,6 @@ def _add_model_routes(router: fastapi.APIRouter, models: Models) -> None:
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> JsonObject:
         frontend = models.named(name)
-        frontend.check_model(name)
         rows = _rows(frontend)
         return next((model for model in rows if model["id"] == name), rows[0])
 

@@ -10,7 +10,6 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jaxserve.server.client import Client
-from jaxserve.server.frontend import DRAINING, SERVING
 from jaxserve.server.supervisor import Background
 from jaxserve.settings.schema import ServerConfig
 from tests.server.fakes import FakeReplica, FakeTokenizer
@@ -26,9 +25,10 @@ def ask(name: str = "") -> health_pb2.HealthCheckRequest:
     return health_pb2.HealthCheckRequest(service=name)
 
 
-def turn(served, state: str) -> None:
-    """Sets the server's state as an operator does."""
-    served.server.call_soon(lambda: setattr(served.server.server.frontend, "state", state))
+def turn(background: Background, up: bool) -> None:
+    """Resumes or drains as an operator does."""
+    models = background.server.models
+    background.call_soon(models.resume if up else models.drain)
 
 
 def test_who_watches_hears_every_change(serve):
@@ -36,9 +36,9 @@ def test_who_watches_hears_every_change(serve):
     stub = health_pb2_grpc.HealthStub(served.channel)
     watched = stub.Watch(ask("jaxserve.v1.Inference"), timeout=60)
     assert next(watched).status == UP
-    turn(served, DRAINING)
+    turn(served.server, up=False)
     assert next(watched).status == DOWN
-    turn(served, SERVING)
+    turn(served.server, up=True)
     assert next(watched).status == UP
     watched.cancel()
 
@@ -117,10 +117,8 @@ def test_who_watches_and_does_not_read_holds_up_nobody():
         client.wait_ready(60)
         check = health_pb2_grpc.HealthStub(channel).Check
         with watching_unread(server.server.ports["grpc"]):
-            for state, status in ((DRAINING, DOWN), (SERVING, UP), (DRAINING, DOWN), (SERVING, UP)):
-                server.call_soon(
-                    lambda state=state: setattr(server.server.frontend, "state", state)
-                )
+            for status in (DOWN, UP, DOWN, UP):
+                turn(server, status == UP)
                 eventually(lambda status=status: check(ask(), timeout=60).status == status)
             ending.start()
             ending.join(60)

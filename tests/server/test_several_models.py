@@ -1,11 +1,16 @@
 """Several models behind one server, each with a fake replica of its own: who serves a request, and
 what is told where several are meant. `tests/cli/test_serve_models.py` has real ones."""
 
+import asyncio
 import contextlib
 import dataclasses
+import functools
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import httpx
@@ -17,27 +22,30 @@ from jaxserve.replica.adapters import Adapter
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server.client import Client
 from jaxserve.server.grpc.errors import ServerError
-from jaxserve.server.supervisor import Background
-from jaxserve.settings.schema import ServerConfig
+from jaxserve.server.supervisor import Background, Server, run
+from jaxserve.settings.schema import ConfigError, ServerConfig
 from tests.server.fakes import FakeReplica, FakeTokenizer
 from tests.waiting import eventually
 
 NAMES = ("one", "two")
 SAYS = {"one": b"first", "two": b"second"}  # what each model answers
+LOAD_SECONDS = 0.2  # that the files of an adapter take
 CHAT = [{"role": "user", "content": "x"}]
 
 
 class NamedReplica(FakeReplica):
     """A fake replica whose model is called by a name of its own, and which has one adapter."""
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, other_names: tuple[str, ...] = (), adapter: str = ""):
         super().__init__(script=list(SAYS[name]))
         self.name = name
-        self.adapters = OneAdapter(f"{name}-lora")
+        self.other_names = other_names
+        self.adapters = OneAdapter(adapter or f"{name}-lora")
 
     @property
     def info(self):
-        return dataclasses.replace(super().info, served_name=self.name)
+        names = {"served_name": self.name, "other_names": self.other_names}
+        return dataclasses.replace(super().info, **names)
 
 
 class OneAdapter:
@@ -47,6 +55,7 @@ class OneAdapter:
         self.by_name = {name: Adapter(name, "folder", name, 1)}
 
     def load(self, name: str, folder: str, in_place: bool = False) -> Adapter:
+        time.sleep(LOAD_SECONDS)
         self.by_name[name] = Adapter(name, folder, name, 2)
         return self.by_name[name]
 
@@ -240,29 +249,173 @@ def test_the_live_page_shows_each(pair):
     assert pair.client.get("/page/data?model=nobody").status_code == 404
 
 
-def test_a_model_that_is_built_first_is_served_first():
+class HalfBuilt:
+    """A server of two models; the second one is built when `go_on` is set."""
+
+    def __init__(self, stack: contextlib.ExitStack, second: NamedReplica):
+        self.go_on = threading.Event()
+        stack.callback(self.go_on.set)
+
+        def slow():
+            self.go_on.wait(60)
+            return second, FakeTokenizer()
+
+        builds = {"one": lambda: (NamedReplica("one"), FakeTokenizer()), "two": slow}
+        config = ServerConfig(grpc_port=0, port=0, admin_port=0)
+        self.background = stack.enter_context(Background(config, builds))
+        new = lambda url: stack.enter_context(httpx.Client(base_url=url, timeout=60, verify=False))
+        self.client = new(self.background.url)
+        self.admin = new(self.background.server.address("admin"))
+        eventually(lambda: self.ask("one").is_success)
+
+    def ask(self, name: str) -> httpx.Response:
+        body = {"model": name, "prompt": "x", "max_tokens": 2}
+        return self.client.post("/v1/completions", json=body)
+
+    def fault(self, name: str) -> str:
+        """Returns why a request is refused with 503."""
+        refused = self.ask(name)
+        assert refused.status_code == 503, refused.text
+        return refused.json()["error"]["message"]
+
+
+@pytest.fixture
+def half_built() -> Iterator[HalfBuilt]:
+    with contextlib.ExitStack() as stack:
+        yield HalfBuilt(stack, NamedReplica("two", other_names=("zwei",)))
+
+
+def test_a_model_that_is_built_first_is_served_first(half_built):
     """Requests for the other one are refused meanwhile, by name."""
+    assert "the model 'two' is starting" in half_built.fault("two")
+    channel = grpc.insecure_channel(half_built.background.target)
+    call = channel.unary_unary("/jaxserve.v1.Control/GetLoad")
+    with pytest.raises(grpc.RpcError) as error:
+        call(pb.GetLoadRequest(model="two").SerializeToString())
+    assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+    channel.close()
+    half_built.go_on.set()
+    eventually(lambda: half_built.ask("two").is_success)
+
+
+def test_names_that_a_model_may_have_are_not_unknown_while_it_is_built(half_built):
+    for name in ("zwei", "two-lora", "three"):
+        assert "is not known while models start (two)" in half_built.fault(name)
+    adapter = {"lora_name": "zwei", "lora_path": "p", "base_model_name": "one"}
+    refused = half_built.client.post("/v1/load_lora_adapter", json=adapter)
+    assert refused.status_code == 503, "the other model may have this name"
+    half_built.go_on.set()
+    eventually(lambda: half_built.ask("zwei").is_success)
+    assert half_built.ask("two-lora").is_success
+    assert half_built.ask("three").status_code == 404
+
+
+def test_a_model_that_is_built_while_the_server_drains_is_not_served(half_built):
+    half_built.admin.post("/admin/drain").raise_for_status()
+    half_built.go_on.set()
+    eventually(lambda: len(half_built.admin.get("/admin/config").json()["engines"]["two"]) > 0)
+    assert half_built.fault("two") == "the server is draining"
+    half_built.admin.post("/admin/resume").raise_for_status()
+    assert half_built.ask("two").is_success
+
+
+def serve_all(*replicas: NamedReplica) -> None:
+    """Serves models one after the other, until the last one is served."""
+
+    async def main() -> None:
+        stop = asyncio.Event()
+        built = [threading.Event() for _ in replicas]
+
+        def build(number: int):
+            if number:
+                built[number - 1].wait(60)
+            return replicas[number], FakeTokenizer()
+
+        def listening(server: Server) -> None:
+            opened = server.open
+
+            def open(name: str, *rest) -> None:
+                opened(name, *rest)
+                number = [replica.name for replica in replicas].index(name)
+                built[number].set()
+                if all(event.is_set() for event in built):
+                    stop.set()
+
+            server.open = open
+
+        builds = {one.name: functools.partial(build, n) for n, one in enumerate(replicas)}
+        await run(ServerConfig(grpc_port=0), builds, listening, stop)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "first, second, name",
+    [
+        ({"other_names": ("two",)}, {}, "two"),
+        ({}, {"other_names": ("one",)}, "one"),
+        ({"other_names": ("both",)}, {"other_names": ("both",)}, "both"),
+        ({"other_names": ("both",)}, {"adapter": "both"}, "both"),
+        ({"adapter": "both"}, {"other_names": ("both",)}, "both"),
+        ({"adapter": "both"}, {"adapter": "both"}, "both"),
+    ],
+)
+def test_models_of_one_name_are_refused(first, second, name):
+    """A conductor learns names beside the first from the replicas."""
+    with pytest.raises(ConfigError, match=f"'{name}' is a name of"):
+        serve_all(NamedReplica("one", **first), NamedReplica("two", **second))
+    serve_all(NamedReplica("one"), NamedReplica("two"))
+
+
+def test_no_model_is_served_once_the_build_of_another_has_failed(monkeypatch):
     go_on = threading.Event()
+    opened = []
 
     def slow():
         go_on.wait(60)
         return NamedReplica("two"), FakeTokenizer()
 
-    builds = {"one": lambda: (NamedReplica("one"), FakeTokenizer()), "two": slow}
-    config = ServerConfig(grpc_port=0, port=0)
-    with Background(config, builds) as server, httpx.Client(base_url=server.url) as client:
-        ask = lambda name: client.post(
-            "/v1/completions", json={"model": name, "prompt": "x", "max_tokens": 2}
-        )
-        eventually(lambda: ask("one").is_success)
-        refused = ask("two")
-        assert refused.status_code == 503
-        assert "the model 'two' is starting" in refused.json()["error"]["message"]
-        channel = grpc.insecure_channel(server.target)
-        call = channel.unary_unary("/jaxserve.v1.Control/GetLoad")
-        with pytest.raises(grpc.RpcError) as error:
-            call(pb.GetLoadRequest(model="two").SerializeToString())
-        assert error.value.code() is grpc.StatusCode.UNAVAILABLE
-        channel.close()
+    def failing():
+        raise ConfigError("model", "is nowhere")
+
+    async def drain(server: Server) -> None:
         go_on.set()
-        eventually(lambda: ask("two").is_success)
+        await asyncio.sleep(0.5)
+
+    monkeypatch.setattr(Server, "drain", drain)
+    monkeypatch.setattr(Server, "open", lambda server, name, *rest: opened.append(name))
+    builds = {"one": failing, "two": slow}
+    serving = run(ServerConfig(grpc_port=0), builds, lambda server: None, asyncio.Event())
+    with pytest.raises(ConfigError, match="is nowhere"):
+        asyncio.run(serving)
+    assert opened == []
+
+
+def test_an_adapter_that_is_asked_for_twice_is_loaded_for_one_model(pair):
+    def load(base: str) -> int:
+        body = {"lora_name": "both", "lora_path": "p", "base_model_name": base}
+        return pair.post("/v1/load_lora_adapter", **body).status_code
+
+    with ThreadPoolExecutor() as pool:
+        assert sorted(pool.map(load, NAMES)) == [200, 409]
+    assert pair.post("/v1/unload_lora_adapter", lora_name="both").is_success
+
+
+def test_the_only_model_is_not_taken_for_another_one():
+    config = ServerConfig(grpc_port=0, port=0, admin_port=0)
+    build = lambda: (NamedReplica("one"), FakeTokenizer())
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(Background(config, build))
+        server.wait_ready()
+        admin = stack.enter_context(httpx.Client(base_url=server.server.address("admin")))
+        users = stack.enter_context(httpx.Client(base_url=server.url))
+        for client, path in (
+            (admin, "/is_paused"),
+            (admin, "/weight_version"),
+            (users, "/tokenizer_info"),
+            (users, "/page/data"),
+        ):
+            assert client.get(path, params={"model": "two"}).status_code == 404, path
+            assert client.get(path, params={"model": "one"}).is_success, path
+            assert client.get(path).is_success, path
+        assert admin.post("/admin/flush_cache?model=two").status_code == 404
