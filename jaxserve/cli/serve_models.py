@@ -28,6 +28,7 @@ from jaxserve.group.member import this_member
 from jaxserve.group.own_code import own_command
 from jaxserve.settings.flags import Command, Values, parse
 from jaxserve.settings.schema import ConfigError, EngineConfig, ModelSource
+from jaxserve.settings.sources import OTHER_VARIABLES, PREFIX
 
 MAX_MODELS = 64
 RANDOM = "random:"  # begins the name of a model without files
@@ -71,7 +72,7 @@ def run(values: Values, command: Command) -> int:
     if this_member() is not None:
         raise ConfigError("model", "`jaxserve launch` serves one model, which runs on all hosts")
     drain_seconds = server_config(values).drain_timeout
-    return ProcessSet(tasks(values, command), environment(command), drain_seconds, _say).run()
+    return ProcessSet(tasks(values, command), environment(), drain_seconds, _say).run()
 
 
 def tasks(values: Values, command: Command) -> list[Task]:
@@ -100,10 +101,15 @@ def _say(text: str) -> None:
     print(f"serve: {text}", file=sys.stderr, flush=True)
 
 
-def environment(command: Command) -> dict[str, str]:
-    """This process's variables without those of settings, which processes get as flags."""
-    settings = {f"JAXSERVE_{name.upper()}" for name in command.options}
-    variables = {name: text for name, text in os.environ.items() if name not in settings}
+def environment() -> dict[str, str]:
+    """This process's variables without those of settings, by whatever name, which processes get as
+    flags."""
+    others = OTHER_VARIABLES - {"JAXSERVE_CONFIG"}
+    variables = {
+        name: text
+        for name, text in os.environ.items()
+        if not name.startswith(PREFIX) or name in others
+    }
     variables.setdefault(SECRET_VARIABLE, secrets.token_hex(32))
     return variables
 
@@ -140,7 +146,8 @@ def _model(argument: str, name: str | None, values: Values, command: Command) ->
     flags = setting_flags(command, values, common)
     if name is not None:
         flags.append(f"--served_model_name={name}")
-    own = parse(command, [f"--config={argument}" if is_file else f"--model={argument}", *flags])
+    flags.append(f"--config={argument}" if is_file else f"--model={argument}")
+    own = parse(command, flags, environment={})  # what that gives is among the flags
     if is_file:
         mine = {name for name, origin in own.origins.items() if origin.startswith(argument)}
         for name in sorted(mine & (ALONE | OF_SERVER)):

@@ -14,7 +14,7 @@ import re
 import shutil
 import textwrap
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from absl import flags
@@ -67,28 +67,38 @@ class Values(dict[str, Any]):
         self.origins = dict(origins)
 
 
-def parse(command: Command, arguments: Sequence[str]) -> Values:
+def parse(
+    command: Command, arguments: Sequence[str], environment: Mapping[str, str] | None = None
+) -> Values:
     """Reads flags, then variables of the environment, then the file that --config names; the first
-    that gives a setting wins.
+    that gives a setting wins, and a mesh is one of all degrees. environment: in place of that of
+    this process.
 
     Errors: UsageError for the flags, ConfigError for the other places.
     """
-    return _whole(_layered(command, _parsed(command, arguments)))
+    variables = os.environ if environment is None else environment
+    return _whole(_layered(command, _parsed(command, arguments), variables))
 
 
-def _layered(command: Command, flagged: Values) -> Values:
+def _layered(command: Command, flagged: Values, environment: Mapping[str, str]) -> Values:
     """Returns the values of flags, else of the environment, else of the file. Errors:
     ConfigError."""
     if "config" not in command.options:
         return flagged
-    flagged["config"] = flagged["config"] or os.environ.get("JAXSERVE_CONFIG") or None
-    layers = sources.from_file(flagged["config"], command.options) if flagged["config"] else {}
-    layers |= sources.from_environment(command.options, os.environ)
-    below = {name: layer for name, layer in layers.items() if name not in flagged.origins}
+    flagged["config"] = flagged["config"] or environment.get("JAXSERVE_CONFIG") or None
+    of_file = sources.from_file(flagged["config"], command.options) if flagged["config"] else {}
+    variables = sources.from_environment(command.options, environment)
+    below = _below(flagged.origins, {**_below(variables, of_file), **variables})
     return Values(
         {**flagged, **{name: value for name, (value, _) in below.items()}},
         {**flagged.origins, **{name: where for name, (_, where) in below.items()}},
     )
+
+
+def _below(above: Collection[str], layer: sources.Layer) -> sources.Layer:
+    """Returns what a layer gives that is not given above it: a mesh has all degrees."""
+    given = {*above, *(DEGREES if "mesh" in above else ())}
+    return {name: value for name, value in layer.items() if name not in given}
 
 
 def _whole(values: Values) -> Values:

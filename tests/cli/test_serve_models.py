@@ -285,9 +285,42 @@ def test_replicas_get_settings_of_models_and_the_front_those_of_the_server(tmp_p
     for task in (first, second, front):
         assert "--log_level=warning" in task.command
         assert not any("key of a user" in word for word in task.command), "`ps` shows it"
-    variables = environment(COMMAND)
+    variables = environment()
     assert variables["JAXSERVE_CACHE"] == "elsewhere" and "JAXSERVE_API_KEY" not in variables
     assert json.loads(front.environment["JAXSERVE_API_KEY"]) == ["key of a user"]
+
+
+def test_no_variable_of_a_setting_gets_to_the_processes(monkeypatch):
+    for name in ("SSL_CERTFILE", "SSL_KEYFILE", "REPLICAS", "CONFIG", "MAX_SEQS", "TP"):
+        monkeypatch.setenv(f"JAXSERVE_{name}", "x")
+    kept = {"JAXSERVE_CACHE": "c", "JAXSERVE_CLUSTER_SECRET": "s" * 32}
+    for name, text in kept.items():
+        monkeypatch.setenv(name, text)
+    variables = environment()
+    assert {name: variables[name] for name in variables if name.startswith("JAXSERVE_")} == kept
+
+
+def test_degrees_of_variables_and_files_are_those_of_the_mesh(tmp_path, monkeypatch):
+    own = tmp_path / "own.yaml"
+    own.write_text("model: b\ntensor_parallel_size: 4\n")
+
+    def meshes(*flags: str) -> list[str]:
+        models = read_models(parse(COMMAND, ["a", str(own), *flags]), COMMAND)
+        return [str(one.config.mesh) for one in models]
+
+    assert meshes() == ["spp=1,kvp=1,tp=1", "spp=1,kvp=1,tp=4"]
+    assert meshes("--mesh=tp=3") == ["spp=1,kvp=1,tp=3"] * 2, "flags go before a file"
+    monkeypatch.setenv("JAXSERVE_TP", "2")
+    assert meshes() == ["spp=1,kvp=1,tp=2"] * 2
+    assert meshes("--mesh=tp=3") == ["spp=1,kvp=1,tp=3"] * 2, "and before variables"
+
+
+def test_a_variable_names_no_model_of_several(tmp_path, monkeypatch):
+    own = tmp_path / "own.yaml"
+    own.write_text("model: b\n")
+    monkeypatch.setenv("JAXSERVE_MODEL", "c")
+    models = read_models(parse(COMMAND, ["a", str(own)]), COMMAND)
+    assert [model.names for model in models] == [("a",), ("b",)]
 
 
 @pytest.mark.parametrize(
