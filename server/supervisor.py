@@ -389,7 +389,7 @@ async def run(
     await server.start()
     listening(server)
     stopping = asyncio.create_task(stop.wait())
-    with _shared_interpreter():
+    with shared_interpreter():
         parts = [asyncio.create_task(open_built(name, one)) for name, one in builds.items()]
         opening = asyncio.gather(*parts)
         try:
@@ -408,7 +408,7 @@ async def run(
 
 
 @contextlib.contextmanager
-def _shared_interpreter() -> Iterator[None]:
+def shared_interpreter() -> Iterator[None]:
     """Makes threads switch often, for the replica's thread and the event loop share the
     interpreter. At the exit this, and the garbage collector, are as before; see
     `_build_and_freeze`."""

@@ -23,9 +23,12 @@ class Acceptance:
         self._rates = first.copy()
 
     def begun(self, hopeful: bool) -> Acceptance:
-        """Returns rates that begin as these. hopeful: none below the first ones."""
+        """Returns rates that begin as these. hopeful: half way to the first ones where those are
+        higher."""
         one = Acceptance(self._first)
-        one._rates = np.maximum(self._first, self._rates) if hopeful else self._rates.copy()
+        one._rates = self._rates.copy()
+        if hopeful:
+            one._rates = np.maximum(self._rates, (self._rates + self._first) / 2)
         return one
 
     def chain(self, grade: int, count: int) -> np.ndarray:
@@ -44,8 +47,7 @@ class Acceptance:
 
 class Judged:
     """Judges the proposals for one sequence as its tokens come. of_all: what all sequences teach.
-    hopeful: it begins with no rate below the first ones, where rates are learnt only if steps check
-    tokens."""
+    hopeful: low rates are tried again, where they are learnt only if steps check tokens."""
 
     def __init__(self, of_all: Acceptance, hopeful: bool = False):
         self._of_all = of_all

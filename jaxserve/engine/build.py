@@ -59,13 +59,13 @@ def build(
     be read.
     """
     config = for_this_machine(config)
+    draft_model = None
+    if config.draft.draft_model is not None:
+        draft_model = open_draft_model(config, progress, warm_up, profiled)
     worker, model = open_executor(config, progress, warm_up, peers)
     profile = None
     if profiled:
         profile = profile_for(config, worker, max_length(config, worker.plan.model), progress)
-    draft_model = None
-    if config.draft.draft_model is not None:
-        draft_model = open_draft_model(config, worker.plan.model, progress, warm_up, profiled)
     engine = make_engine(config, worker, model, profile, draft_model)
     if config.compile_all:
         worker.compile_others()
@@ -83,8 +83,6 @@ def open_executor(
     member = this_member()
     if member is None:
         return open_worker(config, progress, warm_up, peers, everything=False)
-    if config.draft.draft_model is not None:
-        raise ConfigError("draft_model", "a replica of several processes has none")
     if member.leads:
         return open_group(config, member, progress, warm_up)
     work(config, member)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from jaxserve.checkpoint.fetch import local_files
-from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.costs.coefficients import NOMINAL
 from jaxserve.costs.predictor import Predictor
 from jaxserve.engine.draft_model import DraftModel
@@ -14,6 +13,7 @@ from jaxserve.engine.profiling.profile_file import profile_for
 from jaxserve.engine.sampling_rows import VARIANTS
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.step_shapes import StepShape, first_shapes
+from jaxserve.group.member import this_member
 from jaxserve.progress import progress_bar
 from jaxserve.settings.schema import ConfigError, EngineConfig
 from jaxserve.text import Tokenizer
@@ -24,19 +24,21 @@ SAMPLING = VARIANTS[:2]  # what its tokens are sampled by: greedily, or drawn
 
 def open_draft_model(
     config: EngineConfig,
-    model: ModelConfig,
     progress: bool = True,
     warm_up: bool = True,
     profiled: bool = True,
 ) -> DraftModel:
-    """Loads the draft model that the settings name, for a replica of `model`. warm_up, profiled: as
-    of `build`. Errors: ConfigError for one that does not go with the model, CheckpointError for one
-    that cannot be read."""
+    """Loads the draft model that the settings name, before the replica's own model is loaded: pages
+    of that take what memory is left. warm_up, profiled: as of `build`. Errors: ConfigError for one
+    that does not go with the model, CheckpointError for one that cannot be read."""
+    if this_member() is not None:
+        raise ConfigError("draft_model", "a replica of several processes has none")
     source = draft_source(config)
-    checkpoint = open_checkpoint(source.model)
+    checkpoint = open_checkpoint(source.model, source.revision)
     if not any(name.startswith("random:") for name in (config.source.model, source.model)):
         ours = local_files(config.source.model, progress, config.source.revision)
-        check_tokenizers(Tokenizer.load(ours), Tokenizer.load(local_files(source.model, progress)))
+        theirs = local_files(source.model, progress, source.revision)
+        check_tokenizers(Tokenizer.load(ours), Tokenizer.load(theirs))
     replica = draft_replica(config, checkpoint.config)
     worker, load = make_worker(replica, checkpoint, progress)
     shapes = _used(worker.plan) if warm_up else []
@@ -53,7 +55,7 @@ def open_draft_model(
         DraftSteps(worker, -(-capacity // replica.cache.block_size)),
         Predictor(costs, replica.mesh),
         capacity,
-        model.vocab,
+        open_checkpoint(config.source.model, config.source.revision).config.vocab,
         config.scheduler.draft_tokens,
     )
 

@@ -12,15 +12,13 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 
-from jaxserve.api.request import Request
 from jaxserve.costs.predictor import Predictor
-from jaxserve.drafts.drafter import Drafted, Offer, Wanted
+from jaxserve.drafts.drafter import Drafted, Offer, Tokens, Wanted
 from jaxserve.engine import sampling_rows
-from jaxserve.engine.command import DeviceError
 from jaxserve.engine.draft_steps import DraftSteps, Rows
 from jaxserve.engine.executor import CommandExecutor
 from jaxserve.lanes.groups import ChunkPlace
@@ -32,46 +30,58 @@ FIRST_RATE = 0.8  # of tokens that are right behind right ones: most draft model
 FEW = 8  # tokens of a place that are computed in rows of one
 RECENT = 0.1  # weight of a text's length among those before
 LEAST_CHUNK = 64  # tokens, if there are as many: a row of most compiled shapes
-NO_NUMBER = -1
 NOTHING = np.empty(0, np.int32)
 log = logging.getLogger(__name__)
 
 
 class _Source:
-    """A sequence for which the draft model proposes tokens."""
+    """A sequence for which the draft model proposes tokens, in the place that it has, if any."""
 
     def __init__(self, model: DraftModel, sequence: Drafted):
         self._model = model
         self.sequence = sequence
+        self.place: _Place | None = None
 
     def offer(self, count: int) -> Offer:
-        return Offer(0 if self._model.broken else count, 1)
+        if self._model.broken:
+            return Offer(0, 1)
+        self._model.give_place(self)
+        return Offer(0 if self.place is None else count, 1)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class _Place:
     """A place of the draft model, with keys and values of a sequence's tokens. first: the first of
-    these; computed: behind the last. known: tokens of the sequence when some were `proposed` last.
-    used: counts up with each use."""
+    these; computed: behind the last. known: tokens of the sequence when some were `proposed`
+    last."""
 
     index: int
-    number: int = NO_NUMBER
+    source: _Source | None = None
     first: int = 0
     computed: int = 0
     known: int = 0
     proposed: np.ndarray = dataclasses.field(default_factory=lambda: NOTHING)
-    used: int = 0
 
-    def take(self, number: int) -> None:
-        """Forgets the sequence that it had for another."""
-        self.number = number
+    @property
+    def needed(self) -> bool:
+        """True if its sequence runs."""
+        return self.source is not None and self.source.sequence.slot >= 0
+
+    def take(self, source: _Source | None) -> None:
+        """Forgets the sequence that it had for another, or for none."""
+        if self.source is not None:
+            self.source.place = None
+        self.source = source
         self.first = self.computed = self.known = 0
         self.proposed = NOTHING
+        if source is not None:
+            source.place = self
 
-    def heed(self, sequence: Drafted, room: int, capacity: int) -> None:
-        """Forgets what was computed of proposed tokens that did not come; and all but the last half
-        of `capacity` tokens where `room` more would not fit."""
-        history = sequence.history
+    def take_in(self, room: int, capacity: int) -> None:
+        """Takes in the tokens that came: forgets what was computed of proposed ones that did not
+        come, and all but the last half of `capacity` tokens where `room` more would not fit."""
+        assert self.source is not None
+        history = self.source.sequence.history
         came = history(self.known, min(len(history), self.known + len(self.proposed)))
         wrong = np.flatnonzero(came != self.proposed[: len(came)])
         right = int(wrong[0]) if wrong.size else len(came)
@@ -81,6 +91,15 @@ class _Place:
         self.proposed = NOTHING
         if len(history) + room - self.first > capacity:
             self.first = self.computed = len(history) - capacity // 2
+
+
+class _Ready(NamedTuple):
+    """A place whose text is computed but for the last few tokens, and how many tokens it is to
+    propose."""
+
+    place: _Place
+    history: Tokens
+    size: int
 
 
 class DraftModel:
@@ -111,16 +130,27 @@ class DraftModel:
         self._registry = Registry()
         self._places = [_Place(index) for index in range(worker.plan.slots)]
         self._context = 0.0  # mean tokens of its texts
-        self._uses = 0
 
     def follow(self, registry: Registry) -> None:
         """Draws by the seeds of these requests from now on."""
         self._registry = registry
 
     def begin(self, sequence: Drafted) -> _Source:
-        """See `Drafter.begin`."""
+        """See `Drafter.begin`. What was learnt of its times fades with each sequence: where they
+        are thought too long it makes no tokens, by which it could learn better."""
+        self._predictor.scale **= 1 - RECENT
         self._seen(len(sequence.history))
         return _Source(self, sequence)
+
+    def give_place(self, source: _Source) -> None:
+        """Gives a sequence a place, if it has none and there is one whose sequence does not
+        run."""
+        if source.place is None:
+            free = [place for place in self._places if not place.needed]
+            if free:
+                place = min(free, key=lambda place: place.source is not None)
+                place.take(source)
+                self._admit(place, source.sequence)
 
     def seconds(self, sequences: int, tokens: int) -> float:
         """See `Drafter.seconds`: the first step has the tokens that came since, two of a sequence
@@ -137,14 +167,14 @@ class DraftModel:
         self._context += RECENT * (min(tokens, self._capacity) - self._context)
 
     def make(self, wanted: list[Wanted], seconds: float) -> list[np.ndarray]:
-        """See `Drafter.make`. A fault of its device ends its proposals, and nothing else."""
+        """See `Drafter.make`. A fault of it or of its device ends its proposals, and nothing
+        else."""
         began = time.perf_counter()
         compiles = self.worker.compiles
         try:
             made = self._make(wanted, seconds)
-        except DeviceError:
-            log.exception("the draft model proposes nothing from now on")
-            self.broken = True
+        except Exception:
+            self._break()
             return [NOTHING] * len(wanted)
         taken = time.perf_counter() - began
         self.spent += taken
@@ -153,55 +183,46 @@ class DraftModel:
             self._predictor.seen(self.seconds(len(sizes), max(sizes)), taken)
         return made
 
+    def _break(self) -> None:
+        """Makes no tokens from now on: what it has on its device may be wrong or lost."""
+        log.exception("the draft model proposes nothing from now on")
+        self.broken = True
+
     def _make(self, wanted: list[Wanted], seconds: float) -> list[np.ndarray]:
-        ready: list[tuple[_Place, Drafted, int]] = []
-        sources = [cast(_Source, source) for source, _ in wanted]
-        for source, (_, count) in zip(sources, wanted):
-            place = self._place(source.sequence, [one for one, _, _ in ready])
-            if place is None:
-                continue
-            place.heed(source.sequence, count, self._capacity)
-            self._seen(len(source.sequence.history) - place.first)
-            seconds = self._catch_up(place, source.sequence, seconds)
-            if len(source.sequence.history) - place.computed <= self._few:
-                ready.append((place, source.sequence, count))
+        ready: list[_Ready] = []
+        places: list[_Place] = []
+        for source, size in wanted:
+            place = cast(_Source, source).place
+            assert place is not None and place.source is not None, "what it offered, it has not"
+            places.append(place)
+            place.take_in(size, self._capacity)
+            history = place.source.sequence.history
+            self._seen(len(history) - place.first)
+            seconds = self._catch_up(place, history, seconds)
+            if len(history) - place.computed <= self._few:
+                ready.append(_Ready(place, history, size))
         self._issue_newest(ready)
-        for nth in range(1, max((count for *_, count in ready), default=0)):
-            self._issue_next([one for one in ready if one[2] > nth], nth)
-        proposed = self._read(ready)
-        return [proposed.get(source.sequence.number, NOTHING) for source in sources]
+        for nth in range(1, max((one.size for one in ready), default=0)):
+            self._issue_next([one.place for one in ready if one.size > nth], nth)
+        self._read([one.place for one in ready])
+        return [place.proposed for place in places]
 
     @property
     def _few(self) -> int:
         return min(FEW, self._steps.rows)
 
-    def _place(self, sequence: Drafted, taken: list[_Place]) -> _Place | None:
-        """Returns the place of a sequence, which may be that of the one that was idle longest; None
-        where all are taken."""
-        self._uses += 1
-        mine = [place for place in self._places if place.number == sequence.number]
-        free = [place for place in self._places if place not in taken]
-        if not mine and not free:
-            return None
-        place = mine[0] if mine else min(free, key=lambda one: one.used)
-        if not mine:
-            place.take(sequence.number)
-            self._admit(place, sequence.request, sequence)
-        place.used = self._uses
-        return place
-
-    def _admit(self, place: _Place, request: Request, sequence: Drafted) -> None:
+    def _admit(self, place: _Place, sequence: Drafted) -> None:
         """Has a place sample as a sequence does, but for penalties and biases."""
+        request = sequence.request
         seed = sampling_rows.fold_seed(self._registry[request.id].seed, sequence.index)
-        params = request.sampling
-        none = NOTHING
-        self._steps.admit(sampling_rows.admissions(params, 0, place.index, none, [], seed, ())[:1])
+        self._steps.admit(
+            sampling_rows.admissions(request.sampling, 0, place.index, NOTHING, [], seed, ())
+        )
 
-    def _catch_up(self, place: _Place, sequence: Drafted, seconds: float) -> float:
+    def _catch_up(self, place: _Place, history: Tokens, seconds: float) -> float:
         """Issues steps for the tokens of a sequence that were not computed, but for the last few,
         while there are seconds left, and a short one if it is the first; returns how many there are
         then."""
-        history = sequence.history
         while len(history) - place.computed > self._few:
             start = place.computed
             count = min(len(history) - 1 - start, self._steps.tokens)
@@ -233,12 +254,12 @@ class DraftModel:
         self._predictor.add_chunk(loads, ChunkPlace(0), place.computed - place.first, count)
         return self._predictor.lane(loads[0])
 
-    def _issue_newest(self, ready: list[tuple[_Place, Drafted, int]]) -> None:
+    def _issue_newest(self, ready: list[_Ready]) -> None:
         """Issues the last few tokens of each sequence, after which the first token of each proposal
         is sampled."""
         parts: list[Rows] = []
-        for place, sequence, _ in ready:
-            tokens = sequence.history(place.computed, place.known)
+        for place, history, _ in ready:
+            tokens = history(place.computed, place.known)
             count = len(tokens)
             if sum(len(part.place) for part in parts) + count > self._steps.rows:
                 self._issue_all(parts)
@@ -257,16 +278,20 @@ class DraftModel:
             place.computed = place.known
         self._issue_all(parts)
 
-    def _issue_next(self, going: list[tuple[_Place, Drafted, int]], nth: int) -> None:
-        """Issues the step after which proposed token number `nth` of each is sampled."""
-        count = len(going)
-        first = np.array([place.first for place, _, _ in going], np.int32)
-        for place, _, _ in going:
+    def _issue_all(self, parts: list[Rows]) -> None:
+        if parts:
+            self._steps.issue(Rows(*map(np.concatenate, zip(*parts))))
+
+    def _issue_next(self, places: list[_Place], nth: int) -> None:
+        """Issues the step after which proposed token number `nth` of each place is sampled."""
+        count = len(places)
+        first = np.array([place.first for place in places], np.int32)
+        for place in places:
             place.computed = place.known + nth
         self._steps.issue(
             Rows(
-                np.array([place.index for place, _, _ in going], np.int32),
-                np.array([place.computed - 1 for place, _, _ in going], np.int32) - first,
+                np.array([place.index for place in places], np.int32),
+                np.array([place.computed - 1 for place in places], np.int32) - first,
                 np.ones(count, np.int32),
                 NOTHING,
                 np.ones(count, bool),
@@ -274,30 +299,27 @@ class DraftModel:
             )
         )
 
-    def _issue_all(self, parts: list[Rows]) -> None:
-        if parts:
-            self._steps.issue(Rows(*map(np.concatenate, zip(*parts))))
-
-    def _read(self, ready: list[tuple[_Place, Drafted, int]]) -> dict[int, np.ndarray]:
-        """Reads what was sampled; returns the proposals by number of the sequence, up to a token
-        that the model does not have."""
+    def _read(self, places: list[_Place]) -> None:
+        """Reads what was sampled: the proposals of these places, up to a token that the model does
+        not have."""
         steps = self._steps.read()
-        found = {}
-        for place, sequence, _ in ready:
-            tokens = np.array(
-                [step[place.index] for step in steps if place.index in step], np.int32
-            )
+        for place in places:
+            mine = [step[place.index] for step in steps if place.index in step]
+            tokens = np.array(mine, np.int32)
             faulty = np.flatnonzero((tokens < 0) | (tokens >= self._vocab))
             place.proposed = tokens[: faulty[0]] if faulty.size else tokens
-            found[sequence.number] = place.proposed
-        return found
+
+    # --- sleep
 
     def sleep(self) -> None:
         """Takes its weights and KV from the device; the weights go to host memory, whence `wake`
         brings them."""
         for place in self._places:
-            place.take(NO_NUMBER)
-        self.worker.weights.sleep(1)
+            place.take(None)
+        try:
+            self.worker.weights.sleep(1)
+        except Exception:
+            self._break()
         self._asleep = True
 
     def wake(self) -> None:
@@ -305,8 +327,11 @@ class DraftModel:
         if not self._asleep:
             return
         self._asleep = False
-        self.worker.weights.wake()
-        self._steps.reset()
+        try:
+            self.worker.weights.wake()
+            self._steps.reset()
+        except Exception:
+            self._break()
 
 
 class WeightsWithDraft(WeightsHolder):
@@ -328,8 +353,8 @@ class WeightsWithDraft(WeightsHolder):
         self._own.forget()
 
     def sleep(self, level: int) -> None:
-        self._own.sleep(level)
         self._draft.sleep()
+        self._own.sleep(level)
 
     def wake(self) -> None:
         self._own.wake()

@@ -24,7 +24,12 @@ def draft_source(config: EngineConfig) -> ModelSource:
     if name is None:
         raise ConfigError("draft_model", "is not given")
     dtype = config.source.dtype
-    return ModelSource(model=name, dtype=dtype, quantization=config.draft.draft_quantization)
+    return ModelSource(
+        model=name,
+        revision=config.draft.draft_revision,
+        dtype=dtype,
+        quantization=config.draft.draft_quantization,
+    )
 
 
 def draft_replica(config: EngineConfig, model: ModelConfig) -> EngineConfig:
@@ -38,19 +43,21 @@ def draft_replica(config: EngineConfig, model: ModelConfig) -> EngineConfig:
             f"{model.name} keeps states, which cannot be taken back with wrong tokens",
         )
     places = min(draft.draft_seqs, config.scheduler.max_seqs)
-    capacity = min(draft.draft_context, model.max_len)
+    longest = config.source.max_model_len or draft.draft_context
+    capacity = min(draft.draft_context, model.max_len, longest)
     least = 2 * (config.scheduler.draft_tokens + 1)
     if capacity < least:
         reason = f"sees {capacity} tokens; with these draft_tokens at least {least} are needed"
         raise ConfigError("draft_model", reason)
     size = config.cache.block_size
     pages = places * -(-capacity // size) * (1 + len(page_windows(model)))
-    chunk = min(MOST_CHUNK, config.scheduler.chunk_tokens, capacity)
+    chunk = min(MOST_CHUNK, capacity)
     source = draft_source(config)
     return EngineConfig(
         source=dataclasses.replace(source, max_model_len=capacity),
         mesh=MeshConfig(),
         cache=CacheConfig(block_size=size, pages=pages, prefix_caching=False),
+        # a policy by which its steps are timed, where the replica's are
         scheduler=SchedulerConfig(max_seqs=places, chunk_tokens=chunk, policy="slack"),
         profile="auto" if config.timed else "none",
         attention=config.attention,

@@ -123,7 +123,11 @@ def make_plan(
     ConfigError."""
     room = room or DeviceRoom.here()
     if config.draft.draft_model is not None and room.bytes is not None:
-        room = room.without(draft_bytes(config, room.platform))
+        taken = draft_bytes(config, room.platform)
+        if taken >= room.bytes:
+            reason = f"takes {taken / 2**30:.1f} GiB of a device's {room.bytes / 2**30:.1f}"
+            raise ConfigError("draft_model", reason)
+        room = room.without(taken)
     if model.has_states:
         check_states(config, model)
     check_layers(config, model)
@@ -177,7 +181,8 @@ def make_plan(
 def draft_bytes(config: EngineConfig, platform: str) -> int:
     """Bytes that the draft model takes of a device of this platform. Errors: ConfigError,
     CheckpointError."""
-    checkpoint = open_checkpoint(draft_source(config).model)
+    source = draft_source(config)
+    checkpoint = open_checkpoint(source.model, source.revision)
     replica = draft_replica(config, checkpoint.config)
     room = DeviceRoom(platform, None)
     kept = kept_weights(replica, checkpoint, room)

@@ -83,8 +83,10 @@ class Steps:
     def start_batch(self, now: float) -> bool:
         """Has the scheduler decide the next batch, and issues it. False without a batch."""
         began = time.perf_counter()
+        self.watchdog.watch(None, now)
         batch = self._scheduler.start(now)
         if batch is None:
+            self._watch_partial()
             self._move_blocks(self._scheduler.cache.below.take_fetches())
             return False
         self._issue(batch, now, began, self._scheduler.partial)

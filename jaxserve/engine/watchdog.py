@@ -13,17 +13,20 @@ FAULTS = 3  # failed steps in a row, with none read between, after which the eng
 
 
 class Watchdog:
-    """Detects hung steps: `watch(batch)` before blocking on a device, `clear()` after it,
-    `success()` once tokens were read. Written by the engine's thread; `overdue()` takes no lock."""
+    """Detects hung steps: `watch(batch)` before blocking on a device, None where that is the draft
+    model's, `clear()` after it, `success()` once tokens were read. Written by the engine's thread;
+    `overdue()` takes no lock."""
 
     def __init__(self, timeout: float):
         self._timeout = timeout
-        self._watched: tuple[Batch, float] | None = None  # and its latest clock second
+        self._watched: tuple[Batch | None, float] | None = None  # and its latest clock second
         self._faults = 0  # in a row
 
-    def watch(self, batch: Batch, now: float) -> None:
-        """Begins to watch: the loop issues a batch, or waits for it."""
-        self._watched = batch, now + max(SLOW * batch.seconds, self._timeout)
+    def watch(self, batch: Batch | None, now: float) -> None:
+        """Begins to watch: the loop issues a batch, or waits for it; None: one is decided, with
+        tokens of a draft model."""
+        seconds = 0.0 if batch is None else batch.seconds
+        self._watched = batch, now + max(SLOW * seconds, self._timeout)
 
     def clear(self) -> None:
         """Ends the watch: the devices gave the loop back."""

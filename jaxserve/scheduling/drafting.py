@@ -22,7 +22,7 @@ from jaxserve.cache import CacheManager
 from jaxserve.costs.predictor import Predictor
 from jaxserve.drafts.acceptance import Acceptance, Judged
 from jaxserve.drafts.drafter import DRAFTERS, Drafter, SequenceDrafts, Source, Wanted
-from jaxserve.scheduling.budget import MIN_PREFILL_SHARE, StepBudget
+from jaxserve.scheduling.budget import StepBudget
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.slots import SlotTable
 from jaxserve.settings.schema import SchedulerConfig
@@ -71,7 +71,6 @@ class Drafting:
         self._cache = cache
         self._slots = slots
         self._predictor = predictor
-        self._waits = WAIT if predictor.mesh.spp == 1 else 0.0
 
     @property
     def drafter(self) -> Drafter:
@@ -105,7 +104,8 @@ class Drafting:
         """Returns whether tokens that are all right would be worth their rows."""
         if not decodes.size or room <= 0:
             return False
-        if _has_prompts(budget) and max(budget.lane_seconds) >= budget.objective:
+        full = self.drafter.waits or max(budget.lane_seconds) >= budget.objective
+        if full and _has_prompts(budget):
             return False
         any_slot = np.tile(decodes, self._config.draft_tokens)
         return self._count(decodes, any_slot, np.ones(len(any_slot)), budget, room) > 0
@@ -130,8 +130,7 @@ class Drafting:
         made: Iterator[np.ndarray] = iter(())
         if missing:
             seconds = self.drafter.seconds(len(missing), max(each.size for each in missing))
-            step = max(budget.lane_seconds)
-            spare = max(budget.objective - step, MIN_PREFILL_SHARE * step, seconds)
+            spare = budget.objective - max(budget.lane_seconds) - seconds
             made = iter(self.drafter.make(missing, spare))
         parts = []
         for one, count in taken:
@@ -234,6 +233,7 @@ class Drafting:
         context = self._slots.issued[slot] + 1
         alone = max(budget.decode_seconds)
         before = max(budget.lane_seconds)
+        waiting = WAIT if self._predictor.mesh.spp == 1 or self.drafter.waits else 0.0
         best, pace = 0, len(decodes) / alone
         for count in self._sizes(slot, budget, room):
             rows = np.bincount(lane[:count], minlength=len(budget.lanes))
@@ -252,7 +252,7 @@ class Drafting:
                 decodes, slot[:count], chances[:count], budget
             ):
                 continue
-            step = alone + longer + making + self._waits
+            step = alone + longer + making + waiting
             each = (len(decodes) + chances[:count].sum()) / step
             if each > pace:
                 best, pace = count, each

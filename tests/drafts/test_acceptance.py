@@ -42,7 +42,7 @@ def test_low_rates_are_tried_again_by_hopeful_sequences():
     rates = Acceptance(np.full(2, 0.8))
     rates.learn(1, 0, 1, 0.9)
     assert Judged(rates).chain(1, 1)[0] == rates.chain(1, 1)[0] < 0.1
-    assert Judged(rates, hopeful=True).chain(1, 2) == pytest.approx([0.8, 0.64])
+    assert 0.4 < Judged(rates, hopeful=True).chain(1, 1)[0] < 0.5
 
 
 @pytest.mark.parametrize(

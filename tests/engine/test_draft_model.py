@@ -8,8 +8,11 @@ import dataclasses
 import numpy as np
 import pytest
 
+from jaxserve.api.errors import RequestError
 from jaxserve.checkpoint.model_paths import CheckpointError
 from jaxserve.checkpoint.zoo import MODELS
+from jaxserve.costs.coefficients import Costs
+from jaxserve.costs.predictor import Predictor
 from jaxserve.engine.build import build
 from jaxserve.engine.command import DeviceError
 from jaxserve.engine.draft_loading import check_tokenizers
@@ -25,6 +28,7 @@ from jaxserve.settings.schema import (
     ModelSource,
     SchedulerConfig,
 )
+from tests.engine.harness import Runner
 from tests.engine.test_drafts import SAMPLING, assert_same, checked, prompts, run
 from tests.engine.weights import live_bytes
 from tests.text.vocabulary import tokenizer
@@ -33,18 +37,25 @@ EVERY_MESH = ["tp=2", "kvp=2", "spp=2", "spp=2,kvp=2,tp=2"]
 SAME, OTHER = "random:tiny", "random:tiny-window"
 
 
-def drafting(draft: str = SAME, mesh: str = "", model: str = SAME, **draft_settings) -> Engine:
+def drafting(
+    draft: str = SAME,
+    mesh: str = "",
+    model: str = SAME,
+    chunk: int = 32,
+    profiled: bool = False,
+    **draft_settings,
+) -> Engine:
     return build(
         EngineConfig(
             ModelSource(model=model, max_model_len=512),
             MeshConfig.parse(mesh),
             CacheConfig(block_size=16, pages=400),
-            SchedulerConfig(max_seqs=4, chunk_tokens=32, drafts="model", draft_tokens=5),
+            SchedulerConfig(max_seqs=4, chunk_tokens=chunk, drafts="model", draft_tokens=5),
             draft=DraftConfig(draft_model=draft, **draft_settings),
         ),
         progress=False,
         warm_up=False,
-        profiled=False,
+        profiled=profiled,
     )
 
 
@@ -118,12 +129,61 @@ def test_a_completion_takes_fewer_steps():
     assert len(seen) < 60 / 3
 
 
-def test_sequences_share_fewer_places():
+def test_those_that_began_first_have_the_places():
+    """A text is computed once, however many sequences have no place."""
     every = prompts()
     drafted = drafting(draft_seqs=2)
     right = checked(drafted)
+    long: list[int] = []
+    steps = drafted.draft_model._steps
+    issue = steps.issue
+
+    def seen(rows):
+        long.extend(rows.length[rows.length > 1].tolist())
+        issue(rows)
+
+    steps.issue = seen
     assert_same(run(drafted, every, {}), plainly(drafted, every, {}))
     assert sum(right) > 40
+    assert sum(long) < sum(map(len, every)) + 40 * len(every)
+
+
+def test_short_steps_of_the_model_are_none_of_the_draft_models():
+    every = prompts(3)
+    drafted = drafting(chunk=1)
+    right = checked(drafted)
+    fields = dict(max_tokens=12, ignore_eos=True)
+    assert_same(run(drafted, every, fields), plainly(drafted, every, fields))
+    assert any(right)
+
+
+def test_the_steps_of_a_draft_model_are_measured():
+    every = prompts()
+    drafted = drafting(profiled=True)
+    model = drafted.draft_model
+    assert model.seconds(1, 4) > model.seconds(1, 1) > 0
+    assert_same(run(drafted, every, {}), plainly(drafted, every, {}))
+    assert not model.broken
+
+
+def test_texts_are_computed_as_time_leaves():
+    """With a model that takes as long as a step may, a text comes in pieces."""
+    drafted = drafting()
+    model = drafted.draft_model
+    model._predictor = Predictor(Costs(layers=1, launch=0.001, linear_token=0.001), MeshConfig())
+    sizes: list[int] = []
+    issue = model._steps.issue
+
+    def seen(rows):
+        sizes.extend(rows.length.tolist())
+        issue(rows)
+
+    model._steps.issue = seen
+    random = np.random.default_rng(0)
+    every = [random.integers(3, 500, 300).tolist()]
+    fields = dict(max_tokens=40, ignore_eos=True)
+    assert_same(run(drafted, every, fields), plainly(drafted, every, fields))
+    assert 64 in sizes and max(sizes) < 300
 
 
 def test_it_sleeps_and_wakes_with_the_model():
@@ -142,7 +202,8 @@ def test_it_sleeps_and_wakes_with_the_model():
         assert sum(right) > 0.95 * len(right) > 40
 
 
-def test_a_fault_of_the_draft_model_ends_its_proposals_alone(caplog):
+@pytest.mark.parametrize("fault", [DeviceError("out of memory"), AssertionError("a slip")])
+def test_a_fault_of_the_draft_model_ends_its_proposals_alone(fault, caplog):
     every = prompts()
     drafted = drafting()
     model = drafted.draft_model
@@ -153,7 +214,7 @@ def test_a_fault_of_the_draft_model_ends_its_proposals_alone(caplog):
         nonlocal count
         count += 1
         if count > 20:
-            raise DeviceError("out of memory")
+            raise fault
         execute(command)
 
     model.worker.execute = fails
@@ -161,6 +222,40 @@ def test_a_fault_of_the_draft_model_ends_its_proposals_alone(caplog):
     assert_same(run(drafted, every, {}), plainly(drafted, every, {}))
     assert model.broken and right
     assert "proposes nothing" in caplog.text
+
+
+@pytest.mark.parametrize("when", ["sleep", "wake"])
+def test_a_draft_model_that_is_lost_in_sleep_is_done_without(when, monkeypatch):
+    every = prompts()
+    drafted = drafting()
+    plain = run(drafted, every, {})
+    lost = RequestError("", "the devices failed", "RESOURCE_EXHAUSTED")
+
+    def fails(*_):
+        raise lost
+
+    monkeypatch.setattr(drafted.draft_model.worker.weights, when, fails)
+    drafted.weights.sleep(1)
+    drafted.weights.wake_up()
+    right = checked(drafted)
+    assert_same(run(drafted, every, {}), plain)
+    assert drafted.draft_model.broken and not right
+
+
+def test_a_draft_model_that_hangs_is_seen():
+    drafted = drafting()
+    runner = Runner(drafted)
+    runner.submit(prompts(1)[0], max_tokens=40, ignore_eos=True)
+    seen: list[float | None] = []
+
+    def hangs(wanted, seconds):
+        now = drafted.clock.now()
+        seen.append(drafted.steps.watchdog.overdue(now + 1000))
+        return [np.empty(0, np.int32)] * len(wanted)
+
+    drafted.draft_model.make = hangs
+    runner.run()
+    assert seen and all(seen)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,9 @@ class DraftConfig(Settings):
         "smaller model with the same tokenizer that proposes tokens (drafts=model): a name or "
         "folder as of model",
     )
+    draft_revision: str | None = option(
+        None, "branch, tag or commit of a draft model given by a hub id; default: main"
+    )
     draft_quantization: str = option(
         "auto",
         "its weights on the device, as of quantization; int8 makes a draft model of a model itself",
@@ -28,8 +31,8 @@ class DraftConfig(Settings):
     )
     draft_seqs: int = option(
         16,
-        "sequences that the draft model has KV of; where more decode, those that had proposals "
-        "last have some",
+        "sequences that the draft model has KV of; where more decode, those that began first have "
+        "proposals",
         low=1,
         high=256,
     )
