@@ -10,7 +10,9 @@ with none, and nothing is saved up without requests, but debts are paid.
 
 Credit ends at a few seconds, so that no tenant can flood after some quiet. Debt ends at more: by so
 much a tenant that came in bursts, and used less than its share on the whole, is served before one
-that floods, as if it were alone; and so long at most one in debt waits for others.
+that floods, as if it were alone; and so long at most one in debt waits for others. A tenant that is
+alone uses what no other wants: its debt for that ends at a few steps, by which others that come are
+before it at first, and it is not behind them for long.
 
 That is start-time fair queueing over predicted seconds, as VTC is over tokens (Sheng et al., OSDI
 2024), with bounded credit and debt in place of virtual times that never part.
@@ -32,6 +34,7 @@ MOST_IDLE = 64  # tenants without requests that are remembered, for MOST_DEBT se
 # debt: prompts of others that come meanwhile wait for the step's end
 DEBTORS_STEP = 1 / 3
 MIN_STEPS = 4  # of the largest step, that both are at least: with costs that are no seconds too
+ALONE_STEPS = 2  # of the largest step, by which a tenant that is alone may come to be in debt
 
 
 class TenantShares:
@@ -60,6 +63,7 @@ class TenantShares:
         self._seen = np.zeros(0)  # clock second at which each had requests last
         self._turns: np.ndarray | None = None
         self._busy_until = 0.0  # clock second at which all packed steps are done, as predicted
+        self._alone_debt = 0.0  # seconds
         self._idle = 0.0  # seconds without any request since the last step was packed
 
     def __len__(self) -> int:
@@ -111,7 +115,9 @@ class TenantShares:
         (number,) = self._numbers.values()
         weight = float(self._weight[number])
         share = weight / (1 + weight)
-        credit = float(self._credit[number]) + share * (seconds + self._idle) - seconds
+        before = float(self._credit[number])
+        credit = before + share * (seconds + self._idle) - seconds
+        credit = max(credit, min(before, -self._alone_debt))
         self._credit[number] = min(max(credit, -self.most_debt), self.most_credit)
         self._turns = None
         self._idle = 0.0
@@ -126,9 +132,12 @@ class TenantShares:
         active = known & ((self._requests > 0) | (self._credit < 0))
         weight = np.where(active, self._weight, 0.0)
         # one that is alone is in debt where it uses more than if another had the same right
-        whole = weight.sum() if np.count_nonzero(active) > 1 else 1 + weight
+        alone = np.count_nonzero(active) < 2
+        whole = 1 + weight if alone else weight.sum()
         credit = self._credit + weight / whole * (total + self._idle)
         credit -= np.bincount(numbers, seconds, len(weight))
+        if alone:
+            credit = np.maximum(credit, np.minimum(self._credit, -self._alone_debt))
         self._credit = np.clip(credit, -self.most_debt, self.most_credit)
         self._turns = None
         self._idle = 0.0
@@ -144,6 +153,7 @@ class TenantShares:
     def _widen(self, seconds: float) -> None:
         self.most_credit = max(self.most_credit, MIN_STEPS * seconds)
         self.most_debt = max(self.most_debt, MIN_STEPS * seconds)
+        self._alone_debt = max(self._alone_debt, ALONE_STEPS * seconds)
 
     def _forget(self, which: np.ndarray) -> None:
         for name, number in list(self._numbers.items()):

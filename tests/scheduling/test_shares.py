@@ -65,12 +65,39 @@ def test_a_tenant_alone_is_in_debt_to_those_who_may_come():
     assert turn(shares, "new") < turn(shares, "flood")
 
 
+def test_a_tenant_that_was_alone_is_not_behind_another_for_long():
+    """It used what no other wanted."""
+    shares = TenantShares({})
+    shares.begin("alone", 0.0)
+    for step in range(100):
+        spend(shares, "alone", 1.0, float(step))
+    shares.begin("flood", 100.0)
+    for step in range(3):
+        spend(shares, "flood", 1.0, 100.0 + step)
+    assert turn(shares, "alone") < turn(shares, "flood")
+
+
+def test_debts_to_others_stay_while_a_tenant_is_alone():
+    shares = TenantShares({}, most_debt=20.0)
+    for name in "ab":
+        shares.begin(name, 0.0)
+    for step in range(20):
+        spend(shares, "a", 1.0, float(step))
+    shares.end("b")
+    owed = shares.credit_of("a")
+    for step in range(20, 40):
+        spend(shares, "a", 1.0, float(step))
+    assert shares.credit_of("a") == owed < -5
+
+
 def test_idle_time_pays_debts_and_credit_and_debt_have_an_end():
     shares = TenantShares({}, most_credit=2.0, most_debt=5.0)
-    shares.begin("a", 0.0)
+    for name in "ab":
+        shares.begin(name, 0.0)
     for _ in range(100):
         spend(shares, "a", 1.0, 0.0)
     assert shares.credit_of("a") == -5.0
+    shares.end("b")
     shares.end("a")
     shares.begin("a", 1000.0)
     spend(shares, "a", 0.1, 1000.0)
