@@ -41,7 +41,9 @@ def open_draft_model(
         check_tokenizers(Tokenizer.load(ours), Tokenizer.load(theirs))
     replica = draft_replica(config, checkpoint.config)
     worker, load = make_worker(replica, checkpoint, progress)
-    shapes = _used(worker.plan) if warm_up else []
+    shapes: list[StepShape] = []
+    if warm_up:
+        shapes = _used(worker.plan)
     count = len(worker.programs(shapes, SAMPLING))
     with progress_bar("compiling the draft model", count, progress and warm_up) as step:
         worker.start(load, shapes, step, SAMPLING)
@@ -49,7 +51,8 @@ def open_draft_model(
     costs = NOMINAL
     if profiled:
         profile = profile_for(replica, worker, capacity, progress)
-        costs = NOMINAL if profile is None else profile.costs
+        if profile is not None:
+            costs = profile.costs
     return DraftModel(
         worker,
         DraftSteps(worker, -(-capacity // replica.cache.block_size)),

@@ -30,6 +30,7 @@ FIRST_RATE = 0.8  # of tokens that are right behind right ones: most draft model
 FEW = 8  # tokens of a place that are computed in rows of one
 RECENT = 0.1  # weight of a text's length among those before
 LEAST_CHUNK = 64  # tokens, if there are as many: a row of most compiled shapes
+NO_OFFER = Offer(0, 1)
 NOTHING = np.empty(0, np.int32)
 log = logging.getLogger(__name__)
 
@@ -44,9 +45,11 @@ class _Source:
 
     def offer(self, count: int) -> Offer:
         if self._model.broken:
-            return Offer(0, 1)
+            return NO_OFFER
         self._model.give_place(self)
-        return Offer(0 if self.place is None else count, 1)
+        if self.place is None:
+            return NO_OFFER
+        return Offer(count, 1)
 
 
 @dataclasses.dataclass(eq=False)
@@ -306,8 +309,8 @@ class DraftModel:
         for place in places:
             mine = [step[place.index] for step in steps if place.index in step]
             tokens = np.array(mine, np.int32)
-            faulty = np.flatnonzero((tokens < 0) | (tokens >= self._vocab))
-            place.proposed = tokens[: faulty[0]] if faulty.size else tokens
+            faulty = (tokens < 0) | (tokens >= self._vocab)
+            place.proposed = tokens[: int(np.argmax(np.append(faulty, True)))]
 
     # --- sleep
 

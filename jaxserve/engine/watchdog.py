@@ -25,8 +25,10 @@ class Watchdog:
     def watch(self, batch: Batch | None, now: float) -> None:
         """Begins to watch: the loop issues a batch, or waits for it; None: one is decided, with
         tokens of a draft model."""
-        seconds = 0.0 if batch is None else batch.seconds
-        self._watched = batch, now + max(SLOW * seconds, self._timeout)
+        seconds = self._timeout
+        if batch is not None:
+            seconds = max(SLOW * batch.seconds, seconds)
+        self._watched = batch, now + seconds
 
     def clear(self) -> None:
         """Ends the watch: the devices gave the loop back."""

@@ -233,7 +233,9 @@ class Drafting:
         context = self._slots.issued[slot] + 1
         alone = max(budget.decode_seconds)
         before = max(budget.lane_seconds)
-        waiting = WAIT if self._predictor.mesh.spp == 1 or self.drafter.waits else 0.0
+        waiting = 0.0
+        if self._predictor.mesh.spp == 1 or self.drafter.waits:
+            waiting = WAIT
         best, pace = 0, len(decodes) / alone
         for count in self._sizes(slot, budget, room):
             rows = np.bincount(lane[:count], minlength=len(budget.lanes))
