@@ -105,6 +105,14 @@ def local_files(source: str | Path, progress: bool = True, revision: str | None 
     return model_file(resolve(source))
 
 
+def check_there(source: str | Path, revision: str | None = None) -> None:
+    """Refuses a model that is not here and that `local_files` could not download. Errors: as of
+    `local_files`."""
+    check_revision(source, revision)
+    if not is_hub_id(source) and str(source) not in FILES:
+        model_file(resolve(source))
+
+
 def fetch(name: str, progress: bool = True, revision: str | None = None) -> Path:
     """Downloads a model of `FILES` or a hub id unless it is cached, and returns its folder.
     Errors: as of `local_files`."""

@@ -25,6 +25,7 @@ from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option
 from jaxserve.settings.schema import ConfigError
 from jaxserve.settings.schema.engine import SERVED
+from jaxserve.settings.sources import PREFIX
 from jaxserve.transfer.plane import TCP
 
 ABOUT = """\
@@ -62,6 +63,7 @@ OPTIONS = [
 ]
 ROLE_CACHE_GIB = 1.0  # host memory for KV of a replica with a role, where none is configured
 SECRET_VARIABLE = "JAXSERVE_CLUSTER_SECRET"
+KEYS = "api_key"
 OF_CLUSTER = {option.name for option in OPTIONS} | {"config", "print_config", "role"}
 NOT_PASSED = {"models", "replicas", "replicas_file", "cluster_ca", "config", "print_config"}
 # a replica's own; the rest of the server's settings are the conductor's
@@ -140,9 +142,8 @@ def _replica(
     fixed.append(f"--transfer={values['transfer']}")
     if values["transfer"] != TCP:
         fixed.append("--insecure")
-    return Task(
-        f"replica {number}", own_command("jaxserve", "serve", *fixed, *flags), 1, environment
-    )
+    command = own_command("jaxserve", "serve", *fixed, *flags)
+    return Task(f"replica {number}", command, 1, {**environment, **own_key()})
 
 
 def _with_host_memory(role: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -162,12 +163,21 @@ def in_own_folder(number: int, values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _conductor(values: Mapping[str, Any], ports: list[int]) -> Task:
-    given = CONDUCTOR.options.keys() - NOT_PASSED - {"replica_port"}
+    given = CONDUCTOR.options.keys() - NOT_PASSED - {"replica_port", KEYS}
     flags = setting_flags(CONDUCTOR, values, given)
     replicas = ",".join(f"127.0.0.1:{port}" for port in ports)
-    return Task(
-        "conductor", own_command("jaxserve", "conductor", f"--replicas={replicas}", *flags), 0
-    )
+    command = own_command("jaxserve", "conductor", f"--replicas={replicas}", *flags)
+    return Task("conductor", command, 0, users_keys(values))
+
+
+def users_keys(values: Mapping[str, Any]) -> dict[str, str]:
+    """The API keys among the settings, as a variable of a conductor: `ps` shows flags."""
+    return {f"{PREFIX}{KEYS.upper()}": json.dumps(list(values[KEYS]))} if values[KEYS] else {}
+
+
+def own_key() -> dict[str, str]:
+    """An API key of a replica that nobody has, as a variable: requests come by its conductor."""
+    return {f"{PREFIX}{KEYS.upper()}": secrets.token_hex(32)}
 
 
 def setting_flags(command: Command, values: Mapping[str, Any], given: Collection[str]) -> list[str]:

@@ -26,6 +26,7 @@ from jaxserve.settings.schema.engine import SERVED
 from jaxserve.transfer.plane import MOONCAKE, NIXL, TCP
 
 log = logging.getLogger(__name__)
+FILES = (".yaml", ".yml")  # ends of arguments that are settings files
 
 ABOUT = """\
 The server listens at once and takes requests when the model is loaded and compiled;
@@ -49,6 +50,9 @@ def run(values: Values) -> int:
         from jaxserve.cli import serve_models
 
         return serve_models.run(values, COMMAND)
+    for argument in values["models"]:
+        if argument.endswith(FILES):
+            raise ConfigError("model", f"{argument} is a settings file; give --config={argument}")
     from jaxserve.llm import open_engine
     from jaxserve.server import logs
     from jaxserve.server.own_address import OwnAddress

@@ -4,24 +4,27 @@ that has the ports, as processes of this machine."""
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import secrets
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxserve.checkpoint.fetch import local_files
+from jaxserve.checkpoint.fetch import check_there, local_files
 from jaxserve.cli.cluster import (
+    KEYS,
     OF_REPLICA,
     SECRET_VARIABLE,
     fixed_ports,
     in_own_folder,
+    own_key,
     setting_flags,
+    users_keys,
 )
 from jaxserve.cli.conductor import COMMAND as CONDUCTOR
 from jaxserve.cli.engine_flags import ALL, SERVER, engine_config, server_config
 from jaxserve.cli.gpus import Wanted, shares, visible_gpus
+from jaxserve.cli.serve import FILES
 from jaxserve.group.channel import lasting_ports
 from jaxserve.group.cluster import ProcessSet, Task
 from jaxserve.group.member import this_member
@@ -32,8 +35,6 @@ from jaxserve.settings.sources import OTHER_VARIABLES, PREFIX
 
 MAX_MODELS = 64
 RANDOM = "random:"  # begins the name of a model without files
-FILES = (".yaml", ".yml")  # ends of arguments that are settings files
-KEYS = "api_key"
 OF_SERVER = {option.name for option in SERVER["server"]} - OF_REPLICA
 # what only a replica has that is a process and a model by itself
 ALONE = {"registry", "advertise_address", "kv_port", "transfer", "cluster_ca"}
@@ -71,16 +72,22 @@ def run(values: Values, command: Command) -> int:
     ConfigError."""
     if this_member() is not None:
         raise ConfigError("model", "`jaxserve launch` serves one model, which runs on all hosts")
-    drain_seconds = server_config(values).drain_timeout
-    return ProcessSet(tasks(values, command), environment(), drain_seconds, _say).run()
+    from jaxserve.server.supervisor import check_host
+
+    server = server_config(values)
+    check_host(server)
+    return ProcessSet(tasks(values, command), environment(), server.drain_timeout, _say).run()
 
 
 def tasks(values: Values, command: Command) -> list[Task]:
     """Returns the processes: the replicas, and what has the ports. Arguments and errors as of
     `run`."""
     models = read_models(values, command)
-    for model in models:
-        _fetch(model.config.source)
+    sources = [model.config.source for model in models]
+    for act in (_check_there, _fetch):  # nothing is downloaded where one cannot be had
+        for source in sources:
+            if not source.model.startswith(RANDOM):
+                act(source)
     variables = shares([model.wanted for model in models], visible_gpus())
     front = fixed_ports(values)
     taken = (front["port"], front["grpc_port"])
@@ -91,10 +98,14 @@ def tasks(values: Values, command: Command) -> list[Task]:
     return [*replicas, _front(front, values.origins, models, ports)]
 
 
+def _check_there(source: ModelSource) -> None:
+    """Refuses a model that cannot be found. Errors: ConfigError."""
+    check_there(source.model, source.revision)
+
+
 def _fetch(source: ModelSource) -> None:
     """Downloads a model that is not here, before any process starts. Errors: ConfigError."""
-    if not source.model.startswith(RANDOM):
-        local_files(source.model, sys.stderr.isatty(), source.revision)
+    local_files(source.model, sys.stderr.isatty(), source.revision)
 
 
 def _say(text: str) -> None:
@@ -179,6 +190,7 @@ def _replica(
     flags = setting_flags(command, values, given)
     fixed = ["--grpc_port=0", "--port=0", f"--replica_port={port}"]
     process = own_command("jaxserve", "serve", *fixed, *flags)
+    variables = {**variables, **own_key()}
     return Task(f"the replica of {model.names[0]!r}", process, 1, variables, independent=True)
 
 
@@ -193,7 +205,5 @@ def _front(
     flags = setting_flags(CONDUCTOR, values, given - {KEYS})
     for model, port in zip(models, ports):
         flags.append(f"--models={model.names[0]}=127.0.0.1:{port}")
-    secret = {}
-    if values[KEYS]:  # `ps` shows flags
-        secret[f"JAXSERVE_{KEYS.upper()}"] = json.dumps(values[KEYS])
-    return Task("the server", own_command("jaxserve", "conductor", *flags), 0, secret)
+    process = own_command("jaxserve", "conductor", *flags)
+    return Task("the server", process, 0, users_keys(values))

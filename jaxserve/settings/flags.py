@@ -157,8 +157,9 @@ def _with_argument(
     upper = command.argument.strip("[ .]")
     name = upper.lower()
     several = command.argument.endswith("...]")
-    if len(arguments) > 1 and not several:
-        raise UsageError(f"{arguments[1]!r} is not a flag; flags begin with --")
+    for argument in arguments[1:]:
+        if not several or argument.partition("=")[0] in command.options:
+            raise UsageError(f"{argument!r} is not a flag; flags begin with --")
     if arguments and name in origins:
         raise UsageError(f"give {upper} or --{name}, not both")
     if several:

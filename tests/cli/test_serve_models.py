@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from jaxserve.api.sampling import SamplingParams
-from jaxserve.cli import gpus
+from jaxserve.cli import cluster, gpus, serve_models
 from jaxserve.cli import main as cli
 from jaxserve.cli.gpus import DEVICES, MEMORY, Wanted
 from jaxserve.cli.serve import COMMAND
@@ -243,6 +243,12 @@ def test_nothing_outlives_a_parent_that_is_killed():
         (["a", "absent.yaml"], "absent.yaml"),
         (["a", "port.yaml", "--config=port.yaml"], "config: give either it or settings files"),
         (["a", "lora.yaml"], "'a' would be a name of a and of lora.yaml"),
+        (["a", "b", "--served_model_name", "c", ""], "--served_model_name: a name is empty"),
+        (["a", "port=8000"], "'port=8000' is not a flag; flags begin with --"),
+        (["port.yaml"], "--model: port.yaml is a settings file; give --config=port.yaml"),
+        (["smollm2-135m", "b", "--host=0.0.0.0"], "--host: '0.0.0.0' is not a loopback address"),
+        (["smollm2-135m", "absent"], "'absent' is neither a path nor in the cache folder"),
+        (["smollm2-135m", "./absent"], "absent: no such file or folder"),
     ],
 )
 def test_settings_that_make_no_sense_for_several_models(
@@ -252,8 +258,11 @@ def test_settings_that_make_no_sense_for_several_models(
     Path("port.yaml").write_text("model: b\nport: 1\n")
     Path("nameless.yaml").write_text("max_seqs: 1\n")
     Path("lora.yaml").write_text("model: b\nmax_loras: 1\nlora_modules: [a=folder]\n")
+    fetched = []
+    monkeypatch.setattr(serve_models, "local_files", lambda model, *rest: fetched.append(model))
     assert cli.main(["serve", *arguments]) == cli.USAGE
     assert fault in capsys.readouterr().err
+    assert not fetched
 
 
 def test_flags_go_before_a_models_own_file(tmp_path):
@@ -284,10 +293,33 @@ def test_replicas_get_settings_of_models_and_the_front_those_of_the_server(tmp_p
     assert "--port=0" not in front.command, "a server that restarts has the same port"
     for task in (first, second, front):
         assert "--log_level=warning" in task.command
-        assert not any("key of a user" in word for word in task.command), "`ps` shows it"
     variables = environment()
     assert variables["JAXSERVE_CACHE"] == "elsewhere" and "JAXSERVE_API_KEY" not in variables
-    assert json.loads(front.environment["JAXSERVE_API_KEY"]) == ["key of a user"]
+    check_keys([first, second], front, "key of a user")
+
+
+def check_keys(replicas, front, key: str) -> None:
+    """Checks that what has the ports takes the users' key, and each replica one that nobody has."""
+    assert json.loads(front.environment["JAXSERVE_API_KEY"]) == [key]
+    own = {task.environment["JAXSERVE_API_KEY"] for task in replicas}
+    assert len(own) == len(replicas) and key not in own
+    for task in (*replicas, front):
+        assert not any(one in word for word in task.command for one in (key, *own))
+
+
+def test_a_cluster_keeps_keys_from_its_replicas_and_from_command_lines(monkeypatch):
+    started = []
+
+    class Processes:
+        def __init__(self, tasks, *rest):
+            started.extend(tasks)
+
+        def run(self) -> int:
+            return 0
+
+    monkeypatch.setattr(cluster, "ProcessSet", Processes)
+    assert cli.main(["cluster", "--model=random:tiny", "--api_key=key of a user", "--port=0"]) == 0
+    check_keys(started[:2], started[2], "key of a user")
 
 
 def test_no_variable_of_a_setting_gets_to_the_processes(monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jaxserve.api.errors import ConfigError
 from jaxserve.settings.fields import Settings, option
 
 
@@ -57,3 +58,8 @@ class ModelSource(Settings):
         "name by which requests call the model, answers have the first one; of several models one "
         "for each, in their order; default: model",
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if "" in self.served_model_name:
+            raise ConfigError("served_model_name", "a name is empty")
