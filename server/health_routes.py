@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-
 import fastapi
 from starlette.responses import PlainTextResponse, Response
 
 import jaxserve
-from jaxserve.server.frontend_metrics import CONTENT_TYPE, exposition
-from jaxserve.server.model_metrics import model_metrics
+from jaxserve.server.frontend_metrics import CONTENT_TYPE
+from jaxserve.server.model_metrics import exposed_metrics
 from jaxserve.server.models import Models
 from jaxserve.server.readiness import Readiness
 
@@ -42,8 +40,7 @@ def health_routes(models: Models, readiness: Readiness) -> fastapi.APIRouter:
     async def metrics(request: fastapi.Request) -> Response:
         """Returns metrics in the text format of Prometheus; name[]=... selects some. The replica's
         are missing while it is built."""
-        collectors = model_metrics(models, request.query_params.getlist("name[]"))
-        text = await models.all[0].ask_replica(functools.partial(exposition, collectors))
+        text = await exposed_metrics(models, request.query_params.getlist("name[]"))
         return Response(text, 200, media_type=CONTENT_TYPE)
 
     return router

@@ -9,7 +9,7 @@ from jaxserve.api.request import Slo
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.replica.weights import RUNNING
 from jaxserve.server.auth.access import Caller
-from jaxserve.server.frontend import FAULTS, RESTARTING, SERVING, Frontend
+from jaxserve.server.frontend import FAULTS, SERVING, Frontend
 from jaxserve.server.generate_call import GenerateCall, Origin
 from jaxserve.server.models import Models
 
@@ -26,16 +26,8 @@ class Readiness:
         self._probes = [Probe(frontend, caller) for frontend in models.all]
 
     def liveness_fault(self) -> str:
-        """Returns why only a restart would help, or ''. Where there are several models, one whose
-        processes are gone is a fault too."""
-        faults = []
-        for frontend in self._models.all:
-            fault = FAULTS.get(frontend.state, "")
-            if self._models.several and fault:
-                fault = f"{frontend.who}: {fault}"
-            elif self._models.several and frontend.state == RESTARTING:
-                fault = f"{frontend.who} is {frontend.state}"
-            faults.append(fault)
+        """Returns why only a restart would help, or ''."""
+        faults = (_named(each, FAULTS.get(each.state, "")) for each in self._models.all)
         return "; ".join(filter(None, faults))
 
     async def readiness_fault(self) -> str:
@@ -59,7 +51,7 @@ class Probe:
             return f"{self._frontend.who} is {self._frontend.state}"
         state = self._frontend.require_replica().weights.state
         if state != RUNNING:
-            return f"the replica is {state}"
+            return _named(self._frontend, f"the replica is {state}")
         if self._frontend.seconds_since_token < FRESH_SECONDS:
             return ""
         if self._generating is None or self._generating.done():
@@ -88,7 +80,12 @@ class Probe:
             overloaded = error.status == "RESOURCE_EXHAUSTED"
             if overloaded and self._frontend.seconds_since_token < PATIENCE_SECONDS:
                 return ""
-            return f"no token came: {error}"
+            return _named(self._frontend, f"no token came: {error}")
         except TimeoutError:
-            return f"no token came within {PATIENCE_SECONDS:g} s"
+            return _named(self._frontend, f"no token came within {PATIENCE_SECONDS:g} s")
         return ""
+
+
+def _named(frontend: Frontend, fault: str) -> str:
+    """Returns a fault with the name of its model, where the server has several."""
+    return f"{frontend.who}: {fault}" if fault and frontend.name else fault

@@ -15,11 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import httpx
 import pytest
+from prometheus_client import CollectorRegistry
 
 from jaxserve.api.errors import RequestError
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.replica.adapters import Adapter
 from jaxserve.server import jaxserve_pb2 as pb
+from jaxserve.server import model_metrics, readiness
 from jaxserve.server.client import Client
 from jaxserve.server.grpc.errors import ServerError
 from jaxserve.server.supervisor import Background, Server, run
@@ -218,9 +220,9 @@ def test_one_that_is_gone_is_named_and_the_other_goes_on(pair):
     assert pair.post("/v1/completions", model="two-lora", prompt="x", max_tokens=5).is_success
     pair.replicas["two"].available = False
     try:
-        eventually(lambda: pair.client.get("/health").status_code == 503)
-        assert pair.client.get("/health").text.startswith("the model 'two' is waiting for its")
-        assert "'two'" in pair.client.get("/ready").text
+        eventually(lambda: pair.client.get("/ready").status_code == 503)
+        assert pair.client.get("/ready").text.startswith("the model 'two' is waiting for its")
+        assert pair.client.get("/health").text == "ok", "it comes back without the other's restart"
         assert not pair.grpc.healthy()
         for name in ("two", "two-lora"):
             refused = pair.post("/v1/completions", model=name, prompt="x")
@@ -230,8 +232,39 @@ def test_one_that_is_gone_is_named_and_the_other_goes_on(pair):
         assert len(pair.client.get("/v1/models").json()["data"]) == 4
     finally:
         pair.replicas["two"].available = True
-    eventually(lambda: pair.client.get("/health").text == "ok")
-    assert pair.client.get("/ready").text == "ok"
+    eventually(lambda: pair.client.get("/ready").text == "ok")
+
+
+def test_faults_of_probes_name_the_model(pair, monkeypatch):
+    two = pair.replicas["two"]
+    monkeypatch.setattr(readiness, "FRESH_SECONDS", 0.0)
+    two.fault = RequestError("", "it hangs", "INTERNAL")
+    try:
+        assert pair.client.get("/ready").text == "the model 'two': no token came: it hangs"
+        two.overdue_seconds = 1.0
+        eventually(lambda: pair.client.get("/health").status_code == 503)
+        assert pair.client.get("/health").text == "the model 'two': the devices do not answer"
+    finally:
+        two.fault = two.overdue_seconds = None
+    eventually(lambda: pair.client.get("/ready").text == "ok")
+
+
+def test_a_model_that_does_not_answer_keeps_no_metrics_of_others_back(pair, monkeypatch):
+    monkeypatch.setattr(model_metrics, "ANSWER_SECONDS", 0.2)
+    go_on = threading.Event()
+
+    class Hanging(CollectorRegistry):
+        def collect(self):
+            go_on.wait(60)
+            return iter(())
+
+    replicas = pair.background.server.models.all
+    monkeypatch.setattr(replicas[0].replica.metrics, "registry", Hanging())
+    try:
+        text = pair.client.get("/metrics").text
+    finally:
+        go_on.set()
+    assert 'model_name="two"' in text and 'model_name="one"' not in text
 
 
 def test_operators_drain_all_and_ask_one(pair):
