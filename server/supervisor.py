@@ -379,8 +379,10 @@ async def run(
     server = Server(config, peers, tuple(builds))
     replicas: list[Replica] = []
 
+    unbuilt = set(builds)
+
     async def open_built(name: str, build: Build) -> None:
-        work = functools.partial(_build_and_freeze, build)
+        work = functools.partial(_build_and_freeze, name, build, unbuilt)
         replica, tokenizer, guides = await _run_in_daemon_thread(work)
         replica.start()
         replicas.append(replica)
@@ -421,17 +423,21 @@ def shared_interpreter() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _build_and_freeze(build: Build) -> tuple[Replica, Tokenizer | None, Guides]:
-    """Builds the replica, and hides all that now exists from the garbage collector: it lives as
-    long as the server. Each collection of these 400,000 objects would stall the replica and all
-    streams for a quarter of a second."""
+def _build_and_freeze(
+    name: str, build: Build, unbuilt: set[str]
+) -> tuple[Replica, Tokenizer | None, Guides]:
+    """Builds the replica, and once it is the last one hides all that now exists from the garbage
+    collector: it lives as long as the server. Each collection of these 400,000 objects would stall
+    the replica and all streams for a quarter of a second."""
     replica, tokenizer = build()
     guides = Guides(tokenizer, replica.info.vocab, replica.info.eos_ids)
     guides.prepare()
     if tokenizer is not None:
         tokenizer.encode("", special=False)  # copies its vocabulary at the first use
-    gc.collect()
-    gc.freeze()
+    unbuilt.remove(name)
+    if not unbuilt:
+        gc.collect()
+        gc.freeze()
     return replica, tokenizer, guides
 
 

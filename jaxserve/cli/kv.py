@@ -54,6 +54,7 @@ OPTIONS = [
     Option("replicate", str, None, "copy the prompt's blocks to the replica of this name"),
     Option("get", str, None, "write the prompt's blocks to this new folder, as safetensors"),
     Option("put", str, None, "give the server the blocks of a folder that --get wrote"),
+    Option("model", str, "", "model that is meant, where the server has several"),
     Option("json", bool, False, "print the server's answer as JSON"),
 ]
 PROMPT = [
@@ -84,10 +85,11 @@ def run(values: dict[str, Any]) -> int:
 
 def _ask(values: Mapping[str, Any], action: str) -> Any:
     """Returns the server's answer. Errors: ConfigError, RequestError."""
+    model = {"model": values["model"]} if values["model"] else {}
     if action == "leases":
-        return _call(values, "GET", action, None)
+        return _call(values, "GET", action, params=model)
     if action == "release":
-        return _call(values, "POST", action, {"lease": values["release"]})
+        return _call(values, "POST", action, json={**model, "lease": values["release"]})
     if action == "put":
         return _put(values)
     body = {"prompt": _prompt(values)}
@@ -98,17 +100,17 @@ def _ask(values: Mapping[str, Any], action: str) -> Any:
         body |= {"seconds": values["lease"], "replica": values["replica"]}
     elif action == "replicate":
         body |= {"replica": values["replicate"], "source": values["source"]}
-    return _call(values, "POST", action, body)
+    return _call(values, "POST", action, json=body)
 
 
 def _whose(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: values[name] for name in ("tenant", "cache_salt") if values[name]}
+    return {name: values[name] for name in ("model", "tenant", "cache_salt") if values[name]}
 
 
 def _get(values: Mapping[str, Any], body: dict[str, Any]) -> dict[str, int]:
     """Writes files of blocks, each as large as the server sends at once. Errors: ConfigError,
     RequestError."""
-    rows = _call(values, "POST", "find", body)
+    rows = _call(values, "POST", "find", json=body)
     if len(rows) != 1:
         raise RequestError("", "this is a conductor: --get asks the port of a replica")
     (found,) = rows
@@ -163,9 +165,9 @@ def _prompt(values: Mapping[str, Any]) -> str | list[int]:
         raise ConfigError("tokens", "must be ids, separated by commas") from None
 
 
-def _call(values: Mapping[str, Any], method: str, action: str, body: Any) -> Any:
+def _call(values: Mapping[str, Any], method: str, action: str, **what: Any) -> Any:
     """Returns the answer of one route. Errors: ConfigError, RequestError."""
-    answer = _send(values, method, action, json=body)
+    answer = _send(values, method, action, **what)
     try:
         return answer.json()
     except ValueError:

@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import gc
 import subprocess
 import sys
 import threading
@@ -19,6 +20,7 @@ from prometheus_client import CollectorRegistry
 
 from jaxserve.api.errors import RequestError
 from jaxserve.api.sampling import SamplingParams
+from jaxserve.cli import main as cli
 from jaxserve.replica.adapters import Adapter
 from jaxserve.server import jaxserve_pb2 as pb
 from jaxserve.server import model_metrics, readiness
@@ -267,6 +269,23 @@ def test_a_model_that_does_not_answer_keeps_no_metrics_of_others_back(pair, monk
     assert 'model_name="two"' in text and 'model_name="one"' not in text
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--find", "--prompt=x"],
+        ["--lease=9", "--prompt=x"],
+        ["--leases"],
+        ["--release=x"],
+        ["--replicate=x", "--prompt=x"],
+        ["--get=x", "--prompt=x"],
+    ],
+)
+def test_the_command_for_cached_blocks_names_the_model(pair, flags, capsys):
+    asked = ["kv", f"--url={pair.admin.base_url}", *flags]
+    assert cli.main(asked) and "model: is missing" in capsys.readouterr().err
+    assert cli.main([*asked, "--model=two"]) and "model" not in capsys.readouterr().err
+
+
 def test_operators_drain_all_and_ask_one(pair):
     assert pair.admin.post("/admin/drain").json()["state"] == "draining"
     refused = pair.post("/v1/completions", model="two", prompt="x")
@@ -329,6 +348,18 @@ def test_a_model_that_is_built_first_is_served_first(half_built):
     channel.close()
     half_built.go_on.set()
     eventually(lambda: half_built.ask("two").is_success)
+
+
+def test_what_lives_long_is_kept_from_the_garbage_collector_once_all_are_built(monkeypatch):
+    """What lives before is of requests too."""
+    frozen = []
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(True))
+    with contextlib.ExitStack() as stack:
+        half_built = HalfBuilt(stack, NamedReplica("two"))
+        assert not frozen
+        half_built.go_on.set()
+        eventually(lambda: half_built.ask("two").is_success)
+    assert len(frozen) == 1
 
 
 def test_names_that_a_model_may_have_are_not_unknown_while_it_is_built(half_built):
