@@ -18,7 +18,7 @@ from jaxserve.server.frontend_metrics import exposition
 from jaxserve.server.models import Models
 
 MODEL = "model_name"  # the label, as vLLM has it
-ANSWER_SECONDS = 3.0  # for each of several models: whoever asks has patience for about 10
+ANSWER_SECONDS = 3.0  # for each of several models; Prometheus waits for 10
 Registry = CollectorRegistry | VllmAliases
 
 

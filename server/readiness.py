@@ -88,4 +88,6 @@ class Probe:
 
 def _named(frontend: Frontend, fault: str) -> str:
     """Returns a fault with the name of its model, where the server has several."""
-    return f"{frontend.who}: {fault}" if fault and frontend.name else fault
+    if fault and frontend.name:
+        return f"{frontend.who}: {fault}"
+    return fault

@@ -172,11 +172,14 @@ def _conductor(values: Mapping[str, Any], ports: list[int]) -> Task:
 
 def users_keys(values: Mapping[str, Any]) -> dict[str, str]:
     """The API keys among the settings, as a variable of a conductor: `ps` shows flags."""
-    return {f"{PREFIX}{KEYS.upper()}": json.dumps(list(values[KEYS]))} if values[KEYS] else {}
+    if not values[KEYS]:
+        return {}
+    return {f"{PREFIX}{KEYS.upper()}": json.dumps(list(values[KEYS]))}
 
 
 def own_key() -> dict[str, str]:
-    """An API key of a replica that nobody has, as a variable: requests come by its conductor."""
+    """A new API key of a replica, as a variable: no user has it, their requests come by the
+    conductor."""
     return {f"{PREFIX}{KEYS.upper()}": secrets.token_hex(32)}
 
 

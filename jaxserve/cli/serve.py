@@ -23,10 +23,10 @@ from jaxserve.group.member import Member, this_member
 from jaxserve.settings.flags import Command, Values
 from jaxserve.settings.schema import ConfigError, ServerConfig
 from jaxserve.settings.schema.engine import SERVED
+from jaxserve.settings.sources import FILE_ENDS
 from jaxserve.transfer.plane import MOONCAKE, NIXL, TCP
 
 log = logging.getLogger(__name__)
-FILES = (".yaml", ".yml")  # ends of arguments that are settings files
 
 ABOUT = """\
 The server listens at once and takes requests when the model is loaded and compiled;
@@ -51,7 +51,7 @@ def run(values: Values) -> int:
 
         return serve_models.run(values, COMMAND)
     for argument in values["models"]:
-        if argument.endswith(FILES):
+        if argument.endswith(FILE_ENDS):
             raise ConfigError("model", f"{argument} is a settings file; give --config={argument}")
     from jaxserve.llm import open_engine
     from jaxserve.server import logs

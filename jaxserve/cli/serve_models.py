@@ -24,14 +24,13 @@ from jaxserve.cli.cluster import (
 from jaxserve.cli.conductor import COMMAND as CONDUCTOR
 from jaxserve.cli.engine_flags import ALL, SERVER, engine_config, server_config
 from jaxserve.cli.gpus import Wanted, shares, visible_gpus
-from jaxserve.cli.serve import FILES
 from jaxserve.group.channel import lasting_ports
 from jaxserve.group.cluster import ProcessSet, Task
 from jaxserve.group.member import this_member
 from jaxserve.group.own_code import own_command
 from jaxserve.settings.flags import Command, Values, parse
 from jaxserve.settings.schema import ConfigError, EngineConfig, ModelSource
-from jaxserve.settings.sources import OTHER_VARIABLES, PREFIX
+from jaxserve.settings.sources import FILE_ENDS, OTHER_VARIABLES, PREFIX
 
 MAX_MODELS = 64
 RANDOM = "random:"  # begins the name of a model without files
@@ -136,7 +135,7 @@ def read_models(values: Values, command: Command) -> list[OneModel]:
     for name in sorted(values.origins.keys() & (ALONE | OF_ONE_MODEL)):
         where = "in its settings file" if name in OF_ONE_MODEL else "where one model is served"
         raise ConfigError(name, f"cannot be of several models; give it {where}")
-    files = [argument for argument in arguments if argument.endswith(FILES)]
+    files = [argument for argument in arguments if argument.endswith(FILE_ENDS)]
     if files and values["config"] is not None:
         raise ConfigError("config", f"give either it or settings files of models, as {files[0]} is")
     names: Sequence[str | None] = [None] * len(arguments)
@@ -152,7 +151,7 @@ def read_models(values: Values, command: Command) -> list[OneModel]:
 
 def _model(argument: str, name: str | None, values: Values, command: Command) -> OneModel:
     """Reads the settings of a model: those of all, and of its own file. Errors: ConfigError."""
-    is_file = argument.endswith(FILES)
+    is_file = argument.endswith(FILE_ENDS)
     common = (values.origins.keys() & (ALL.keys() | OF_REPLICA)) - {"model", "served_model_name"}
     flags = setting_flags(command, values, common)
     if name is not None:

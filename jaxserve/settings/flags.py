@@ -76,8 +76,9 @@ def parse(
 
     Errors: UsageError for the flags, ConfigError for the other places.
     """
-    variables = os.environ if environment is None else environment
-    return _whole(_layered(command, _parsed(command, arguments), variables))
+    if environment is None:
+        environment = os.environ
+    return _whole(_layered(command, _parsed(command, arguments), environment))
 
 
 def _layered(command: Command, flagged: Values, environment: Mapping[str, str]) -> Values:
@@ -97,7 +98,9 @@ def _layered(command: Command, flagged: Values, environment: Mapping[str, str]) 
 
 def _below(above: Collection[str], layer: sources.Layer) -> sources.Layer:
     """Returns what a layer gives that is not given above it: a mesh has all degrees."""
-    given = {*above, *(DEGREES if "mesh" in above else ())}
+    given = set(above)
+    if "mesh" in above:
+        given |= DEGREES.keys()
     return {name: value for name, value in layer.items() if name not in given}
 
 

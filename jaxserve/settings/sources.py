@@ -26,6 +26,7 @@ from jaxserve.settings.schema.mesh import DEGREES, degree_options
 
 log = logging.getLogger(__name__)
 PREFIX = "JAXSERVE_"
+FILE_ENDS = (".yaml", ".yml")
 MAX_FILE_BYTES = 64 * 1024
 SECRET = ("api_key",)
 OWN = ("config", "print_config")  # flags that are about settings, and none themselves
