@@ -56,10 +56,11 @@ class _Source:
 class _Place:
     """A place of the draft model, with keys and values of a sequence's tokens. first: the first of
     these; computed: behind the last. known: tokens of the sequence when some were `proposed`
-    last."""
+    last. admitted: it samples as the sequence does."""
 
     index: int
     source: _Source | None = None
+    admitted: bool = False
     first: int = 0
     computed: int = 0
     known: int = 0
@@ -75,6 +76,7 @@ class _Place:
         if self.source is not None:
             self.source.place = None
         self.source = source
+        self.admitted = False
         self.first = self.computed = self.known = 0
         self.proposed = NOTHING
         if source is not None:
@@ -151,9 +153,7 @@ class DraftModel:
         if source.place is None:
             free = [place for place in self._places if not place.needed]
             if free:
-                place = min(free, key=lambda place: place.source is not None)
-                place.take(source)
-                self._admit(place, source.sequence)
+                min(free, key=lambda place: place.source is not None).take(source)
 
     def seconds(self, sequences: int, tokens: int) -> float:
         """See `Drafter.seconds`: the first step has the tokens that came since, two of a sequence
@@ -175,14 +175,14 @@ class DraftModel:
         began = time.perf_counter()
         compiles = self.worker.compiles
         try:
-            made = self._make(wanted, seconds)
+            made, caught_up = self._make(wanted, seconds)
         except Exception:
             self._break()
             return [NOTHING] * len(wanted)
         taken = time.perf_counter() - began
         self.spent += taken
         sizes = [len(tokens) for tokens in made]
-        if all(sizes) and self._steps.only_sampled and self.worker.compiles == compiles:
+        if all(sizes) and caught_up and self.worker.compiles == compiles:
             self._predictor.seen(self.seconds(len(sizes), max(sizes)), taken)
         return made
 
@@ -191,24 +191,29 @@ class DraftModel:
         log.exception("the draft model proposes nothing from now on")
         self.broken = True
 
-    def _make(self, wanted: list[Wanted], seconds: float) -> list[np.ndarray]:
+    def _make(self, wanted: list[Wanted], seconds: float) -> tuple[list[np.ndarray], bool]:
+        """Makes the tokens; also returns whether all texts were computed but for the last few.
+        Errors: those of its device."""
         ready: list[_Ready] = []
         places: list[_Place] = []
         for source, size in wanted:
             place = cast(_Source, source).place
             assert place is not None and place.source is not None, "what it offered, it has not"
             places.append(place)
+            if not place.admitted:
+                self._admit(place, place.source.sequence)
             place.take_in(size, self._capacity)
             history = place.source.sequence.history
             self._seen(len(history) - place.first)
             seconds = self._catch_up(place, history, seconds)
             if len(history) - place.computed <= self._few:
                 ready.append(_Ready(place, history, size))
+        caught_up = not self._steps.waiting
         self._issue_newest(ready)
         for nth in range(1, max((one.size for one in ready), default=0)):
             self._issue_next([one.place for one in ready if one.size > nth], nth)
         self._read([one.place for one in ready])
-        return [place.proposed for place in places]
+        return [place.proposed for place in places], caught_up
 
     @property
     def _few(self) -> int:
@@ -221,6 +226,7 @@ class DraftModel:
         self._steps.admit(
             sampling_rows.admissions(request.sampling, 0, place.index, NOTHING, [], seed, ())
         )
+        place.admitted = True
 
     def _catch_up(self, place: _Place, history: Tokens, seconds: float) -> float:
         """Issues steps for the tokens of a sequence that were not computed, but for the last few,

@@ -38,14 +38,16 @@ class Rows(NamedTuple):
 
 class DraftSteps:
     """Issues steps to a worker of one lane, which does nothing else, and reads their tokens.
-    blocks: of each place."""
+    blocks: of each place. `rows`: most of a step of single tokens; `tokens`: most of a step with
+    one long row."""
 
     def __init__(self, worker: CommandExecutor, blocks: int):
         self._worker = worker
         self._plan = worker.plan
         self._blocks = blocks
         self._issued: deque[tuple[np.ndarray, np.ndarray]] = deque()
-        self.only_sampled = True  # all steps that were read last sampled tokens
+        self.rows = max(shape.decode.rows for shape in self._plan.shapes)
+        self.tokens = max(shape.prefill.tokens for shape in self._plan.shapes)
         self.reset()
 
     def reset(self) -> None:
@@ -58,16 +60,6 @@ class DraftSteps:
     def waiting(self) -> int:
         """Number of steps that were issued and not read."""
         return len(self._issued)
-
-    @property
-    def rows(self) -> int:
-        """Most rows of a step of single tokens."""
-        return max(shape.decode.rows for shape in self._plan.shapes)
-
-    @property
-    def tokens(self) -> int:
-        """Most tokens of a step with one long row."""
-        return max(shape.prefill.tokens for shape in self._plan.shapes)
 
     def _table(self) -> np.ndarray:
         """Returns the page-table entries of all places."""
@@ -132,7 +124,6 @@ class DraftSteps:
         """Waits for all steps; returns the sampled tokens of each that sampled some, by place.
         Errors: DeviceError."""
         found = []
-        self.only_sampled = all(len(places) for places, _ in self._issued)
         while self._issued:
             places, at = self._issued.popleft()
             tokens = self._worker.wait().tokens
