@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxserve.api.request import Request
 from jaxserve.drafts.acceptance import Judged, rising
-from jaxserve.drafts.lookup import GRADES, Lookup, Proposal
+from jaxserve.drafts.lookup import GRADES, NOTHING, Lookup, Proposal
 
 
 class Tokens(Protocol):
@@ -23,10 +23,9 @@ class Tokens(Protocol):
 
 
 class Drafted(Protocol):
-    """A sequence for which tokens are proposed. number: never used again. slot: where it runs;
-    another one after it was preempted. index: of the completion, among those of its request."""
+    """A sequence for which tokens are proposed. slot: where it runs; negative where it does not.
+    index: of the completion, among those of its request."""
 
-    number: int
     slot: int
     index: int
     request: Request
@@ -119,27 +118,15 @@ class EachAlone:
         raise AssertionError("what is offered is made already")
 
 
-class NoDrafter:
-    """Drafter that offers nothing: until the devices of a draft model are there."""
+class Silent:
+    """Proposes nothing: in place of a draft model, until its devices are there."""
 
-    first_rates = rising(1)
-    waits = False
+    def __init__(self, prompt: np.ndarray, output: list[int]):
+        """prompt, output: as of `EachAlone`; they are not read."""
 
-    def begin(self, sequence: Drafted) -> Source:
-        """See `Drafter.begin`."""
-        return self
-
-    def offer(self, count: int) -> Offer:
-        """Offers nothing."""
-        return Offer(0, 1)
-
-    def seconds(self, sequences: int, tokens: int) -> float:
-        """Returns 0."""
-        return 0.0
-
-    def make(self, wanted: list[Wanted], seconds: float) -> list[np.ndarray]:
-        """Returns []: nothing is wanted."""
-        return []
+    def propose(self, count: int) -> Proposal:
+        """Returns no tokens."""
+        return NOTHING
 
 
 class SequenceDrafts(NamedTuple):
@@ -163,6 +150,7 @@ DRAFTERS: Mapping[str, DrafterKind] = {
         lambda: EachAlone(GRADES, Lookup),
     ),
     "model": DrafterKind(
-        "what a smaller model with the same tokenizer would say, see draft_model", NoDrafter
+        "what a smaller model with the same tokenizer would say, see draft_model",
+        lambda: EachAlone(1, Silent),
     ),
 }

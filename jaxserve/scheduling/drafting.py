@@ -84,9 +84,9 @@ class Drafting:
     def waits(self, decodes: np.ndarray, budget: StepBudget, room: int) -> bool:
         """Returns whether a step with these decodes is better decided once their newest tokens are
         known: it would check tokens that are proposed behind them. Arguments: as of `choose`."""
-        if not self.drafter.waits or not self._may(decodes, budget, room):
+        if not self.drafter.waits or not self._unknown(decodes).any():
             return False
-        if not self._unknown(decodes).any():
+        if not self._may(decodes, budget, room):
             return False
         return bool(self._chosen(list(self._offers(decodes, known=True)), decodes, budget, room))
 
