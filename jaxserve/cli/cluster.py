@@ -16,7 +16,7 @@ from jaxserve.cli.cluster_flags import TRANSFER, check_transfer
 from jaxserve.cli.conductor import COMMAND as CONDUCTOR
 from jaxserve.cli.conductor import SETTINGS
 from jaxserve.cli.engine_flags import SERVER, engine_config, engine_groups, server_config
-from jaxserve.cli.gpus import visible_gpus
+from jaxserve.cli.gpus import DEVICES, visible_gpus
 from jaxserve.cli.own_server import flag
 from jaxserve.group.channel import lasting_ports
 from jaxserve.group.cluster import ProcessSet, Task
@@ -68,6 +68,7 @@ OF_CLUSTER = {option.name for option in OPTIONS} | {"config", "print_config", "r
 NOT_PASSED = {"models", "replicas", "replicas_file", "cluster_ca", "config", "print_config"}
 # a replica's own; the rest of the server's settings are the conductor's
 OF_REPLICA = {"log_format", "log_level", "drain_timeout", "max_message_mib"}
+OF_SERVER = {option.name for option in SERVER["server"]} - OF_REPLICA
 
 
 def run(values: dict[str, Any]) -> int:
@@ -75,9 +76,7 @@ def run(values: dict[str, Any]) -> int:
     check_transfer(values["transfer"], server_config(values))
     roles = _roles(values)
     local = fixed_ports(values)
-    taken = (local["grpc_port"], local["port"])
-    others = [port for port in lasting_ports(len(roles) + 2, "127.0.0.1") if port not in taken]
-    ports = others[: len(roles)]
+    ports = replica_ports(len(roles), local)
     devices = _devices(values, roles)
     tasks = [
         _replica(number, role, port, _with_host_memory(role, values), variables)
@@ -99,6 +98,13 @@ def fixed_ports(values: Mapping[str, Any]) -> dict[str, Any]:
         if fixed[name] == 0:
             fixed[name] = port
     return fixed
+
+
+def replica_ports(count: int, front: Mapping[str, Any]) -> list[int]:
+    """Returns free ports of loopback for replicas. front: settings of what has the users' ports."""
+    taken = (front["grpc_port"], front["port"])
+    free = lasting_ports(count + len(taken), "127.0.0.1")
+    return [port for port in free if port not in taken][:count]
 
 
 def _say(text: str) -> None:
@@ -129,14 +135,13 @@ def _devices(values: Mapping[str, Any], roles: list[str]) -> list[Mapping[str, s
             "mesh", f"{len(roles)} replicas of {each} GPUs each; there are {len(gpus)}"
         )
     shares = (gpus[number * each : (number + 1) * each] for number in range(len(roles)))
-    return [{"CUDA_VISIBLE_DEVICES": ",".join(share)} for share in shares]
+    return [{DEVICES: ",".join(share)} for share in shares]
 
 
 def _replica(
     number: int, role: str, port: int, values: Mapping[str, Any], environment: Mapping[str, str]
 ) -> Task:
-    conductors = {option.name for option in SERVER["server"]} - OF_REPLICA
-    given = COMMAND.options.keys() - OF_CLUSTER - conductors
+    given = COMMAND.options.keys() - OF_CLUSTER - OF_SERVER
     flags = setting_flags(COMMAND, in_own_folder(number, values), given)
     fixed = ["--grpc_port=0", "--port=0", f"--replica_port={port}", f"--role={role}"]
     fixed.append(f"--transfer={values['transfer']}")

@@ -14,17 +14,18 @@ from jaxserve.checkpoint.fetch import check_there, local_files
 from jaxserve.cli.cluster import (
     KEYS,
     OF_REPLICA,
+    OF_SERVER,
     SECRET_VARIABLE,
     fixed_ports,
     in_own_folder,
     own_key,
+    replica_ports,
     setting_flags,
     users_keys,
 )
 from jaxserve.cli.conductor import COMMAND as CONDUCTOR
-from jaxserve.cli.engine_flags import ALL, SERVER, engine_config, server_config
+from jaxserve.cli.engine_flags import ALL, engine_config, server_config
 from jaxserve.cli.gpus import Wanted, shares, visible_gpus
-from jaxserve.group.channel import lasting_ports
 from jaxserve.group.cluster import ProcessSet, Task
 from jaxserve.group.member import this_member
 from jaxserve.group.own_code import own_command
@@ -34,7 +35,6 @@ from jaxserve.settings.sources import FILE_ENDS, OTHER_VARIABLES, PREFIX
 
 MAX_MODELS = 64
 RANDOM = "random:"  # begins the name of a model without files
-OF_SERVER = {option.name for option in SERVER["server"]} - OF_REPLICA
 # what only a replica has that is a process and a model by itself
 ALONE = {"registry", "advertise_address", "kv_port", "transfer", "cluster_ca"}
 ALONE |= {"replica_port", "role", "kv_lease"}
@@ -89,9 +89,7 @@ def tasks(values: Values, command: Command) -> list[Task]:
                 act(source)
     variables = shares([model.wanted for model in models], visible_gpus())
     front = fixed_ports(values)
-    taken = (front["port"], front["grpc_port"])
-    free = lasting_ports(len(models) + len(taken), "127.0.0.1")
-    ports = [port for port in free if port not in taken][: len(models)]
+    ports = replica_ports(len(models), front)
     parts = zip(models, ports, variables)
     replicas = [_replica(command, number, *part) for number, part in enumerate(parts)]
     return [*replicas, _front(front, values.origins, models, ports)]
