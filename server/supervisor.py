@@ -378,7 +378,6 @@ async def run(
     builds = build if isinstance(build, Mapping) else {"": build}
     server = Server(config, peers, tuple(builds))
     replicas: list[Replica] = []
-
     unbuilt = set(builds)
 
     async def open_built(name: str, build: Build) -> None:

@@ -299,7 +299,7 @@ def test_replicas_get_settings_of_models_and_the_front_those_of_the_server(tmp_p
 
 
 def check_keys(replicas, front, key: str) -> None:
-    """Checks that what has the ports takes the users' key, and each replica one that nobody has."""
+    """Checks that the front takes the users' key, and each replica a key that no user has."""
     assert json.loads(front.environment["JAXSERVE_API_KEY"]) == [key]
     own = {task.environment["JAXSERVE_API_KEY"] for task in replicas}
     assert len(own) == len(replicas) and key not in own

@@ -46,7 +46,8 @@ def task(code: str, stage: int = 1, **more) -> Task:
 
 
 def run(tasks: list[Task], until: str = "") -> tuple[int, list[str]]:
-    """Runs tasks, to a signal once this is said. Returns the code and what was said."""
+    """Runs tasks until they end, or until `until` is in a line that is printed; returns the exit
+    code and the lines."""
     said: list[str] = []
     deadline = time.monotonic() + 60
 

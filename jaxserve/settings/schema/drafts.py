@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jaxserve.settings.fields import Settings, option
+from jaxserve.settings.schema.model import QUANTIZATIONS
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class DraftConfig(Settings):
     draft_quantization: str = option(
         "auto",
         "its weights on the device, as of quantization; int8 makes a draft model of a model itself",
-        choices=("auto", "none", "int8", "fp8"),
+        choices=QUANTIZATIONS,
     )
     draft_context: int = option(
         4096,

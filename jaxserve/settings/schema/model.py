@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from jaxserve.api.errors import ConfigError
 from jaxserve.settings.fields import Settings, option
 
+QUANTIZATIONS = ("auto", "none", "int8", "fp8")
+
 
 @dataclass(frozen=True)
 class ModelSource(Settings):
@@ -30,7 +32,7 @@ class ModelSource(Settings):
         "weights on devices; auto: as the checkpoint has them, also quantised where the platform "
         "multiplies by such; none: dequantised to dtype; int8, fp8: matrices of layers that the "
         "checkpoint has in floats are quantised while they are loaded",
-        choices=("auto", "none", "int8", "fp8"),
+        choices=QUANTIZATIONS,
     )
     max_model_len: int | None = option(
         None,
