@@ -323,6 +323,8 @@ def test_a_cluster_keeps_keys_from_its_replicas_and_from_command_lines(monkeypat
 
 
 def test_no_variable_of_a_setting_gets_to_the_processes(monkeypatch):
+    for name in [name for name in os.environ if name.startswith("JAXSERVE_")]:
+        monkeypatch.delenv(name)  # those of the machine that runs the tests
     for name in ("SSL_CERTFILE", "SSL_KEYFILE", "REPLICAS", "CONFIG", "MAX_SEQS", "TP"):
         monkeypatch.setenv(f"JAXSERVE_{name}", "x")
     kept = {"JAXSERVE_CACHE": "c", "JAXSERVE_CLUSTER_SECRET": "s" * 32}
