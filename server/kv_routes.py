@@ -61,40 +61,41 @@ def kv_routes(models: Models) -> fastapi.APIRouter:
     """Returns the routes below /admin/kv."""
     router = fastapi.APIRouter(prefix="/admin/kv")
 
-    async def ask(model: str, work: Callable[[KvPool], T]) -> T:
-        frontend = models.named(model)
+    async def ask(frontend: Frontend, work: Callable[[KvPool], T]) -> T:
         pool = require_pool(frontend.require_replica())
         return await frontend.ask_replica(lambda: work(pool))
 
     @router.post("/find")
     async def find(body: KvPrompt) -> list[JsonObject]:
         """Tells which replicas have a prompt's full blocks of KV, from the first one on."""
-        prompt = _ids(models.named(body.model), body)
+        frontend = models.named(body.model)
+        prompt = _ids(frontend, body)
         return [
             _shown(one)
-            for one in await ask(body.model, lambda pool: pool.find(prompt, salt_of(body)))
+            for one in await ask(frontend, lambda pool: pool.find(prompt, salt_of(body)))
         ]
 
     @router.post("/lease")
     async def lease(body: LeaseRequest) -> JsonObject:
         """Keeps a prompt's blocks on a replica, that which has most of it or the named one, for
         some seconds."""
-        prompt = _ids(models.named(body.model), body)
+        frontend = models.named(body.model)
+        prompt = _ids(frontend, body)
         salt = salt_of(body)
         made = await ask(
-            body.model, lambda pool: pool.lease(prompt, salt, body.seconds, body.replica)
+            frontend, lambda pool: pool.lease(prompt, salt, body.seconds, body.replica)
         )
         log.info("blocks are leased: %s", made)
         return _shown(made)
 
     @router.get("/leases")
     async def leases(model: str = "") -> list[JsonObject]:
-        return [_shown(one) for one in await ask(model, lambda pool: pool.leases())]
+        return [_shown(one) for one in await ask(models.named(model), lambda pool: pool.leases())]
 
     @router.post("/release")
     async def release(body: ReleaseRequest) -> JsonObject:
         """Ends a lease before its time."""
-        if not await ask(body.model, lambda pool: pool.release(body.lease)):
+        if not await ask(models.named(body.model), lambda pool: pool.release(body.lease)):
             said = f"{body.lease[:100]!r} has ended or is unknown"
             raise RequestError("lease", said, "NOT_FOUND")
         return {"released": body.lease}
@@ -103,22 +104,24 @@ def kv_routes(models: Models) -> fastapi.APIRouter:
     async def replicate(body: ReplicateRequest) -> JsonObject:
         """Copies a prompt's blocks to a replica, from the one that has most of it or the named
         one."""
-        prompt = _ids(models.named(body.model), body)
+        frontend = models.named(body.model)
+        prompt = _ids(frontend, body)
         salt = salt_of(body)
         return _shown(
             await ask(
-                body.model, lambda pool: pool.replicate(prompt, salt, body.replica, body.source)
+                frontend, lambda pool: pool.replicate(prompt, salt, body.replica, body.source)
             )
         )
 
     @router.post("/get")
     async def get(body: GetRequest) -> fastapi.Response:
         """Gives blocks of a prompt that this replica has as a file: see `store.kv_file`."""
-        prompt = _ids(models.named(body.model), body)
+        frontend = models.named(body.model)
+        prompt = _ids(frontend, body)
         salt = salt_of(body)
         most = models.config.max_body_mib << 19  # half of what `put` takes
         work = lambda pool: _files(pool).get(prompt, salt, body.first, most).content()
-        return fastapi.Response(await ask(body.model, work), media_type=FILE_TYPE)
+        return fastapi.Response(await ask(frontend, work), media_type=FILE_TYPE)
 
     @router.post("/put")
     async def put(
@@ -127,7 +130,9 @@ def kv_routes(models: Models) -> fastapi.APIRouter:
         """Takes blocks from a file into this replica's host memory."""
         content = await request.body()
         salt = salt_of(KvPrompt(prompt="", tenant=tenant, cache_salt=cache_salt))
-        taken = await ask(model, lambda pool: _files(pool).put(read_kv_file(content), salt))
+        taken = await ask(
+            models.named(model), lambda pool: _files(pool).put(read_kv_file(content), salt)
+        )
         log.info("an operator put %d blocks", taken)
         return {"blocks": taken}
 
