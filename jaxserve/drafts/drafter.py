@@ -38,11 +38,13 @@ class Drafted(Protocol):
 class Offer(NamedTuple):
     """Tokens that can be proposed for a sequence: their number, and a grade, at least 1, of how
     sure the first is; each further one is a grade surer if those before it were right. tokens
-    [size]; None where they are made once it is decided how many are wanted."""
+    [size]; None where they are made once it is decided how many are wanted. once: predicted seconds
+    in which it takes in the text before the first of them."""
 
     size: int
     grade: int
     tokens: np.ndarray | None = None
+    once: float = 0.0
 
 
 class Source(Protocol):

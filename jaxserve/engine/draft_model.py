@@ -49,7 +49,7 @@ class _Source:
         self._model.give_place(self)
         if self.place is None:
             return NO_OFFER
-        return Offer(count, 1)
+        return Offer(count, 1, once=self._model.catch_up_seconds(self.place))
 
 
 @dataclasses.dataclass(eq=False)
@@ -253,6 +253,15 @@ class DraftModel:
             )
             place.computed = start + count
         return seconds
+
+    def catch_up_seconds(self, place: _Place) -> float:
+        """Predicts the seconds of the tokens that a place has not seen, but for the last few."""
+        assert place.source is not None
+        unseen = min(len(place.source.sequence.history) - place.computed, self._capacity)
+        if unseen <= self._few:
+            return 0.0
+        chunks = -(-unseen // self._steps.tokens)
+        return chunks * self._chunk_seconds(place, -(-unseen // chunks))
 
     def _chunk_seconds(self, place: _Place, count: int) -> float:
         """Predicts the seconds of the next `count` tokens of a place; 0 where costs are not

@@ -23,6 +23,7 @@ from jaxserve.costs.predictor import Predictor
 from jaxserve.drafts.acceptance import Acceptance, Judged
 from jaxserve.drafts.drafter import DRAFTERS, Drafter, SequenceDrafts, Source, Wanted
 from jaxserve.scheduling.budget import StepBudget
+from jaxserve.scheduling.completion_lengths import CompletionLengths
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.slots import SlotTable
 from jaxserve.settings.schema import SchedulerConfig
@@ -50,27 +51,35 @@ NO_DRAFTS = Drafts(_NONE, _NONE, _NONE, 0.0)
 
 class _Offered(NamedTuple):
     """Tokens that can be checked for a slot behind those on their way, and how likely each is right
-    with those before it [m]. tokens [m]: None where they are still to be made."""
+    with those before it [m]. tokens [m]: None where they are still to be made. once: see
+    `Offer`."""
 
     slot: int
     source: Source
     grade: int
     chances: np.ndarray
     tokens: np.ndarray | None
+    once: float
 
 
 class Drafting:
     """Chooses the proposed tokens of one step after another, for a `config` that asks for some.
-    `drafter`: what proposes them."""
+    lengths: of completions. `drafter`: what proposes them."""
 
     def __init__(
-        self, config: SchedulerConfig, cache: CacheManager, slots: SlotTable, predictor: Predictor
+        self,
+        config: SchedulerConfig,
+        cache: CacheManager,
+        slots: SlotTable,
+        predictor: Predictor,
+        lengths: CompletionLengths,
     ):
         self._config = config
         self.drafter = DRAFTERS[config.drafts].make()
         self._cache = cache
         self._slots = slots
         self._predictor = predictor
+        self._lengths = lengths
 
     @property
     def drafter(self) -> Drafter:
@@ -108,7 +117,7 @@ class Drafting:
         if full and _has_prompts(budget):
             return False
         any_slot = np.tile(decodes, self._config.draft_tokens)
-        return self._count(decodes, any_slot, np.ones(len(any_slot)), budget, room) > 0
+        return self._count(decodes, any_slot, np.ones(len(any_slot)), {}, budget, room) > 0
 
     def _chosen(
         self, offers: list[_Offered], decodes: np.ndarray, budget: StepBudget, room: int
@@ -119,7 +128,8 @@ class Drafting:
         chances = np.concatenate([one.chances for one in offers])
         slot = np.repeat([one.slot for one in offers], [len(one.chances) for one in offers])
         likeliest = np.argsort(-chances, kind="stable")
-        count = self._count(decodes, slot[likeliest], chances[likeliest], budget, room)
+        once = {one.slot: one.once for one in offers if one.once}
+        count = self._count(decodes, slot[likeliest], chances[likeliest], once, budget, room)
         slots, counts = np.unique(slot[likeliest[:count]], return_counts=True)
         return dict(zip(slots.tolist(), counts.tolist()))
 
@@ -204,7 +214,7 @@ class Drafting:
         likely = int(np.count_nonzero(chances >= least))
         if tokens is not None:
             tokens = tokens[unknown : unknown + likely]
-        return _Offered(slot, drafts.source, offer.grade, chances[:likely], tokens)
+        return _Offered(slot, drafts.source, offer.grade, chances[:likely], tokens, offer.once)
 
     def _noted(self, sequence: Sequence, tokens: np.ndarray, grade: int) -> np.ndarray:
         """Returns those of the proposed tokens that structured output allows, which are judged once
@@ -222,11 +232,12 @@ class Drafting:
         decodes: np.ndarray,
         slot: np.ndarray,
         chances: np.ndarray,
+        once: dict[int, float],
         budget: StepBudget,
         room: int,
     ) -> int:
         """Returns how many of the likeliest proposed tokens, of `slot` [m] and with these chances
-        [m], give most tokens a second. room: as of `choose`."""
+        [m], give most tokens a second. once: see `Offer`, by slot. room: as of `choose`."""
         if not self._predictor.calibrated:
             return min(len(slot), room)
         lane = self._cache.home[slot]
@@ -254,11 +265,22 @@ class Drafting:
                 decodes, slot[:count], chances[:count], budget
             ):
                 continue
+            making += self._shares(slot[:count], chances[:count], once)
             step = alone + longer + making + waiting
             each = (len(decodes) + chances[:count].sum()) / step
             if each > pace:
                 best, pace = count, each
         return best
+
+    def _shares(self, slot: np.ndarray, chances: np.ndarray, once: dict[int, float]) -> float:
+        """Returns the seconds of a step if what is taken in once is dealt out over all steps that
+        its sequences are still likely to have."""
+        seconds = 0.0
+        for number in once.keys() & set(slot.tolist()):
+            most = float(self._slots.max_positions[number] - self._slots.issued[number])
+            steps = min(most, self._lengths.remaining) / (1 + chances[slot == number].sum())
+            seconds += once[number] / max(steps, 1.0)
+        return seconds
 
     def _limit(
         self, decodes: np.ndarray, slot: np.ndarray, chances: np.ndarray, budget: StepBudget

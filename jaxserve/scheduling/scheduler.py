@@ -122,7 +122,7 @@ class Scheduler:
             )
         drafting = None
         if config.drafts != "none":
-            drafting = Drafting(config, cache, self.slots, self.predictor)
+            drafting = Drafting(config, cache, self.slots, self.predictor, lengths)
         self.pool = Pool(cache, self.slots, costs, None if chooser is None else chooser.heads)
         self.packer = BatchPacker(
             config,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxserve.costs.coefficients import NOMINAL, Costs
-from jaxserve.drafts.drafter import EachAlone
+from jaxserve.drafts.drafter import EachAlone, Offer, Wanted
 from jaxserve.drafts.lookup import Proposal
 from jaxserve.scheduling.events import DraftsChecked
 from jaxserve.settings.schema import CacheConfig, SchedulerConfig
@@ -113,4 +113,40 @@ def test_no_token_is_proposed_behind_the_last(tokens):
     counts = checked(made)
     made.drain()
     assert sum(counts) <= max(tokens - 2, 0)
+    made.check_answers()
+
+
+class Reader(Sure):
+    """Proposes right tokens once they are wanted, after `once` seconds for the text."""
+
+    waits = True
+    first_rates = np.ones(1)
+
+    def __init__(self, made: Replica, once: float):
+        self._made = made
+        self._once = once
+
+    def begin(self, sequence) -> Reader:
+        one = Reader(self._made, self._once)
+        Sure.__init__(one, self._made, sequence.output)
+        return one
+
+    def offer(self, count: int) -> Offer:
+        return Offer(count, 1, once=self._once)
+
+    def seconds(self, sequences: int, tokens: int) -> float:
+        return 0.0
+
+    def make(self, wanted: list[Wanted], seconds: float) -> list[np.ndarray]:
+        return [source.propose(size).tokens for source, size in wanted]
+
+
+@pytest.mark.parametrize(("tokens", "worth"), [(60, True), (12, False)])
+def test_a_text_is_taken_in_where_enough_tokens_are_to_come_of_it(tokens, worth):
+    made = replica()
+    made.scheduler.propose_by(Reader(made, once=0.2))  # twenty steps of one token
+    made.add([1, 2, 3], max_tokens=tokens, ignore_eos=True)
+    counts = checked(made)
+    made.drain()
+    assert bool(counts) == worth
     made.check_answers()
