@@ -23,9 +23,11 @@ class Tokens(Protocol):
 
 
 class Drafted(Protocol):
-    """A sequence for which tokens are proposed. slot: where it runs; negative where it does not.
-    index: of the completion, among those of its request."""
+    """A sequence for which tokens are proposed. number: of all sequences of its scheduler. slot:
+    where it runs; negative where it does not. index: of the completion, among those of its
+    request."""
 
+    number: int
     slot: int
     index: int
     request: Request
@@ -140,10 +142,11 @@ class SequenceDrafts(NamedTuple):
 
 class DrafterKind(NamedTuple):
     """A way to propose tokens. help: for the help of settings. make: makes the drafter of a
-    scheduler."""
+    scheduler. weights: it has some, which `draft_model` names."""
 
     help: str
     make: Callable[[], Drafter]
+    weights: bool = False
 
 
 DRAFTERS: Mapping[str, DrafterKind] = {
@@ -154,5 +157,11 @@ DRAFTERS: Mapping[str, DrafterKind] = {
     "model": DrafterKind(
         "what a smaller model with the same tokenizer would say, see draft_model",
         lambda: EachAlone(1, Silent),
+        weights=True,
+    ),
+    "eagle3": DrafterKind(
+        "what an EAGLE-3 draft head of the model says, see draft_model",
+        lambda: EachAlone(1, Silent),
+        weights=True,
     ),
 }

@@ -10,8 +10,9 @@ from jaxserve.api.errors import RequestError
 from jaxserve.cache.tiers import LowerTiers
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.engine.block_layout import BlockLayout
+from jaxserve.engine.device_drafter import DeviceDrafter
 from jaxserve.engine.draft_loading import open_draft_model
-from jaxserve.engine.draft_model import DraftModel
+from jaxserve.engine.eagle_loading import open_eagle_head
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.executor import CommandExecutor
 from jaxserve.engine.loading import cache_identity, hello_of, make_worker
@@ -42,6 +43,12 @@ from jaxserve.store.parts import PartIndex
 from jaxserve.store.peers import PeerBlocks
 from jaxserve.weights import open_checkpoint
 
+# what opens the drafters that have weights, by the choice of the setting `drafts`
+DRAFT_WEIGHTS: dict[str, Callable[[EngineConfig, bool, bool, bool], DeviceDrafter]] = {
+    "model": open_draft_model,
+    "eagle3": open_eagle_head,
+}
+
 
 def build(
     config: EngineConfig,
@@ -59,9 +66,10 @@ def build(
     be read.
     """
     config = for_this_machine(config)
+    ensure_devices(config.mesh.devices)
     draft_model = None
     if config.draft.draft_model is not None:
-        draft_model = open_draft_model(config, progress, warm_up, profiled)
+        draft_model = DRAFT_WEIGHTS[config.scheduler.drafts](config, progress, warm_up, profiled)
     worker, model = open_executor(config, progress, warm_up, peers)
     profile = None
     if profiled:
@@ -153,7 +161,7 @@ def make_engine(
     worker: CommandExecutor,
     model: ModelConfig,
     profile: ReplicaProfile | None = None,
-    draft_model: DraftModel | None = None,
+    draft_model: DeviceDrafter | None = None,
 ) -> Engine:
     """Makes the host's side of a replica: cache, scheduler, engine. model: as the checkpoint says.
     profile: what steps cost; None for nominal costs. draft_model: proposes tokens, where settings

@@ -24,7 +24,7 @@ from jaxserve.engine.executor import CommandExecutor
 from jaxserve.lanes.groups import ChunkPlace
 from jaxserve.lanes.load import LaneLoad
 from jaxserve.replica.registry import Registry
-from jaxserve.replica.weights import WeightsHolder, WeightSource
+from jaxserve.scheduling import Scheduler
 
 FIRST_RATE = 0.8  # of tokens that are right behind right ones: most draft models have more
 FEW = 8  # tokens of a place that are computed in rows of one
@@ -136,8 +136,8 @@ class DraftModel:
         self._places = [_Place(index) for index in range(worker.plan.slots)]
         self._context = 0.0  # mean tokens of its texts
 
-    def follow(self, registry: Registry) -> None:
-        """Draws by the seeds of these requests from now on."""
+    def follow(self, registry: Registry, scheduler: Scheduler, worker: CommandExecutor) -> None:
+        """Draws by the seeds of these requests from now on; it sees tokens alone."""
         self._registry = registry
 
     def begin(self, sequence: Drafted) -> _Source:
@@ -351,29 +351,6 @@ class DraftModel:
         except Exception:
             self._break()
 
-
-class WeightsWithDraft(WeightsHolder):
-    """Weights of a replica with a draft model, which sleeps and wakes with it; new weights are the
-    replica's alone."""
-
-    def __init__(self, own: WeightsHolder, draft: DraftModel):
-        self._own = own
-        self._draft = draft
-
-    def read(self, source: WeightSource) -> str:
-        return self._own.read(source)
-
-    def use(self) -> None:
-        self._own.use()
-        self._draft.wake()
-
-    def forget(self) -> None:
-        self._own.forget()
-
-    def sleep(self, level: int) -> None:
-        self._draft.sleep()
-        self._own.sleep(level)
-
-    def wake(self) -> None:
-        self._own.wake()
-        self._draft.wake()
+    def close(self) -> None:
+        """Ends what its worker began."""
+        self.worker.close()

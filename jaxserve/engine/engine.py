@@ -29,7 +29,7 @@ from jaxserve.engine.block_export import BlockWishes
 from jaxserve.engine.block_files import TierFiles
 from jaxserve.engine.command import DeviceError, WorkersLost
 from jaxserve.engine.description import replica_info, tier_readings, transfer_readings
-from jaxserve.engine.draft_model import DraftModel, WeightsWithDraft
+from jaxserve.engine.device_drafter import DeviceDrafter, WeightsWithDraft
 from jaxserve.engine.executor import CommandExecutor
 from jaxserve.engine.fetched_pieces import Arrival
 from jaxserve.engine.steps import Steps
@@ -67,7 +67,7 @@ class Engine(ReplicaCore):
         worker: CommandExecutor,
         scheduler: Scheduler,
         clock: Clock | None = None,
-        draft_model: DraftModel | None = None,
+        draft_model: DeviceDrafter | None = None,
     ):
         self.config = config
         self.worker = worker
@@ -82,7 +82,7 @@ class Engine(ReplicaCore):
         )
         weights = worker.weights
         if draft_model is not None:
-            draft_model.follow(self.registry)
+            draft_model.follow(self.registry, scheduler, worker)
             scheduler.propose_by(draft_model)
             weights = WeightsWithDraft(weights, draft_model)
         self.weights: LocalWeights = LocalWeights(scheduler, weights, loop)
@@ -254,7 +254,7 @@ class Engine(ReplicaCore):
                 self.worker.keep(self.scheduler.cache.below.stores_at_the_end())
         self.worker.close()
         if self.draft_model is not None:
-            self.draft_model.worker.close()
+            self.draft_model.close()
 
     # --- the loop
 

@@ -3,8 +3,10 @@ passes them on to several."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from typing import Any, Protocol
+
+import jax
 
 from jaxserve.api.batch import PageStores
 from jaxserve.cache.tiers import LowerTiers
@@ -25,12 +27,14 @@ class CommandExecutor(Protocol):
     class: what it does by itself is right where there are no tiers below the devices, no other
     process, and all programs are compiled. adapters: in host memory, from where commands bring them
     to the devices by number. goes_by_groups: whether steps may be issued group by group of their
-    layers. weights: those on the devices."""
+    layers. weights: those on the devices. captured: see `HiddenStates`, of the newest step of which
+    all groups are issued."""
 
     plan: StagePlan
     adapters: AdapterSource
     goes_by_groups: bool = False
     weights: WeightsHolder
+    captured: Sequence[jax.Array] = ()
 
     @property
     def platform(self) -> str: ...

@@ -15,6 +15,7 @@ import numpy as np
 from jaxserve.checkpoint.model import ModelConfig, declare, layers_of
 from jaxserve.checkpoint.page_groups import page_windows, pool_count, pool_page, share_pages
 from jaxserve.engine.draft_sizing import draft_replica, draft_source
+from jaxserve.engine.eagle_sizing import captured_layers, eagle_bytes, eagle_sizes, head_of
 from jaxserve.engine.machine import fitted
 from jaxserve.engine.memory import DeviceRoom, claim, kv_bytes, sizes, state_bytes
 from jaxserve.engine.stage_plan import StagePlan
@@ -162,6 +163,7 @@ def make_plan(
         windows,
         config.scheduler.drafts != "none",
         config.adapter_room,
+        captured_layers(config, model),
     )
     if config.cache.pages is None:
         plan = dataclasses.replace(plan, pages=_pages(config, plan, blocks, room))
@@ -179,8 +181,13 @@ def make_plan(
 
 @functools.cache
 def draft_bytes(config: EngineConfig, platform: str) -> int:
-    """Bytes that the draft model takes of a device of this platform. Errors: ConfigError,
+    """Bytes that the draft model or head takes of a device of this platform. Errors: ConfigError,
     CheckpointError."""
+    head = head_of(config)
+    if head is not None:
+        model = open_checkpoint(config.source.model, config.source.revision).config
+        dtype = DTYPES[weights_dtype(config, model, platform)]
+        return eagle_bytes(head, eagle_sizes(config, head, max_length(config, model), dtype))
     source = draft_source(config)
     checkpoint = open_checkpoint(source.model, source.revision)
     replica = draft_replica(config, checkpoint.config)

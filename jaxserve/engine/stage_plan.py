@@ -57,6 +57,7 @@ class StagePlan:
     windows: Windows = ONE_GROUP  # of the page groups behind the first
     drafts: bool = False  # steps may check proposed tokens
     adapters: AdapterRoom | None = None  # None: steps have none
+    captured: tuple[int, ...] = ()  # layers before which hidden states are kept for a draft head
 
     @functools.cached_property
     def groups(self) -> list[range]:

@@ -226,7 +226,7 @@ class StagePrograms(Programs):
             ).run,
             stage.mesh,
             (stage.values, caches, self.table_shape(stage), ints, x),
-            ((LANES,) * 3 if last else LANES, _specs(caches), LANES),
+            ((LANES,) * 3 if last else LANES, _specs(caches), LANES, LANES),
             donate=(1, 2),
             exchanges=shape.exchanges,
         )

@@ -43,11 +43,13 @@ KEPT = 16  # versions of `sampled` that later steps can read
 @dataclasses.dataclass(frozen=True)
 class HiddenStates:
     """Results of the last stage: hidden states of all tokens [lanes, T, D], those to sample from
-    [lanes, S, D], and the token, slot, position and proposed token of each [lanes, S, 4]."""
+    [lanes, S, D], and the token, slot, position and proposed token of each [lanes, S, 4].
+    captured: those before layers that a draft head learns from, each [lanes, T, D]."""
 
     all: jax.Array
     picked: jax.Array
     ints: jax.Array
+    captured: list[jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +61,12 @@ class SampledTokens:
     tokens: jax.Array
     logprobs: tuple[jax.Array, ...]
     version: int
+
+
+def hidden_states(x: tuple[jax.Array, ...], captured: list[jax.Array]) -> HiddenStates:
+    """Joins what the last group of layers returned, and what all of them captured."""
+    every, picked, ints = x
+    return HiddenStates(every, picked, ints, captured)
 
 
 # declared parameters, their shardings -> arrays
@@ -97,7 +105,7 @@ class Stages:
 
     def _stage(self, index: int, mesh: Mesh, part: range) -> Stage:
         plan = self.plan
-        module, head = stage_modules(plan.model, part, plan.mesh.tp)
+        module, head = stage_modules(plan.model, part, plan.mesh.tp, plan.captured)
         shapes = self._weight_shapes(mesh, part)
         if head is not None:
             paths = [path for path, _ in parameters(head)]
@@ -210,8 +218,10 @@ class Stages:
         """Issues a step to all stages. rows [lanes, size] int32: see `step_shapes.layout`. reads:
         the version of `sampled` with the newest token that this step feeds (0: none). after: called
         when a stage here was issued the step, and those behind it were not."""
-        x = self.run(range(len(self.meshes)), shape, rows, self.feed(reads), after)
-        return HiddenStates(*x) if self.has_last else None
+        captured: list[jax.Array] = []
+        groups = range(len(self.meshes))
+        x = self.run(groups, shape, rows, self.feed(reads), captured, after)
+        return hidden_states(x, captured) if self.has_last else None
 
     def run(
         self,
@@ -219,11 +229,13 @@ class Stages:
         shape: StepShape,
         rows: np.ndarray,
         x: Any,
+        captured: list[jax.Array],
         after: Callable[[Stage], None] = lambda stage: None,
     ) -> Any:
         """Issues some consecutive groups of a step's layers, of those of all stages. x: what the
-        group before them returned; for the first one, what `feed` did. Returns what the last of
-        them does: the fields of `HiddenStates` after all layers."""
+        group before them returned; for the first one, what `feed` did. captured: takes their
+        captured hidden states. Returns what the last of them does: the first fields of
+        `HiddenStates` after all layers."""
         extent = (self.plan.mesh.kvp, shape.tokens, self.plan.model.d_model)
         for index in groups:
             target = self.meshes[index]
@@ -235,7 +247,9 @@ class Stages:
                 x = None
                 continue
             program = self.programs.get(*self.programs.layers(stage, shape))
-            x, stage.caches, stage.table = program(stage.values, stage.caches, stage.table, rows, x)
+            arguments = stage.values, stage.caches, stage.table, rows, x
+            x, stage.caches, stage.table, seen = program(*arguments)
+            captured += seen
             self.newest = x
             after(stage)
         return x

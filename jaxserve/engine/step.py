@@ -72,15 +72,16 @@ class LayersProgram:
         tables: list[jax.Array],
         ints: jax.Array,
         x: jax.Array,
-    ) -> tuple[jax.Array | tuple, list[LayerCache], list[jax.Array]]:
+    ) -> tuple[jax.Array | tuple, list[LayerCache], list[jax.Array], list[jax.Array]]:
         """Runs a step.
 
         values: the stage's weights. caches: pools of KV pages, and states, with a leading axis of
         1. tables [1, 2, slots, W] each: page tables by page group. ints [1, size]: the step, see
         `step_shapes.layout`. x: hidden states [1, T, D]; in the first stage the last sampled tokens
-        [1, slots]. Returns hidden states [1, T, D], caches and table; the last stage returns, in
-        place of the hidden states, (all of them, those to sample from [1, S, D], and for each its
-        token, slot, position and proposed token [1, S, 4]).
+        [1, slots]. Returns hidden states [1, T, D], caches, table and captured hidden states
+        [1, T, D]; the last stage returns, in place of the first, (hidden states of all tokens,
+        those to sample from [1, S, D], and for each its token, slot, position and proposed token
+        [1, S, 4]).
         """
         shape = self.shape
         stage: Stage = self.weights.module(values)
@@ -106,11 +107,12 @@ class LayersProgram:
         tokens = Tokens(_positions(view, shape))
         if self.adapters:
             tokens = tokens._replace(adapters=_expand(view, shape, ADAPTER) - 1)
-        x, caches = run_layers(stage, x, tokens, groups, caches, places, moves, inputs)
+        x, caches, captured = run_layers(stage, x, tokens, groups, caches, places, moves, inputs)
+        captured = [each[None] for each in captured]
         if not self.last:
-            return x[None], caches, tables
+            return x[None], caches, tables, captured
         samples = view["samples"]
-        return (x[None], x[samples[:, 0]][None], samples[None]), caches, tables
+        return (x[None], x[samples[:, 0]][None], samples[None]), caches, tables, captured
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxserve.api.batch import Batch
+from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.step_demand import LaneSlice, StepDemand, cut
 from jaxserve.engine.step_shapes import (
     ADAPTER,
@@ -276,3 +277,22 @@ class StepRows:
             out[lane, : len(riding)] = riding[:, UPDATE_LANE + 1 :]
             early.append(mine[: len(mine) - len(riding)])
         return np.concatenate(early)
+
+
+def token_places(
+    plan: StagePlan, shape: StepShape, rows: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the slots and positions [lanes * T] of a step's tokens, lane after lane, as its
+    programs find them; position -1: padding. rows [lanes, size]: see `step_shapes.layout`."""
+    view = layout(shape, plan.block_size, plan.page_groups).views(rows)["rows"]
+    slots = []
+    positions = []
+    row = 0
+    for count, width in shape.local + shape.spread:
+        some = view[:, row : row + count, None]
+        offset = np.arange(width, dtype=np.int32)
+        position = np.where(offset < some[..., LENGTH], some[..., START] + offset, np.int32(-1))
+        positions.append(position.reshape(len(rows), -1))
+        slots.append(np.broadcast_to(some[..., SLOT], position.shape).reshape(len(rows), -1))
+        row += count
+    return np.concatenate(slots, 1).ravel(), np.concatenate(positions, 1).ravel()

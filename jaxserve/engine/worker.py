@@ -42,7 +42,14 @@ from jaxserve.engine.programs import Lower
 from jaxserve.engine.sampling_rows import VARIANTS
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.stage_weights import StageWeights
-from jaxserve.engine.stages import HiddenStates, Loader, SampledTokens, Stage, Stages
+from jaxserve.engine.stages import (
+    HiddenStates,
+    Loader,
+    SampledTokens,
+    Stage,
+    Stages,
+    hidden_states,
+)
 from jaxserve.engine.step_shapes import StepShape
 from jaxserve.lanes.rates import LaneLinks
 from jaxserve.store.peers import PeerBlocks
@@ -71,12 +78,13 @@ class _Pending:
 @dataclasses.dataclass
 class _Partial:
     """A step of which some groups of layers are not issued. x: what the last group that was issued
-    returns; ahead: the same of all that were not known to have run; next: the group to be issued
-    next."""
+    returns; ahead: the same of all that were not known to have run; captured: see `HiddenStates`;
+    next: the group to be issued next."""
 
     command: StepCommand
     x: Any
     ahead: deque[Any]
+    captured: list[jax.Array]
     next: int = 0
 
 
@@ -246,7 +254,7 @@ class Worker(CommandExecutor):
             self.stages.restore_states(command.restores)
             if command.shape != NO_STEP and command.groups:
                 assert self._partial is None, "one step is issued in part already"
-                self._partial = _Partial(command, self.stages.feed(command.reads), deque())
+                self._partial = _Partial(command, self.stages.feed(command.reads), deque(), [])
                 self._run_groups(command.groups)
             elif command.shape != NO_STEP:
                 self._run_layers(command)
@@ -277,10 +285,11 @@ class Worker(CommandExecutor):
         shape = self.plan.shapes[step.command.shape]
         stop = step.next + count
         save = lambda stage: self.stages.save_states(stage, step.command.saves)
-        x = self.stages.run(range(step.next, stop), shape, step.command.rows, step.x, save)
+        rows = step.command.rows
+        x = self.stages.run(range(step.next, stop), shape, rows, step.x, step.captured, save)
         if stop == len(self.stages.meshes):
             self._partial = None
-            self._leave(step.command, HiddenStates(*x))
+            self._leave(step.command, hidden_states(x, step.captured))
             return
         step.x = x
         step.next = stop
@@ -303,6 +312,7 @@ class Worker(CommandExecutor):
         if command.variant not in (NO_SAMPLING, SAMPLE_LATER):
             self._sample(step, command)
         if hidden is not None:
+            self.captured = hidden.captured
             for token, target in command.scores:
                 step.scores.append(self.stages.score(hidden, token, target))
             for token in command.pools:

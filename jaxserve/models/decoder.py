@@ -11,7 +11,7 @@ a block takes it and returns it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -123,8 +123,10 @@ class Stage(nnx.Module):
 
     embed: nnx.Param
 
-    def __init__(self, model: ModelConfig, layers: range, tp: int):
+    def __init__(self, model: ModelConfig, layers: range, tp: int, captured: Collection[int] = ()):
+        """captured: layers before which hidden states are kept for a draft head."""
         self.is_first = layers.start == 0
+        self.captured = tuple(i for i, layer in enumerate(layers) if layer in captured)
         self.multiplier = model.multipliers.embedding
         self.max_len = model.max_len
         self.has_sizes = bool(model.layer_sizes)  # of layers
@@ -167,11 +169,16 @@ class Head(nnx.Module):
         return rms_norm(x, self.norm[...], self.eps)
 
 
-def stage_modules(model: ModelConfig, layers: range, tp: int) -> tuple[Stage, Head | None]:
+def stage_modules(
+    model: ModelConfig, layers: range, tp: int, captured: Collection[int] = ()
+) -> tuple[Stage, Head | None]:
     """Abstract modules (shapes, no values) of the stage with these layers; the head is None except
-    in the last stage. model: after `with_tp`. Their parameters are those of `declare`."""
+    in the last stage. model: after `with_tp`. captured: see `Stage`. Their parameters are those of
+    `declare`."""
     last = layers.stop == model.layers
-    return nnx.eval_shape(lambda: (Stage(model, layers, tp), Head(model, tp) if last else None))
+    return nnx.eval_shape(
+        lambda: (Stage(model, layers, tp, captured), Head(model, tp) if last else None)
+    )
 
 
 def parameters(module: nnx.Module, first_layer: int = 0) -> Iterator[tuple[str, nnx.Param]]:
@@ -190,7 +197,7 @@ def run_layers(
     places: Sequence[PagePlace],
     moves: jax.Array | None = None,
     inputs: jax.Array | None = None,
-):
+) -> tuple[jax.Array, list[LayerCache], list[jax.Array]]:
     """Runs hidden states x [T, D] of tokens through the stage's layers.
 
     groups: the rows by page group. caches: pools of KV pages, and states. places: of each layer the
@@ -198,7 +205,7 @@ def run_layers(
     attention, as in `move_pages`. Those of a cache are issued beside the layer before the first
     that has it, on which they do not depend: in the order in which layers need them, and no
     earlier, so that only one cache's are under way (Tetris, section 4.1). inputs [T, layers, P]:
-    see `LayerInputs`. Returns x and the caches.
+    see `LayerInputs`. Returns x, the caches, and the hidden states before each captured layer.
     """
     clipped = jnp.maximum(tokens.positions, 0)
     cos_sin: dict[tuple[Rope | None, int], tuple[jax.Array, jax.Array]] = {
@@ -214,7 +221,10 @@ def run_layers(
     numbers = [place.pool for place in places]
     if moves is not None:
         caches[numbers[0]] = move_pages(caches[numbers[0]], moves, groups[0].lanes)
+    seen = []
     for i, (block, place) in enumerate(zip(stage.layers, places)):
+        if i in stage.captured:
+            seen.append(x)
         following = numbers[i + 1 : i + 2]
         if moves is not None and not set(following) <= set(numbers[: i + 1]):
             x, moves = jax.lax.optimization_barrier((x, moves))  # not before x is there
@@ -227,7 +237,7 @@ def run_layers(
         given = None if inputs is None else inputs[:, i]
         x, cache = _run_block(*nnx.split(block), x, tokens, table, of_part[place], cache, given)
         caches[place.pool] = jax.tree.map(lambda new, old: new.reshape(old.shape), cache, pool)
-    return x, caches
+    return x, caches, seen
 
 
 def _as_parts(pool: KVPages, parts: int, head_dim: int) -> KVPages:

@@ -48,7 +48,7 @@ class SafetensorsFolder:
     def __init__(self, folder: Path, name: str = ""):
         self.tokenizer = tokenizer_of(folder)
         config = read_config(folder, name)
-        stored = _placed_tensors(folder)
+        stored = placed_tensors(folder)
         names = family_names(stored, config)
         if others := [name for name in stored if name not in names]:
             notes.warning(
@@ -138,7 +138,7 @@ def read_config(folder: Path, name: str = "") -> ModelConfig:
         raise CheckpointError(f"{folder / 'config.json'}: {reason(error)}") from None
 
 
-def _placed_tensors(folder: Path) -> dict[str, TensorPlace]:
+def placed_tensors(folder: Path) -> dict[str, TensorPlace]:
     """The tensors of all files of a folder, by name."""
     places: dict[str, TensorPlace] = {}
     for file in _shards(folder):

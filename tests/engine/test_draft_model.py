@@ -264,7 +264,7 @@ def test_a_draft_model_that_hangs_is_seen():
 @pytest.mark.parametrize(
     ("settings", "fault"),
     [
-        (dict(draft=None), "drafts: model needs one: give --draft_model"),
+        (dict(draft=None), "drafts: model needs weights: give --draft_model"),
         (dict(draft="random:nothing"), "is not one of"),
     ],
 )

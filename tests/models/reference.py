@@ -4,6 +4,7 @@ expected results of the tests."""
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -121,9 +122,19 @@ def final_states(
     config: ModelConfig, tensors: dict[str, np.ndarray], tokens: list[int], last: int = 0
 ) -> np.ndarray:
     """Hidden states [T, D] of a whole sequence, or of its `last` tokens, after the final norm."""
+    *_, x = states_by_layer(config, tensors, tokens, last)
+    return norm(x, tensors["model.norm.weight"].astype(np.float64), config.norms.eps)
+
+
+def states_by_layer(
+    config: ModelConfig, tensors: dict[str, np.ndarray], tokens: list[int], last: int = 0
+) -> Iterator[np.ndarray]:
+    """Yields the hidden states [T, D] before each layer, and those behind the last, of which only
+    the `last` tokens' are computed."""
     w = {name: value.astype(np.float64) for name, value in tensors.items()}
     x = w["model.embed_tokens.weight"][tokens]
     for i in range(config.layers):
+        yield x
         layer = {
             name.removeprefix(f"model.layers.{i}."): value
             for name, value in w.items()
@@ -131,15 +142,15 @@ def final_states(
         }
         y = norm(x, layer["input_layernorm.weight"], config.norms.eps)
         kept = last if last and i == config.layers - 1 else len(x)  # of the last layer all others
-        x = x[-kept:] + _attention(config, layer, y, config.window(i), kept)
+        x = x[-kept:] + attended(config, layer, y, config.window(i), kept)
         y = norm(x, layer["post_attention_layernorm.weight"], config.norms.eps)
         gate = y @ layer["mlp.gate_proj.weight"].T
         up = y @ layer["mlp.up_proj.weight"].T
         x = x + (gate / (1 + np.exp(-gate)) * up) @ layer["mlp.down_proj.weight"].T
-    return norm(x, w["model.norm.weight"], config.norms.eps)
+    yield x
 
 
-def _attention(
+def attended(
     config: ModelConfig,
     layer: dict[str, np.ndarray],
     x: np.ndarray,

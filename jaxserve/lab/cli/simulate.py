@@ -12,6 +12,7 @@ from typing import Any
 from jaxserve.cli.display import table
 from jaxserve.cli.files import check_picture, check_writable, figure_class
 from jaxserve.costs.profiles import devices
+from jaxserve.drafts.drafter import DRAFTERS
 from jaxserve.lab.quotients import cell
 from jaxserve.lab.simulate.arrival import Arrival, workload_summary
 from jaxserve.lab.simulate.baselines import BASELINES, POOLS, check_baseline, compare
@@ -212,9 +213,10 @@ def check(baselines: Sequence[str], values: Mapping[str, Any]) -> None:
 def guesses_of(values: Mapping[str, Any]) -> Guesses:
     """Makes the proposed tokens. Errors: ConfigError for a draft model without its speed, or its
     speed without one."""
-    modelled = values["drafts"] == "model"
+    kind = DRAFTERS.get(values["drafts"])
+    modelled = kind is not None and kind.weights
     if modelled != (values["draft_seconds"] is not None):
-        raise ConfigError("draft_seconds", "goes with --drafts=model, which needs it")
+        raise ConfigError("draft_seconds", "goes with --drafts=model or eagle3, which need it")
     return Guesses(values["draft_acceptance"], values["seed"], values["draft_seconds"] or 0.0)
 
 

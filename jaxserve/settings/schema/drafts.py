@@ -14,8 +14,8 @@ class DraftConfig(Settings):
 
     draft_model: str | None = option(
         None,
-        "smaller model with the same tokenizer that proposes tokens (drafts=model): a name or "
-        "folder as of model",
+        "what proposes tokens: a smaller model with the same tokenizer (drafts=model), or an "
+        "EAGLE-3 head of the model (drafts=eagle3); a name or folder as of model",
     )
     draft_revision: str | None = option(
         None, "branch, tag or commit of a draft model given by a hub id; default: main"

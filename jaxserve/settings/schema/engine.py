@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from jaxserve.api.errors import ConfigError
+from jaxserve.drafts.drafter import DRAFTERS
 from jaxserve.lanes.choice import CHOOSERS
 from jaxserve.lanes.groups import group_sizes
 from jaxserve.lanes.placement import PLACEMENTS, Placement
@@ -116,11 +117,15 @@ class EngineConfig(Settings):
 
     def _check_draft(self) -> None:
         """Refuses a draft model without use, and drafts without one. Errors: ConfigError."""
-        wanted = self.scheduler.drafts == "model"
-        if wanted and self.draft.draft_model is None:
-            raise ConfigError("drafts", "model needs one: give --draft_model=NAME too")
-        if not wanted and self.draft.draft_model is not None:
-            raise ConfigError("draft_model", "has no effect without --drafts=model")
+        drafts = self.scheduler.drafts
+        kinds = [name for name, kind in DRAFTERS.items() if kind.weights]
+        if drafts in kinds and self.draft.draft_model is None:
+            raise ConfigError("drafts", f"{drafts} needs weights: give --draft_model=NAME too")
+        if drafts not in kinds and self.draft.draft_model is not None:
+            names = " or ".join(f"--drafts={name}" for name in kinds)
+            raise ConfigError("draft_model", f"has no effect without {names}")
+        if drafts == "eagle3" and self.draft.draft_quantization not in ("auto", "none"):
+            raise ConfigError("draft_quantization", "draft heads are not quantised")
 
     @property
     def adapter_room(self) -> AdapterRoom | None:

@@ -1,0 +1,137 @@
+"""`EagleConfig`: what the config.json of an EAGLE-3 draft head says (Li et al., 2025).
+
+Two layouts are read: that of the authors, which SGLang and NVIDIA write too (`midlayer`), and that
+of vLLM's speculators (`transformer_layer_config`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from jaxserve.checkpoint.fields import Fields
+from jaxserve.checkpoint.model import ModelConfig
+from jaxserve.checkpoint.model_paths import CheckpointError
+from jaxserve.checkpoint.rope import Rope
+from jaxserve.checkpoint.rope_fields import read_ropes
+
+NAMES = (
+    "Eagle3LlamaForCausalLM",
+    "LlamaForCausalLMEagle3",
+    "Eagle3Speculator",
+    "Eagle3DraftModel",
+)
+CAPTURED = "eagle_aux_hidden_state_layer_ids"
+FEATURES = 3  # layers whose hidden states a head takes
+LEAST_LAYERS = 6  # of a model whose layers are chosen by default
+# fields that change the mathematics, and their only values
+_WANTED: dict[str, Any] = {
+    "num_hidden_layers": 1,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+
+
+@dataclass(frozen=True)
+class EagleConfig:
+    """A draft head: one layer of a decoder, whose attention sees embeddings and features side by
+    side. vocab: ids of the model; draft_vocab: those that it can propose. captured: layers of the
+    model before which hidden states are its features; None: not stated. norm_first: what is added
+    to the layer's output is normalised features, not those themselves."""
+
+    d_model: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    d_ff: int
+    vocab: int
+    draft_vocab: int
+    max_len: int
+    eps: float
+    rope: Rope
+    captured: tuple[int, ...] | None
+    norm_first: bool
+
+    def layers_of(self, model: ModelConfig) -> tuple[int, ...]:
+        """Returns the layers of a model before which hidden states are captured. Errors:
+        CheckpointError for a head of another model."""
+        for name, ours, its in (
+            ("hidden_size", self.d_model, model.d_model),
+            ("vocab_size", self.vocab, model.vocab),
+        ):
+            if ours != its:
+                raise CheckpointError(f"{name}: {ours} in the head, {its} in {model.name}")
+        layers = self.captured
+        if layers is None:
+            if model.layers < LEAST_LAYERS:
+                raise CheckpointError(
+                    f"{CAPTURED}: is missing, and {model.name} has only {model.layers} layers"
+                )
+            layers = (2, model.layers // 2, model.layers - 3)
+        if not all(0 <= layer < model.layers for layer in layers):
+            raise CheckpointError(
+                f"{CAPTURED}: {list(layers)} are not all below {model.layers}, the layers of "
+                f"{model.name}"
+            )
+        return layers
+
+
+def is_eagle(config: dict) -> bool:
+    """Returns True for the config.json of an EAGLE-3 head."""
+    names = config.get("architectures")
+    return isinstance(names, list) and any(name in NAMES for name in names)
+
+
+def eagle_config(config: dict) -> EagleConfig:
+    """Reads the config.json of a head. Errors: CheckpointError that names the field."""
+    if not is_eagle(config):
+        raise CheckpointError(
+            f"architectures: {str(config.get('architectures'))[:200]} is no EAGLE-3 head; these "
+            f"are: {', '.join(NAMES)}"
+        )
+    whole = config | _object(config, "eagle_config")
+    layer = config | _object(config, "transformer_layer_config")
+    for name, wanted in _WANTED.items():
+        if layer.get(name) not in (wanted, None):
+            raise CheckpointError(f"{name}: {layer[name]!r} is not supported, only {wanted!r}")
+    fields = Fields({"rope_theta": 10000.0, "max_position_embeddings": 2048} | layer)
+    d_model = fields.count("hidden_size")
+    heads = fields.count("num_attention_heads")
+    kv_heads = fields.count("num_key_value_heads", heads)
+    max_len = fields.count("max_position_embeddings")
+    vocab = fields.count("vocab_size")
+    (rope,) = read_ropes(fields.fields, None, max_len, "")
+    if heads % kv_heads:
+        raise CheckpointError(f"{heads} heads are not a multiple of {kv_heads} kv heads")
+    return EagleConfig(
+        d_model=d_model,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=fields.count("head_dim", d_model // heads),
+        d_ff=fields.count("intermediate_size"),
+        vocab=vocab,
+        draft_vocab=Fields(whole).count("draft_vocab_size", vocab, high=vocab),
+        max_len=max_len,
+        eps=fields.number("rms_norm_eps", 1e-6),
+        rope=rope,
+        captured=_captured(whole.get(CAPTURED)),
+        norm_first=bool(whole.get("norm_before_residual", False)),
+    )
+
+
+def _object(config: dict, name: str) -> dict:
+    value = config.get(name) or {}
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{name}: must be an object")
+    return value
+
+
+def _captured(value: Any) -> tuple[int, ...] | None:
+    """Reads the numbers of layers. Errors: CheckpointError."""
+    if value is None:
+        return None
+    is_numbers = isinstance(value, list) and all(type(number) is int for number in value)
+    if not is_numbers or sorted({*value}) != value or len(value) != FEATURES:
+        raise CheckpointError(f"{CAPTURED}: must be {FEATURES} numbers of layers that rise")
+    return tuple(value)

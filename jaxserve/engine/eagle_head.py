@@ -1,0 +1,379 @@
+"""Proposes what an EAGLE-3 draft head says (Li et al., 2025): one layer that takes hidden states of
+the model, and so sees what the model sees.
+
+A sequence has one of a few places, from its first step on if there is one. Each step of the model
+leaves hidden states, which become features of the rows behind them; rows whose tokens were proposed
+are computed again once the model has computed theirs. It samples by the parameters and the seed of
+the request, as a draft model does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Mapping
+
+import numpy as np
+
+from jaxserve.api.batch import Batch
+from jaxserve.drafts.drafter import Drafted, Offer, Wanted
+from jaxserve.engine import sampling_rows
+from jaxserve.engine.command import StepCommand
+from jaxserve.engine.eagle_programs import COLUMNS, EaglePrograms
+from jaxserve.engine.executor import CommandExecutor
+from jaxserve.engine.step_rows import token_places
+from jaxserve.replica.registry import Registry
+from jaxserve.scheduling import Scheduler
+from jaxserve.scheduling.events import StepIssued
+from jaxserve.scheduling.sequence import Sequence
+
+NO_OFFER = Offer(0, 1)
+NOTHING = np.empty(0, np.int32)
+FIRST_RATE = 0.7  # of tokens that are right behind right ones
+MEMORY = 0.05  # weight of a launch's time among those before it
+TIMED = 3  # launches of which the fastest counts
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(eq=False)
+class _Place:
+    """A place and the sequence that has it. first: position of row 0 in the text. computed: rows
+    whose keys and values are there, with features of the model. stored: rows whose features are.
+    admitted: it samples as the sequence does."""
+
+    index: int
+    sequence: int = -1
+    first: int = 0
+    computed: int = 0
+    stored: int = 0
+    admitted: bool = False
+
+    def begin(self, sequence: int, first: int) -> None:
+        """Forgets what it had, for a sequence of which rows come from position `first` on."""
+        self.admitted = self.admitted and sequence == self.sequence
+        self.sequence = sequence
+        self.first = first
+        self.computed = self.stored = 0
+
+
+class _Source:
+    def __init__(self, head: EagleHead, sequence: Drafted):
+        self.head = head
+        self.sequence = sequence
+
+    def offer(self, count: int) -> Offer:
+        place = self.head.place_of(self.sequence)
+        if place is None:
+            return NO_OFFER
+        return Offer(count, 1, once=self.head.catch_up_seconds(place, self.sequence))
+
+
+class EagleTimes:
+    """Seconds of launches, as measured, and corrected while serving. first, each: by number of
+    sequences, of the first token and of each further one; chunk: of rows that extend a place."""
+
+    def __init__(self, first: Mapping[int, float], each: Mapping[int, float], chunk: float):
+        self._first = first
+        self._each = each
+        self._chunk = chunk
+        self._scale = 1.0
+
+    @classmethod
+    def measured(cls, programs: EaglePrograms) -> EagleTimes:
+        """Measures the programs with the smallest reach; places are not changed."""
+        sizes = programs.sizes
+        reach = programs.reaches[0]
+        padding = lambda batch, width: np.zeros((batch, COLUMNS + width), np.int32)
+
+        def fastest(launch) -> float:
+            launch()
+            seconds = []
+            for _ in range(TIMED):
+                began = time.perf_counter()
+                launch()
+                seconds.append(time.perf_counter() - began)
+            return min(seconds)
+
+        def proposed(batch: int, steps: int) -> float:
+            ints = padding(batch, sizes.few)
+            return fastest(lambda: np.asarray(programs.propose(ints, reach, steps, False)))
+
+        def extended() -> None:
+            programs.extend(padding(1, sizes.chunk), reach)
+            programs.wait()
+
+        first = {batch: proposed(batch, 1) for batch in programs.batches}
+        last = {batch: proposed(batch, sizes.most) for batch in programs.batches}
+        each = {
+            batch: max(last[batch] - first[batch], 0.0) / max(sizes.most - 1, 1) for batch in last
+        }
+        return cls(first, each, fastest(extended))
+
+    def propose(self, sequences: int, tokens: int) -> float:
+        """Predicts the seconds of a launch that proposes."""
+        batch = next((size for size in self._first if size >= sequences), max(self._first))
+        return self._scale * (self._first[batch] + (tokens - 1) * self._each[batch])
+
+    @property
+    def chunk(self) -> float:
+        """Predicted seconds of a launch that extends a place."""
+        return self._scale * self._chunk
+
+    def seen(self, predicted: float, seconds: float) -> None:
+        """Learns that a launch took `seconds`."""
+        self._scale *= (seconds / predicted) ** MEMORY
+
+    def fade(self) -> None:
+        """Forgets a part of what was learnt: where launches are thought too long there are none, by
+        which it could learn better."""
+        self._scale **= 1 - MEMORY
+
+
+class EagleHead:
+    """Implements `Drafter`. times: None where it is not known what steps cost. `spent`: seconds of
+    the host in which it made tokens."""
+
+    waits = True
+
+    def __init__(self, programs: EaglePrograms, times: EagleTimes | None):
+        self.first_rates = np.full(programs.sizes.most, FIRST_RATE)
+        self.broken = False
+        self.spent = 0.0
+        self._programs = programs
+        self._times = times
+        self._sizes = programs.sizes
+        self._places = [_Place(index) for index in range(self._sizes.places)]
+        self._registry = Registry()
+        self._sequences: Mapping[int, Sequence] = {}
+        self._asleep = False
+        self._worker: CommandExecutor | None = None
+
+    def follow(self, registry: Registry, scheduler: Scheduler, worker: CommandExecutor) -> None:
+        """Takes the hidden states of this worker's steps from now on, and draws by the seeds of
+        these requests."""
+        self._registry = registry
+        self._sequences = scheduler.sequences
+        self._worker = worker
+        self._programs.expect_steps(worker.plan)
+        scheduler.bus.subscribe(StepIssued, self._issued)
+
+    # --- places
+
+    def place_of(self, sequence: Drafted) -> _Place | None:
+        """Returns the place of a sequence with the features of its newest row, if it has them."""
+        if self.broken:
+            return None
+        for place in self._places:
+            if place.sequence == sequence.number:
+                newest = len(sequence.history) - 1 - place.first
+                return place if 0 <= newest < place.stored else None
+        return None
+
+    def _found_place(self, number: int) -> _Place | None:
+        """Returns the place of a sequence, or one whose sequence does not run."""
+        by_number = {place.sequence: place for place in self._places}
+        if number in by_number:
+            return by_number[number]
+        return next((place for place in self._places if not self._runs(place.sequence)), None)
+
+    def _runs(self, number: int) -> bool:
+        sequence = self._sequences.get(number)
+        return sequence is not None and sequence.slot >= 0
+
+    # --- features
+
+    def _issued(self, step: StepIssued) -> None:
+        """Stores the features of a step that was issued. A fault of it or of its device ends its
+        proposals, and nothing else."""
+        if self.broken or self._asleep:
+            return
+        assert step.command is not None
+        try:
+            self._store(step.batch, step.command)
+        except Exception:
+            self._break()
+
+    def _store(self, batch: Batch, command: StepCommand) -> None:
+        assert self._worker is not None
+        plan = self._worker.plan
+        slots = plan.slots
+        index = np.full(slots, self._sizes.places, np.int32)  # out of range
+        first = np.zeros(slots, np.int32)
+        of_rows = zip(
+            *(each.tolist() for each in (batch.seq, batch.slot, batch.start, batch.length))
+        )
+        for number, slot, start, length in of_rows:
+            place = self._found_place(number)
+            if place is None:
+                continue
+            self._take_in(place, number, start, length)
+            index[slot] = place.index
+            first[slot] = place.first
+        slot, position = token_places(plan, plan.shapes[command.shape], command.rows)
+        slot = np.where(position < 0, 0, slot)
+        row = position + 1 - first[slot]
+        stored = (position >= 0) & (row >= 0)
+        place_of = np.where(stored, index[slot], self._sizes.places)
+        self._programs.store(self._worker.captured, place_of, np.maximum(row, 0))
+
+    def _take_in(self, place: _Place, number: int, start: int, length: int) -> None:
+        """Makes room for the features of positions `start` on of a sequence."""
+        room = self._sizes.most + 1
+        row = start + 1 - place.first
+        if place.sequence != number or row > place.stored:
+            text = len(self._sequences[number].history)
+            sees = self._sizes.capacity // 2
+            place.begin(number, max(start + 1, text - sees))
+        elif row + length + room > self._sizes.capacity:
+            rows = row - self._sizes.capacity // 2
+            place.first += rows
+            place.stored -= rows
+            place.computed = 0
+            self._programs.slide(place.index, rows)
+        place.stored = max(start + 1 + length - place.first, 0)
+
+    # --- proposals
+
+    def begin(self, sequence: Drafted) -> _Source:
+        """See `Drafter.begin`."""
+        if self._times is not None:
+            self._times.fade()
+        return _Source(self, sequence)
+
+    def seconds(self, sequences: int, tokens: int) -> float:
+        """See `Drafter.seconds`. 0 where it is not known what steps cost."""
+        if self._times is None or not tokens:
+            return 0.0
+        return self._times.propose(sequences, tokens)
+
+    def catch_up_seconds(self, place: _Place, sequence: Drafted) -> float:
+        """Predicts the seconds of the rows that were not computed, but for the last few."""
+        unseen = len(sequence.history) - place.first - place.computed
+        if self._times is None or unseen <= self._sizes.few:
+            return 0.0
+        return -(-unseen // self._sizes.chunk) * self._times.chunk
+
+    def make(self, wanted: list[Wanted], seconds: float) -> list[np.ndarray]:
+        """See `Drafter.make`. A fault of it or of its device ends its proposals, and nothing
+        else."""
+        began = time.perf_counter()
+        try:
+            return self._make(wanted, seconds)
+        except Exception:
+            self._break()
+            return [NOTHING] * len(wanted)
+        finally:
+            self.spent += time.perf_counter() - began
+
+    def _break(self) -> None:
+        """Makes no tokens from now on: what it has on its device may be wrong or lost."""
+        log.exception("the draft head proposes nothing from now on")
+        self.broken = True
+
+    def _make(self, wanted: list[Wanted], seconds: float) -> list[np.ndarray]:
+        """Makes the tokens. Errors: those of its device."""
+        made = [NOTHING] * len(wanted)
+        ready: list[int] = []
+        rows: list[np.ndarray] = []
+        reach = 0
+        drawn = False
+        for number, (source, size) in enumerate(wanted):
+            assert isinstance(source, _Source)
+            sequence = source.sequence
+            place = self.place_of(sequence)
+            assert place is not None, "what it offered, it has not"
+            seconds = self._catch_up(place, sequence, seconds)
+            text = len(sequence.history)
+            if text - place.first - place.computed > self._sizes.few:
+                continue
+            if not place.admitted:
+                self._admit(place, sequence)
+            rows.append(self._ints(place, sequence, text, self._sizes.few))
+            place.computed = text - place.first
+            ready.append(number)
+            reach = max(reach, text + size - place.first)
+            drawn = drawn or sequence.request.sampling.temperature > 0
+        if not ready:
+            return made
+        steps = max(wanted[number].size for number in ready)
+        tokens = self._launched(np.stack(rows), reach, steps, drawn)
+        for number, some in zip(ready, tokens):
+            some = some[: wanted[number].size]
+            faulty = (some < 0) | (some >= self._programs.config.vocab)
+            made[number] = some[: int(np.argmax(np.append(faulty, True)))]
+        return made
+
+    def _launched(self, rows: np.ndarray, reach: int, steps: int, drawn: bool) -> np.ndarray:
+        """Proposes tokens, and learns what that takes: [n, most]."""
+        self._programs.wait()
+        compiles = self._programs.compiles
+        began = time.perf_counter()
+        tokens = np.asarray(self._programs.propose(rows, reach, steps, drawn))
+        if self._times is not None and compiles == self._programs.compiles:
+            predicted = self._times.propose(len(rows), steps)
+            self._times.seen(predicted, time.perf_counter() - began)
+        return tokens
+
+    def _catch_up(self, place: _Place, sequence: Drafted, seconds: float) -> float:
+        """Issues launches for the rows that were not computed, but for the last few, while there
+        are seconds left, and one in any case; returns how many there are then."""
+        chunk = self._sizes.chunk
+        taken = 0.0 if self._times is None else self._times.chunk
+        stop = len(sequence.history) - 1
+        begun = False
+        while stop + 1 - place.first - place.computed > self._sizes.few:
+            if begun and taken > seconds:
+                break
+            start = place.first + place.computed
+            end = min(start + chunk, stop)
+            self._programs.extend(self._ints(place, sequence, end, chunk)[None], end - place.first)
+            place.computed = end - place.first
+            seconds -= taken
+            begun = True
+        return seconds
+
+    def _ints(self, place: _Place, sequence: Drafted, stop: int, width: int) -> np.ndarray:
+        """Returns the integers of a place's rows before position `stop`: see `EagleProgram`."""
+        start = place.first + place.computed
+        count = stop - start
+        ints = np.zeros(COLUMNS + width, np.int32)
+        ints[:COLUMNS] = place.index, place.computed, count, place.first
+        ints[COLUMNS : COLUMNS + count] = sequence.history(start, stop)
+        return ints
+
+    def _admit(self, place: _Place, sequence: Drafted) -> None:
+        """Has a place sample as a sequence does, but for penalties and biases."""
+        request = sequence.request
+        seed = sampling_rows.fold_seed(self._registry[request.id].seed, sequence.index)
+        (admission,) = sampling_rows.admissions(
+            request.sampling, 0, place.index, NOTHING, [], seed, ()
+        )
+        self._programs.admit(admission)
+        place.admitted = True
+
+    # --- sleep
+
+    def sleep(self) -> None:
+        """Takes its weights and what it holds of sequences from the device; the weights go to host
+        memory, whence `wake` brings them."""
+        for place in self._places:
+            place.begin(-1, 0)
+        self._asleep = True
+        try:
+            self._programs.drop()
+        except Exception:
+            self._break()
+
+    def wake(self) -> None:
+        """Brings back what sleeps, if it does."""
+        if not self._asleep:
+            return
+        self._asleep = False
+        try:
+            self._programs.restore()
+        except Exception:
+            self._break()
+
+    def close(self) -> None:
+        """Does nothing: its device is this process's."""

@@ -1,0 +1,252 @@
+"""A draft head proposes what its paper says it does, from hidden states of the model alone; and
+changes nothing of what a completion says, on any mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxserve.checkpoint.model_paths import CheckpointError
+from jaxserve.engine.build import build
+from jaxserve.engine.command import DeviceError
+from jaxserve.engine.eagle_head import EagleHead
+from jaxserve.engine.engine import Engine
+from jaxserve.settings.schema import (
+    CacheConfig,
+    ConfigError,
+    DraftConfig,
+    EngineConfig,
+    MeshConfig,
+    ModelSource,
+    SchedulerConfig,
+)
+from tests.engine.eagle import DenseHead, head_config, head_tensors, write_head
+from tests.engine.test_draft_model import EVERY_MESH, plainly
+from tests.engine.test_drafts import SAMPLING, assert_same, checked, prompts, run
+from tests.models.reference import random_weights
+from tests.weights.models import TINY, write_folder
+
+MODEL = dataclasses.replace(TINY, layers=6)
+TOKENS = 4
+TENSORS = random_weights(MODEL, 0)
+WEIGHTS = head_tensors(head_config(MODEL))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("model"), MODEL, TENSORS)
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_head(tmp_path_factory.mktemp("head"), head_config(MODEL), WEIGHTS)
+
+
+def drafting(
+    model: Path, head: Path, mesh: str = "", profiled: bool = False, groups: int = 1, **settings
+) -> Engine:
+    return build(
+        EngineConfig(
+            ModelSource(model=str(model), max_model_len=512),
+            MeshConfig.parse(mesh),
+            CacheConfig(block_size=16, pages=400),
+            SchedulerConfig(max_seqs=4, chunk_tokens=32, drafts="eagle3", draft_tokens=TOKENS),
+            draft=DraftConfig(draft_model=str(head), **settings),
+            layer_groups=groups,
+        ),
+        progress=False,
+        warm_up=False,
+        profiled=profiled,
+    )
+
+
+def proposed(engine: Engine) -> list[tuple[list[int], list[int], int]]:
+    """Records texts, what is proposed behind them, and the first position that the head sees, from
+    now on. Proposals are wanted whatever they were worth."""
+    head = engine.draft_model
+    assert isinstance(head, EagleHead)
+    made = head.make
+    seen = []
+
+    def make(wanted, seconds):
+        every = made(wanted, seconds)
+        for (source, _), tokens in zip(wanted, every):
+            history = source.sequence.history
+            place = head.place_of(source.sequence)
+            text = history(0, len(history)).tolist()
+            seen.append((text, tokens.tolist(), place.first))
+        return every
+
+    head.make = make
+    return seen
+
+
+def always(engine: Engine) -> None:
+    """Has tokens proposed however often they were wrong."""
+    drafting = engine.scheduler.packer.drafting
+    drafting._acceptance.learn = lambda *_: None
+    drafting._acceptance.begun = lambda hopeful: drafting._acceptance
+    drafting._acceptance._rates[:] = 1
+
+
+def assert_as_paper(seen: list[tuple[list[int], list[int], int]], dense: DenseHead) -> None:
+    some = [one for one in seen if one[1]]
+    assert len(some) > 20
+    for text, tokens, first in some[:: max(len(some) // 40, 1)]:
+        assert tokens == dense.propose(text, len(tokens), first)
+
+
+@pytest.mark.parametrize("mesh", ["", "tp=2", "kvp=2", "spp=2", "spp=2,kvp=2,tp=2"])
+def test_it_proposes_what_the_paper_says(model, head, mesh):
+    engine = drafting(model, head, mesh)
+    always(engine)
+    seen = proposed(engine)
+    run(engine, prompts(), {})
+    assert {first for _, _, first in seen} == {1}
+    assert max(len(tokens) for _, tokens, _ in seen) == TOKENS
+    assert_as_paper(seen, DenseHead(head_config(MODEL), WEIGHTS, MODEL, TENSORS))
+
+
+def test_layers_in_groups_are_captured_too(model, head):
+    engine = drafting(model, head, groups=3)
+    always(engine)
+    seen = proposed(engine)
+    run(engine, prompts(), {})
+    assert_as_paper(seen, DenseHead(head_config(MODEL), WEIGHTS, MODEL, TENSORS))
+
+
+def test_a_head_as_speculators_write_it(model, tmp_path):
+    config = head_config(MODEL)
+    layer = {name: config.pop(name) for name in list(config) if name.startswith(("num_", "hidden"))}
+    layer |= {name: config[name] for name in ("head_dim", "intermediate_size", "vocab_size")}
+    written = {
+        "architectures": ["Eagle3Speculator"],
+        "draft_vocab_size": config["draft_vocab_size"],
+        "norm_before_residual": True,
+        "eagle_aux_hidden_state_layer_ids": [1, 3, 4],
+        "transformer_layer_config": config | layer,
+    }
+    embed = {"embed_tokens.weight": TENSORS["model.embed_tokens.weight"].astype(np.float32)}
+    renamed = {name.replace("midlayer", "layers.0"): value for name, value in WEIGHTS.items()}
+    engine = drafting(model, write_head(tmp_path, written, renamed | embed))
+    always(engine)
+    seen = proposed(engine)
+    run(engine, prompts(), {})
+    dense = DenseHead(head_config(MODEL), WEIGHTS, MODEL, TENSORS, norm_first=True)
+    assert_as_paper(seen, dense)
+
+
+def test_of_a_cached_prefix_it_sees_what_is_computed(model, head):
+    engine = drafting(model, head)
+    (prompt,) = prompts()[4:]
+    run(engine, [prompt], {})
+    always(engine)
+    seen = proposed(engine)
+    run(engine, [prompt], {})
+    (first,) = {first for _, _, first in seen}
+    assert 64 <= first < len(prompt)
+    assert_as_paper(seen, DenseHead(head_config(MODEL), WEIGHTS, MODEL, TENSORS))
+
+
+def test_of_long_texts_it_sees_the_end(model, head):
+    engine = drafting(model, head, draft_context=128)
+    always(engine)
+    seen = proposed(engine)
+    random = np.random.default_rng(0)
+    every = [random.integers(3, 500, 150).tolist(), random.integers(3, 500, 20).tolist()]
+    run(engine, every, dict(max_tokens=200))
+    assert len({first for _, _, first in seen}) > 3
+    assert_as_paper(seen, DenseHead(head_config(MODEL), WEIGHTS, MODEL, TENSORS))
+
+
+@pytest.mark.parametrize("kind", SAMPLING)
+def test_completions_are_those_without_a_head(model, head, kind):
+    every = prompts()
+    engine = drafting(model, head)
+    always(engine)
+    right = checked(engine)
+    assert_same(run(engine, every, SAMPLING[kind], (7, 32)), plainly(engine, every, SAMPLING[kind]))
+    assert len(right) > 40
+
+
+@pytest.mark.parametrize("mesh", [pytest.param(m, marks=pytest.mark.matrix) for m in EVERY_MESH])
+def test_completions_on_a_mesh_are_those_without_a_head(model, head, mesh):
+    every = prompts()
+    fields = dict(temperature=1.1, seed=3)
+    engine = drafting(model, head, mesh)
+    always(engine)
+    right = checked(engine)
+    assert_same(run(engine, every, fields), plainly(engine, every, fields))
+    assert len(right) > 40
+
+
+def test_its_launches_are_measured(model, head):
+    engine = drafting(model, head, profiled=True)
+    drafter = engine.draft_model
+    assert 0 < drafter.seconds(1, 1) < drafter.seconds(1, TOKENS)
+
+
+def test_it_sleeps_and_wakes_with_the_model(model, head):
+    engine = drafting(model, head)
+    every = prompts(3)
+    before = run(engine, every, {})
+    engine.draft_model.sleep()
+    engine.draft_model.wake()
+    always(engine)
+    seen = proposed(engine)
+    assert_same(run(engine, every, {}), before)
+    assert any(tokens for _, tokens, _ in seen)
+
+
+@pytest.mark.parametrize("what", ["store", "propose"])
+def test_a_fault_of_the_head_ends_its_proposals_alone(model, head, what, monkeypatch, caplog):
+    engine = drafting(model, head)
+    every = prompts(3)
+
+    def fail(*_):
+        raise DeviceError("injected")
+
+    monkeypatch.setattr(engine.draft_model._programs, what, fail)
+    assert_same(run(engine, every, {}), plainly(engine, every, {}))
+    assert engine.draft_model.broken and "proposes nothing" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "fault"),
+    [
+        (dict(architectures=["LlamaForCausalLM"]), "is no EAGLE-3 head"),
+        (dict(hidden_size=128), "hidden_size: 128 in the head, 64 in"),
+        (dict(vocab_size=256), "vocab_size: 256 in the head, 512 in"),
+        (dict(num_hidden_layers=2), "num_hidden_layers: 2 is not supported"),
+        (dict(draft_vocab_size=600), "draft_vocab_size: must be a whole number from 1 to 512"),
+        (dict(intermediate_size=97), "mlp.up_proj.weight is"),
+        (dict(eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}), "not all below 6"),
+        (dict(eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 1, 3]}), "that rise"),
+        (dict(eagle_config=None, transformer_layer_config=3), "must be an object"),
+    ],
+)
+def test_a_head_of_another_kind_is_refused(model, tmp_path, fields, fault):
+    folder = write_head(tmp_path, head_config(MODEL) | fields, WEIGHTS)
+    with pytest.raises(CheckpointError, match=fault):
+        drafting(model, folder)
+
+
+def test_ids_past_the_vocabulary_are_refused(model, tmp_path):
+    wrong = WEIGHTS | {"d2t": WEIGHTS["d2t"] + 400}
+    with pytest.raises(CheckpointError, match="d2t has ids that are not below 512"):
+        drafting(model, write_head(tmp_path, head_config(MODEL), wrong))
+
+
+@pytest.mark.parametrize(
+    ("settings", "fault"),
+    [
+        (dict(draft_context=128, draft_quantization="int8"), "draft heads are not quantised"),
+        (dict(draft_revision="main"), "revision"),
+    ],
+)
+def test_settings_that_do_not_go_with_a_head_are_refused(model, head, settings, fault):
+    with pytest.raises((ConfigError, CheckpointError), match=fault):
+        drafting(model, head, **settings)
