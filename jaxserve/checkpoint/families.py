@@ -12,6 +12,7 @@ from typing import Any
 
 from jaxserve.checkpoint import config_parts as parts
 from jaxserve.checkpoint import delta_parts as delta
+from jaxserve.checkpoint import eagle
 from jaxserve.checkpoint import expert_parts as experts
 from jaxserve.checkpoint import gemma4_parts as gemma4
 from jaxserve.checkpoint import latent_parts as latent
@@ -85,7 +86,7 @@ REFUSED = dict.fromkeys(
     ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"),
     "each query attends to keys that an indexer chooses, which is not implemented; attention to "
     "all keys would give other tokens",
-)
+) | dict.fromkeys(eagle.NAMES, "it is a draft head of another model: --drafts=eagle3")
 _GLM: dict[str, Any] = dict(
     parts=(parts.BIAS,),
     allowed=frozenset({"attention_bias", "partial_rotary_factor"}),
