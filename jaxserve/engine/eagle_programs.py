@@ -20,8 +20,14 @@ from jaxserve.engine import sampling, sampling_rows
 from jaxserve.engine.programs import Lower, Programs
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.stage_programs import lowered
-from jaxserve.kernels.qkv import rms_norm
-from jaxserve.models.eagle import EagleLayer, EaglePlaces, EagleWeights, slide, store
+from jaxserve.models.eagle import (
+    EagleLayer,
+    EaglePlaces,
+    EagleWeights,
+    logits,
+    slide,
+    store,
+)
 from jaxserve.settings.schema import MeshConfig
 from jaxserve.sharding.mesh import stage_meshes
 from jaxserve.sharding.rules import sharding
@@ -71,15 +77,14 @@ class EagleProgram:
 
         def sampled(x: jax.Array, number: jax.Array) -> jax.Array:
             """Samples a token of each sequence behind hidden states x [B, 1, D]."""
-            normed = rms_norm(x[:, 0], weights.norm, config.eps)
-            some = (normed @ weights.head).astype(jnp.float32)
-            logits = jnp.full((len(some), config.vocab), -jnp.inf).at[:, weights.ids].set(some)
+            some = logits(weights, x[:, 0], config.eps)
             position = rows.first + behind + number
-            return lax.cond(
-                drawn,
-                lambda: sampling.draw(logits, rows.place, position, sampling_state, config.vocab),
-                lambda: sampling.greedy(logits, config.vocab),
-            )
+
+            def draw() -> jax.Array:
+                every = jnp.full((len(some), config.vocab), -jnp.inf).at[:, weights.ids].set(some)
+                return sampling.draw(every, rows.place, position, sampling_state, config.vocab)
+
+            return lax.cond(drawn, draw, lambda: weights.ids[jnp.argmax(some, -1)])
 
         def step(number: jax.Array, carry: tuple) -> tuple:
             tokens, x, places = carry

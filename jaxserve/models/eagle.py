@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.checkpoint.eagle import EagleConfig
+from jaxserve.kernels import ops
 from jaxserve.kernels.qkv import rms_norm, rotate
 from jaxserve.models.layers import gated, rope_cos_sin
 
@@ -68,7 +69,7 @@ class EagleLayer:
         embedded = rms_norm(weights.embed[tokens], weights.embed_norm, config.eps)
         normed = rms_norm(features, weights.feature_norm, config.eps)
         residual = normed if config.norm_first else features
-        heads = jnp.concatenate([embedded, normed], -1) @ weights.qkv
+        heads = _product(jnp.concatenate([embedded, normed], -1), weights.qkv)
         q, k, v = self._heads(heads, row)
         at = place[:, None], row
         places = places._replace(
@@ -77,11 +78,11 @@ class EagleLayer:
         )
         reached = (each[place, : self._reach] for each in (places.keys, places.values))
         attended = self._attend(q, row, *reached)
-        x = residual + attended @ weights.o
-        hidden = rms_norm(x, weights.mlp_norm, config.eps) @ weights.gate_up
+        x = residual + _product(attended, weights.o)
+        hidden = _product(rms_norm(x, weights.mlp_norm, config.eps), weights.gate_up)
         shape = hidden.shape
         inner = gated(hidden.reshape(-1, 2, config.d_ff), "silu").reshape(*shape[:-1], -1)
-        return x + inner @ weights.down, places
+        return x + _product(inner, weights.down), places
 
     def _heads(self, x: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Cuts x [B, W, heads] into queries [B, W, heads, H], keys and values [B, W, K, H], and
@@ -108,6 +109,16 @@ class EagleLayer:
         scores = jnp.where(sees[:, None, None], scores * H**-0.5, -jnp.inf)
         shares = jax.nn.softmax(scores, -1).astype(values.dtype)
         return jnp.einsum("bkgwr,brkh->bwkgh", shares, values).reshape(B, W, -1)
+
+
+def logits(weights: EagleWeights, x: jax.Array, eps: float) -> jax.Array:
+    """Logits f32 [B, draft_vocab] behind hidden states x [B, D]."""
+    return ops.linear(rms_norm(x, weights.norm, eps), weights.head).astype(jnp.float32)
+
+
+def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """x [B, W, in] @ weight [in, out]."""
+    return ops.linear(x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], -1)
 
 
 def store(
