@@ -17,7 +17,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from jaxserve.api.batch import Batch
-from jaxserve.drafts.drafter import Drafted, Offer, Wanted
+from jaxserve.drafts.drafter import Drafted, Offer, Tokens, Wanted
 from jaxserve.engine import sampling_rows
 from jaxserve.engine.command import StepCommand
 from jaxserve.engine.eagle_programs import COLUMNS, EaglePrograms
@@ -38,23 +38,43 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(eq=False)
 class _Place:
-    """A place and the sequence that has it. first: position of row 0 in the text. computed: rows
-    whose keys and values are there, with features of the model. stored: rows whose features are.
-    admitted: it samples as the sequence does."""
+    """A place and the sequence that has it, with its text; what it had stays until it is another's.
+    first: position of row 0 in the text. computed: rows whose keys and values are there, with
+    features of the model. stored: rows whose features are. admitted: it samples as the sequence
+    does."""
 
     index: int
     sequence: int = -1
+    text: Tokens | None = None
     first: int = 0
     computed: int = 0
     stored: int = 0
     admitted: bool = False
 
-    def begin(self, sequence: int, first: int) -> None:
+    def begin(self, sequence: int, text: Tokens | None, first: int) -> None:
         """Forgets what it had, for a sequence of which rows come from position `first` on."""
         self.admitted = self.admitted and sequence == self.sequence
         self.sequence = sequence
+        self.text = text
         self.first = first
         self.computed = self.stored = 0
+
+    def common(self, text: Tokens, start: int) -> int:
+        """Counts the rows that it has for a text of which the model computes tokens from `start`
+        on: those of a conversation that goes on."""
+        rows = start + 1 - self.first
+        if self.text is None or len(self.text) < start or not 1 < rows <= self.stored:
+            return 0
+        same = np.array_equal(self.text(self.first, start), text(self.first, start))
+        return rows if same else 0
+
+    def go_on(self, sequence: int, text: Tokens, rows: int) -> None:
+        """Keeps its first rows, as `common` counts them, for another sequence."""
+        self.sequence = sequence
+        self.text = text
+        self.computed = min(self.computed, rows - 1)
+        self.stored = rows
+        self.admitted = False
 
 
 class _Source:
@@ -170,12 +190,20 @@ class EagleHead:
                 return place if 0 <= newest < place.stored else None
         return None
 
-    def _found_place(self, number: int) -> _Place | None:
-        """Returns the place of a sequence, or one whose sequence does not run."""
-        by_number = {place.sequence: place for place in self._places}
-        if number in by_number:
-            return by_number[number]
-        return next((place for place in self._places if not self._runs(place.sequence)), None)
+    def _free_place(self, number: int, start: int) -> _Place | None:
+        """Returns a place whose sequence does not run, if there is one: that which has most rows of
+        this one's text already, or else the one that was given first."""
+        free = [place for place in self._places if not self._runs(place.sequence)]
+        if not free:
+            return None
+        text = self._sequences[number].history
+        common = [place.common(text, start) for place in free]
+        place = free[common.index(max(common))]
+        if max(common):
+            place.go_on(number, text, max(common))
+        self._places.remove(place)
+        self._places.append(place)
+        return place
 
     def _runs(self, number: int) -> bool:
         sequence = self._sequences.get(number)
@@ -203,13 +231,17 @@ class EagleHead:
         of_rows = zip(
             *(each.tolist() for each in (batch.seq, batch.slot, batch.start, batch.length))
         )
+        places = {place.sequence: place for place in self._places}
         for number, slot, start, length in of_rows:
-            place = self._found_place(number)
+            place = places.get(number) or self._free_place(number, start)
             if place is None:
                 continue
+            places[number] = place
             self._take_in(place, number, start, length)
             index[slot] = place.index
             first[slot] = place.first
+        if (index == self._sizes.places).all():
+            return
         slot, position = token_places(plan, plan.shapes[command.shape], command.rows)
         slot = np.where(position < 0, 0, slot)
         row = position + 1 - first[slot]
@@ -222,9 +254,8 @@ class EagleHead:
         room = self._sizes.most + 1
         row = start + 1 - place.first
         if place.sequence != number or row > place.stored:
-            text = len(self._sequences[number].history)
-            sees = self._sizes.capacity // 2
-            place.begin(number, max(start + 1, text - sees))
+            text = self._sequences[number].history
+            place.begin(number, text, max(start + 1, len(text) - self._sizes.capacity // 2))
         elif row + length + room > self._sizes.capacity:
             rows = row - self._sizes.capacity // 2
             place.first += rows
@@ -358,7 +389,7 @@ class EagleHead:
         """Takes its weights and what it holds of sequences from the device; the weights go to host
         memory, whence `wake` brings them."""
         for place in self._places:
-            place.begin(-1, 0)
+            place.begin(-1, None, 0)
         self._asleep = True
         try:
             self._programs.drop()

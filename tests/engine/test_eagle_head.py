@@ -141,13 +141,26 @@ def test_a_head_as_speculators_write_it(model, tmp_path):
 
 def test_of_a_cached_prefix_it_sees_what_is_computed(model, head):
     engine = drafting(model, head)
-    (prompt,) = prompts()[4:]
+    *others, prompt = prompts()
     run(engine, [prompt], {})
+    run(engine, others, {})  # these have the places then
     always(engine)
     seen = proposed(engine)
     run(engine, [prompt], {})
     (first,) = {first for _, _, first in seen}
     assert 64 <= first < len(prompt)
+    assert_as_paper(seen, DenseHead(head_config(MODEL), WEIGHTS, MODEL, TENSORS))
+
+
+def test_of_a_conversation_that_goes_on_it_sees_all(model, head):
+    engine = drafting(model, head)
+    always(engine)
+    prompt = prompts()[4]
+    ((answer,),) = run(engine, [prompt], {})
+    every = [prompt + answer.ids + [5, 6, 7], [8] + prompt]
+    seen = proposed(engine)
+    run(engine, every, {})
+    assert {first for _, _, first in seen} == {1}
     assert_as_paper(seen, DenseHead(head_config(MODEL), WEIGHTS, MODEL, TENSORS))
 
 
