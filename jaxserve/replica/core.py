@@ -17,6 +17,7 @@ from jaxserve.clock import Clock
 from jaxserve.observe.adapter_metrics import AdapterMetrics
 from jaxserve.observe.journal import Journal
 from jaxserve.observe.metrics import Metrics
+from jaxserve.observe.tenant_metrics import TenantMetrics
 from jaxserve.observe.view import Snapshot
 from jaxserve.replica.adapters import AdapterSource, LocalAdapters, NoAdapters
 from jaxserve.replica.info import ReplicaInfo
@@ -68,6 +69,7 @@ class ReplicaCore:
             placement=cache.placement,
         )
         self.metrics.listen(self.bus, cache.prefix_caching)
+        self.metrics_registry.register(TenantMetrics(self._tenants))
         self.adapters: LocalAdapters | NoAdapters = NoAdapters()
         self.weights: LocalWeights | NoWeights = NoWeights()
 
@@ -92,6 +94,11 @@ class ReplicaCore:
             self.adapters = LocalAdapters(self.scheduler, source, self._exclusively, names, config)
             shown = AdapterMetrics(self._adapters_in_use, self.scheduler.config.max_loras)
             self.metrics_registry.register(shown)
+
+    def _tenants(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Returns by tenant the seconds that it has used, and its credit."""
+        shares = self.scheduler.shares
+        return self._exclusively(lambda: (dict(shares.used), shares.credits()))
 
     def _adapters_in_use(self) -> tuple[list[str], list[str]]:
         """Names of the adapters of running requests, and of waiting ones."""

@@ -42,7 +42,8 @@ class TenantShares:
     tenant's `number` stays while it is known, then another tenant may get it.
 
     weights: of tenants that have not 1. most_credit, most_debt: seconds. Those in `joined` are
-    called with the number of a tenant that was not known."""
+    called with the number of a tenant that was not known. `used`: seconds by tenant, also of those
+    that are not known any more."""
 
     def __init__(
         self,
@@ -53,8 +54,10 @@ class TenantShares:
         self.most_credit = most_credit
         self.most_debt = most_debt
         self.joined: list[Callable[[int], None]] = []
+        self.used: dict[str, float] = {}
         self._weights = weights
         self._numbers: dict[str, int] = {}
+        self._names: list[str] = []  # by number
         self._free: list[int] = []
         # by number; of numbers that no tenant has, weight 0
         self._weight = np.zeros(0)
@@ -86,7 +89,9 @@ class TenantShares:
             self._credit = np.append(self._credit, 0.0)
             self._requests = np.append(self._requests, 0)
             self._seen = np.append(self._seen, -np.inf)
+            self._names.append("")
         number = self._numbers[name] = self._free.pop()
+        self._names[number] = name
         self._weight[number] = self._weights.get(name, 1.0)
         self._credit[number] = 0.0
         self._turns = None
@@ -112,7 +117,8 @@ class TenantShares:
     def charge_all(self, seconds: float, now: float) -> None:
         """Does what `charge` does for a step of `seconds` of the only known tenant."""
         self._widen(seconds)
-        (number,) = self._numbers.values()
+        ((name, number),) = self._numbers.items()
+        self.used[name] = self.used.get(name, 0.0) + seconds
         weight = float(self._weight[number])
         share = weight / (1 + weight)
         before = float(self._credit[number])
@@ -135,7 +141,11 @@ class TenantShares:
         alone = np.count_nonzero(active) < 2
         whole = 1 + weight if alone else weight.sum()
         credit = self._credit + weight / whole * (total + self._idle)
-        credit -= np.bincount(numbers, seconds, len(weight))
+        taken = np.bincount(numbers, seconds, len(weight))
+        credit -= taken
+        for number in np.flatnonzero(taken).tolist():
+            name = self._names[number]
+            self.used[name] = self.used.get(name, 0.0) + float(taken[number])
         if alone:
             credit = np.maximum(credit, np.minimum(self._credit, -self._alone_debt))
         self._credit = np.clip(credit, -self.most_debt, self.most_credit)
@@ -188,10 +198,10 @@ class TenantShares:
         weight = float(self._weight[number])
         return weight / (weight + float(self._weight[others].sum()))
 
-    def credit_of(self, name: str) -> float:
-        """Returns the seconds that a known tenant may use beyond its share; below 0 that it has
+    def credits(self) -> dict[str, float]:
+        """Returns the seconds that each known tenant may use beyond its share; below 0 that it has
         used."""
-        return float(self._credit[self._numbers[name]])
+        return {name: float(self._credit[number]) for name, number in self._numbers.items()}
 
     def check(self, live: Mapping[str, int]) -> None:
         """Compares with the number of live requests of each tenant. Errors: AssertionError with

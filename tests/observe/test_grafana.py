@@ -15,6 +15,7 @@ from jaxserve.cli import main as cli
 from jaxserve.observe.adapter_metrics import AdapterMetrics
 from jaxserve.observe.metric_rows import OF_TRANSFERS, READ
 from jaxserve.observe.metrics import Metrics
+from jaxserve.observe.tenant_metrics import TenantMetrics
 from jaxserve.server.frontend_metrics import FrontendMetrics, exposition
 from jaxserve.settings import flags
 
@@ -35,6 +36,7 @@ def families() -> dict:
         transfers=lambda: {("host:1", "tcp"): dict.fromkeys(OF_TRANSFERS, 1.0)},
     )
     metrics.registry.register(AdapterMetrics(lambda: (["a"], []), 4))
+    metrics.registry.register(TenantMetrics(lambda: ({"a": 1.0}, {"a": 0.5})))
     front = FrontendMetrics()
     metrics.configured(
         block_size=16,

@@ -51,9 +51,18 @@ def test_time_goes_to_tenants_by_weight_and_steps_take_it_from_those_they_are_fo
     for name in "ab":
         shares.begin(name, 0.0)
     spend(shares, "b", 1.0)
-    assert shares.credit_of("a") == pytest.approx(0.75)
-    assert shares.credit_of("b") == pytest.approx(-0.75)
+    assert shares.credits()["a"] == pytest.approx(0.75)
+    assert shares.credits()["b"] == pytest.approx(-0.75)
     assert turn(shares, "a") == 0 < turn(shares, "b")
+
+
+def test_what_tenants_used_is_counted():
+    shares = TenantShares({})
+    for name, seconds in (("a", 1.0), ("b", 2.0), ("a", 0.5)):
+        shares.begin(name, 0.0)
+        number = shares.number(name)
+        shares.charge(np.array([number]), np.array([seconds]), 0.0)
+    assert shares.used == {"a": 1.5, "b": 2.0}
 
 
 def test_a_tenant_alone_is_in_debt_to_those_who_may_come():
@@ -84,10 +93,10 @@ def test_debts_to_others_stay_while_a_tenant_is_alone():
     for step in range(20):
         spend(shares, "a", 1.0, float(step))
     shares.end("b")
-    owed = shares.credit_of("a")
+    owed = shares.credits()["a"]
     for step in range(20, 40):
         spend(shares, "a", 1.0, float(step))
-    assert shares.credit_of("a") == owed < -5
+    assert shares.credits()["a"] == owed < -5
 
 
 def test_idle_time_pays_debts_and_credit_and_debt_have_an_end():
@@ -96,12 +105,12 @@ def test_idle_time_pays_debts_and_credit_and_debt_have_an_end():
         shares.begin(name, 0.0)
     for _ in range(100):
         spend(shares, "a", 1.0, 0.0)
-    assert shares.credit_of("a") == -5.0
+    assert shares.credits()["a"] == -5.0
     shares.end("b")
     shares.end("a")
     shares.begin("a", 1000.0)
     spend(shares, "a", 0.1, 1000.0)
-    assert shares.credit_of("a") == shares.most_credit == 4.0  # four of the largest steps
+    assert shares.credits()["a"] == shares.most_credit == 4.0  # four of the largest steps
 
 
 def test_the_less_indebted_for_its_weight_goes_first():
@@ -112,7 +121,7 @@ def test_the_less_indebted_for_its_weight_goes_first():
     spend(shares, "b", 7.0)
     spend(shares, "c", 7.0)
     order = sorted("abc", key=lambda name: turn(shares, name))
-    per_weight = {n: shares.credit_of(n) / {"a": 4.0, "b": 1.0, "c": 2.0}[n] for n in "abc"}
+    per_weight = {n: shares.credits()[n] / {"a": 4.0, "b": 1.0, "c": 2.0}[n] for n in "abc"}
     in_debt = [name for name in order if per_weight[name] <= 0]
     assert in_debt and in_debt == sorted(in_debt, key=lambda name: -per_weight[name])
 
