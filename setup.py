@@ -138,6 +138,7 @@ setup(
             "selenium>=4.20",
             "pyte>=0.8",
             "psutil>=5.9",  # of experiments.faults: which process a connection belongs to
+            "optax>=0.2",  # of benchmarks.eagle_head
         ],
         "research": RESEARCH,
         "examples": ["openai>=2"],

