@@ -1,7 +1,8 @@
 """`EagleConfig`: what the config.json of an EAGLE-3 draft head says (Li et al., 2025).
 
 Two layouts are read: that of the authors, which SGLang and NVIDIA write too (`midlayer`), and that
-of vLLM's speculators (`transformer_layer_config`).
+of vLLM's speculators (`transformer_layer_config`). Layers are named by what comes out of them where
+the first named is 1, as NVIDIA and SGLang do, else by what goes into them, as vLLM does.
 """
 
 from __future__ import annotations
@@ -9,13 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from jaxserve.checkpoint.fields import Fields
+from jaxserve.checkpoint.fields import SLIDING, Fields
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.checkpoint.model_paths import CheckpointError
 from jaxserve.checkpoint.rope import Rope
 from jaxserve.checkpoint.rope_fields import read_ropes
 
-NAMES = (
+ARCHITECTURES = (
     "Eagle3LlamaForCausalLM",
     "LlamaForCausalLMEagle3",
     "Eagle3Speculator",
@@ -24,12 +25,16 @@ NAMES = (
 CAPTURED = "eagle_aux_hidden_state_layer_ids"
 FEATURES = 3  # layers whose hidden states a head takes
 LEAST_LAYERS = 6  # of a model whose layers are chosen by default
+OWN = "LlamaForCausalLM"  # as the authors' own heads are named, which have a draft vocabulary
 # fields that change the mathematics, and their only values
 _WANTED: dict[str, Any] = {
     "num_hidden_layers": 1,
     "hidden_act": "silu",
     "attention_bias": False,
     "mlp_bias": False,
+    "norm_before_fc": False,
+    "norm_output": False,
+    "fc_norm": False,
 }
 
 
@@ -69,9 +74,9 @@ class EagleConfig:
                     f"{CAPTURED}: is missing, and {model.name} has only {model.layers} layers"
                 )
             layers = (2, model.layers // 2, model.layers - 3)
-        if not all(0 <= layer < model.layers for layer in layers):
+        if not all(0 <= layer <= model.layers for layer in layers):
             raise CheckpointError(
-                f"{CAPTURED}: {list(layers)} are not all below {model.layers}, the layers of "
+                f"{CAPTURED}: {list(layers)} are not all up to {model.layers}, the layers of "
                 f"{model.name}"
             )
         return layers
@@ -80,15 +85,22 @@ class EagleConfig:
 def eagle_config(config: dict) -> EagleConfig:
     """Reads the config.json of a head. Errors: CheckpointError that names the field."""
     names = config.get("architectures")
-    if not isinstance(names, list) or not any(name in NAMES for name in names):
+    known = {*ARCHITECTURES}
+    if "draft_vocab_size" in config:
+        known.add(OWN)
+    if not isinstance(names, list) or not known.intersection(map(str, names)):
         raise CheckpointError(
-            f"architectures: {str(names)[:200]} is no EAGLE-3 head; these are: {', '.join(NAMES)}"
+            f"architectures: {str(names)[:200]} is no EAGLE-3 head; these are: "
+            f"{', '.join(ARCHITECTURES)}"
         )
     whole = config | _object(config, "eagle_config")
     layer = config | _object(config, "transformer_layer_config")
     for name, wanted in _WANTED.items():
-        if layer.get(name) not in (wanted, None):
-            raise CheckpointError(f"{name}: {layer[name]!r} is not supported, only {wanted!r}")
+        for given in (layer.get(name), whole.get(name)):
+            if given not in (wanted, None):
+                raise CheckpointError(f"{name}: {given!r} is not supported, only {wanted!r}")
+    if SLIDING in (layer.get("layer_types") or ()):
+        raise CheckpointError(f"layer_types: {SLIDING} is not supported in draft heads")
     fields = Fields({"rope_theta": 10000.0, "max_position_embeddings": 2048} | layer)
     d_model = fields.count("hidden_size")
     heads = fields.count("num_attention_heads")
@@ -110,7 +122,7 @@ def eagle_config(config: dict) -> EagleConfig:
         eps=fields.number("rms_norm_eps", 1e-6),
         rope=rope,
         captured=_captured(whole.get(CAPTURED)),
-        norm_first=bool(whole.get("norm_before_residual", False)),
+        norm_first=bool(whole.get("norm_before_residual", "transformer_layer_config" in config)),
     )
 
 
@@ -123,9 +135,10 @@ def _object(config: dict, name: str) -> dict:
 
 def _captured(value: Any) -> tuple[int, ...] | None:
     """Reads the numbers of layers. Errors: CheckpointError."""
-    if value is None:
+    if value is None or value == []:
         return None
     is_numbers = isinstance(value, list) and all(type(number) is int for number in value)
     if not is_numbers or sorted({*value}) != value or len(value) != FEATURES:
         raise CheckpointError(f"{CAPTURED}: must be {FEATURES} numbers of layers that rise")
-    return tuple(value)
+    outputs = value[0] == 1
+    return tuple(number + outputs for number in value)

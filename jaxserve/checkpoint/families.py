@@ -86,7 +86,7 @@ REFUSED = dict.fromkeys(
     ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"),
     "each query attends to keys that an indexer chooses, which is not implemented; attention to "
     "all keys would give other tokens",
-) | dict.fromkeys(eagle.NAMES, "it is a draft head of another model: --drafts=eagle3")
+) | dict.fromkeys(eagle.ARCHITECTURES, "it is a draft head of another model: --drafts=eagle3")
 _GLM: dict[str, Any] = dict(
     parts=(parts.BIAS,),
     allowed=frozenset({"attention_bias", "partial_rotary_factor"}),

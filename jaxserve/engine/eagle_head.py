@@ -12,27 +12,30 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+import jax
 import numpy as np
 
 from jaxserve.api.batch import Batch
 from jaxserve.drafts.drafter import Drafted, Offer, Tokens, Wanted
 from jaxserve.engine import sampling_rows
 from jaxserve.engine.command import StepCommand
-from jaxserve.engine.eagle_programs import COLUMNS, EaglePrograms
+from jaxserve.engine.eagle_device import EagleDevice
+from jaxserve.engine.eagle_programs import COLUMNS
 from jaxserve.engine.executor import CommandExecutor
 from jaxserve.engine.step_rows import token_places
 from jaxserve.replica.registry import Registry
 from jaxserve.scheduling import Scheduler
-from jaxserve.scheduling.events import StepIssued
-from jaxserve.scheduling.sequence import Sequence
+from jaxserve.scheduling.events import StepIssued, StepRead, StepsLost
+from jaxserve.scheduling.sequence import Sequence as TokenSequence
 
 NO_OFFER = Offer(0, 1)
 NOTHING = np.empty(0, np.int32)
 FIRST_RATE = 0.7  # of tokens that are right behind right ones
 MEMORY = 0.05  # weight of a launch's time among those before it
 TIMED = 3  # launches of which the fastest counts
+Captured = Sequence[jax.Array]  # hidden states of a step: see `HiddenStates`
 log = logging.getLogger(__name__)
 
 
@@ -65,7 +68,7 @@ class _Place:
         rows = start + 1 - self.first
         if self.text is None or len(self.text) < start or not 1 < rows <= self.stored:
             return 0
-        same = np.array_equal(self.text(self.first, start), text(self.first, start))
+        same = np.array_equal(self.text(0, start), text(0, start))
         return rows if same else 0
 
     def go_on(self, sequence: int, text: Tokens, rows: int) -> None:
@@ -100,8 +103,9 @@ class EagleTimes:
         self._scale = 1.0
 
     @classmethod
-    def measured(cls, programs: EaglePrograms) -> EagleTimes:
+    def measured(cls, device: EagleDevice) -> EagleTimes:
         """Measures the programs with the smallest reach; places are not changed."""
+        programs = device.programs
         sizes = programs.sizes
         reach = programs.reaches[0]
         padding = lambda batch, width: np.zeros((batch, COLUMNS + width), np.int32)
@@ -117,11 +121,11 @@ class EagleTimes:
 
         def proposed(batch: int, steps: int) -> float:
             ints = padding(batch, sizes.few)
-            return fastest(lambda: np.asarray(programs.propose(ints, reach, steps, False)))
+            return fastest(lambda: np.asarray(device.propose(ints, reach, steps, False)))
 
         def extended() -> None:
-            programs.extend(padding(1, sizes.chunk), reach)
-            programs.wait()
+            device.extend(padding(1, sizes.chunk), reach)
+            device.wait()
 
         first = {batch: proposed(batch, 1) for batch in programs.batches}
         last = {batch: proposed(batch, sizes.most) for batch in programs.batches}
@@ -156,18 +160,19 @@ class EagleHead:
 
     waits = True
 
-    def __init__(self, programs: EaglePrograms, times: EagleTimes | None):
-        self.first_rates = np.full(programs.sizes.most, FIRST_RATE)
+    def __init__(self, device: EagleDevice, times: EagleTimes | None):
+        self.first_rates = np.full(device.programs.sizes.most, FIRST_RATE)
         self.broken = False
         self.spent = 0.0
-        self._programs = programs
+        self._device = device
         self._times = times
-        self._sizes = programs.sizes
+        self._sizes = device.programs.sizes
         self._places = [_Place(index) for index in range(self._sizes.places)]
         self._registry = Registry()
-        self._sequences: Mapping[int, Sequence] = {}
+        self._sequences: Mapping[int, TokenSequence] = {}
         self._asleep = False
         self._worker: CommandExecutor | None = None
+        self._unread: dict[int, tuple[StepCommand, Captured]] = {}  # steps by number of the batch
 
     def follow(self, registry: Registry, scheduler: Scheduler, worker: CommandExecutor) -> None:
         """Takes the hidden states of this worker's steps from now on, and draws by the seeds of
@@ -175,8 +180,10 @@ class EagleHead:
         self._registry = registry
         self._sequences = scheduler.sequences
         self._worker = worker
-        self._programs.expect_steps(worker.plan)
+        self._device.programs.expect_steps(worker.plan)
         scheduler.bus.subscribe(StepIssued, self._issued)
+        scheduler.bus.subscribe(StepRead, self._read)
+        scheduler.bus.subscribe(StepsLost, self._lost)
 
     # --- places
 
@@ -190,53 +197,78 @@ class EagleHead:
                 return place if 0 <= newest < place.stored else None
         return None
 
-    def _free_place(self, number: int, start: int) -> _Place | None:
-        """Returns a place whose sequence does not run, if there is one: that which has most rows of
-        this one's text already, or else the one that was given first."""
-        free = [place for place in self._places if not self._runs(place.sequence)]
-        if not free:
-            return None
+    def _free(self) -> list[_Place]:
+        """Lists the places whose sequences do not run, those that were given first first."""
+        return [place for place in self._places if not self._runs(place.sequence)]
+
+    def _runs(self, number: int) -> bool:
+        sequence = self._sequences.get(number)
+        return sequence is not None and sequence.slot >= 0
+
+    def _given(self, free: list[_Place], number: int, start: int) -> _Place:
+        """Gives a sequence one of the free places: that which has most rows of its text already, or
+        else the first."""
         text = self._sequences[number].history
         common = [place.common(text, start) for place in free]
-        place = free[common.index(max(common))]
+        place = free.pop(common.index(max(common)))
         if max(common):
             place.go_on(number, text, max(common))
         self._places.remove(place)
         self._places.append(place)
         return place
 
-    def _runs(self, number: int) -> bool:
-        sequence = self._sequences.get(number)
-        return sequence is not None and sequence.slot >= 0
-
     # --- features
 
     def _issued(self, step: StepIssued) -> None:
-        """Stores the features of a step that was issued. A fault of it or of its device ends its
-        proposals, and nothing else."""
-        if self.broken or self._asleep:
+        """Takes the hidden states of a step that was issued, until it is read: they are there
+        then, and nothing waits for them."""
+        assert self._worker is not None and step.command is not None
+        if not (self.broken or self._asleep):
+            self._unread[step.batch.number] = step.command, self._worker.captured
+        self._worker.captured = ()
+
+    def _read(self, step: StepRead) -> None:
+        """Stores the features of a step. A fault of it or of its device ends its proposals, and
+        nothing else."""
+        issued = self._unread.pop(step.batch.number, None)
+        if issued is None or self.broken or self._asleep:
             return
-        assert step.command is not None
         try:
-            self._store(step.batch, step.command)
+            self._store(step.batch, *issued)
         except Exception:
             self._break()
 
-    def _store(self, batch: Batch, command: StepCommand) -> None:
+    def _lost(self, event: StepsLost) -> None:
+        """Begins again with empty places, as sequences do."""
+        self._unread.clear()
+        self._forget()
+        if self.broken or self._asleep:
+            return
+        try:
+            self._device.reset()
+        except Exception:
+            self._break()
+
+    def _forget(self) -> None:
+        for place in self._places:
+            place.begin(-1, None, 0)
+
+    def _store(self, batch: Batch, command: StepCommand, captured: Captured) -> None:
         assert self._worker is not None
         plan = self._worker.plan
-        slots = plan.slots
-        index = np.full(slots, self._sizes.places, np.int32)  # out of range
-        first = np.zeros(slots, np.int32)
+        index = np.full(plan.slots, self._sizes.places, np.int32)  # out of range
+        first = np.zeros(plan.slots, np.int32)
+        places = {place.sequence: place for place in self._places}
+        free = self._free()
         of_rows = zip(
             *(each.tolist() for each in (batch.seq, batch.slot, batch.start, batch.length))
         )
-        places = {place.sequence: place for place in self._places}
         for number, slot, start, length in of_rows:
-            place = places.get(number) or self._free_place(number, start)
+            place = places.get(number)
+            if place is None and free and not self._sequences[number].request.embed:
+                place = places[number] = self._given(free, number, start)
             if place is None:
                 continue
-            places[number] = place
             self._take_in(place, number, start, length)
             index[slot] = place.index
             first[slot] = place.first
@@ -247,21 +279,24 @@ class EagleHead:
         row = position + 1 - first[slot]
         stored = (position >= 0) & (row >= 0)
         place_of = np.where(stored, index[slot], self._sizes.places)
-        self._programs.store(self._worker.captured, place_of, np.maximum(row, 0))
+        self._device.store(captured, place_of, np.maximum(row, 0))
 
     def _take_in(self, place: _Place, number: int, start: int, length: int) -> None:
-        """Makes room for the features of positions `start` on of a sequence."""
-        room = self._sizes.most + 1
+        """Makes room for the features of positions `start` to before `start + length` of a
+        sequence: where they do not fit, half of the place is left for what follows."""
+        text = self._sequences[number].history
+        half = self._sizes.capacity // 2
+        first = max(start + 1 + length, len(text)) - half
         row = start + 1 - place.first
         if place.sequence != number or row > place.stored:
-            text = self._sequences[number].history
-            place.begin(number, text, max(start + 1, len(text) - self._sizes.capacity // 2))
-        elif row + length + room > self._sizes.capacity:
-            rows = row - self._sizes.capacity // 2
-            place.first += rows
-            place.stored -= rows
-            place.computed = 0
-            self._programs.slide(place.index, rows)
+            place.begin(number, text, max(start + 1, first))
+        elif row + length + self._sizes.few > self._sizes.capacity:
+            if first > start:
+                place.begin(number, text, first)
+            else:
+                self._device.slide(place.index, first - place.first)
+                place.first = first
+                place.computed = 0
         place.stored = max(start + 1 + length - place.first, 0)
 
     # --- proposals
@@ -305,6 +340,7 @@ class EagleHead:
     def _make(self, wanted: list[Wanted], seconds: float) -> list[np.ndarray]:
         """Makes the tokens. Errors: those of its device."""
         made = [NOTHING] * len(wanted)
+        seconds = max(seconds, self._chunk_seconds)  # for one launch in any case
         ready: list[int] = []
         rows: list[np.ndarray] = []
         reach = 0
@@ -331,38 +367,39 @@ class EagleHead:
         tokens = self._launched(np.stack(rows), reach, steps, drawn)
         for number, some in zip(ready, tokens):
             some = some[: wanted[number].size]
-            faulty = (some < 0) | (some >= self._programs.config.vocab)
+            faulty = (some < 0) | (some >= self._device.programs.config.vocab)
             made[number] = some[: int(np.argmax(np.append(faulty, True)))]
         return made
 
     def _launched(self, rows: np.ndarray, reach: int, steps: int, drawn: bool) -> np.ndarray:
         """Proposes tokens, and learns what that takes: [n, most]."""
-        self._programs.wait()
-        compiles = self._programs.compiles
+        self._device.wait()
+        compiles = self._device.programs.compiles
         began = time.perf_counter()
-        tokens = np.asarray(self._programs.propose(rows, reach, steps, drawn))
-        if self._times is not None and compiles == self._programs.compiles:
+        tokens = np.asarray(self._device.propose(rows, reach, steps, drawn))
+        if self._times is not None and compiles == self._device.programs.compiles:
             predicted = self._times.propose(len(rows), steps)
             self._times.seen(predicted, time.perf_counter() - began)
         return tokens
 
     def _catch_up(self, place: _Place, sequence: Drafted, seconds: float) -> float:
         """Issues launches for the rows that were not computed, but for the last few, while there
-        are seconds left, and one in any case; returns how many there are then."""
+        are seconds left; returns how many there are then."""
         chunk = self._sizes.chunk
-        taken = 0.0 if self._times is None else self._times.chunk
+        taken = self._chunk_seconds
         stop = len(sequence.history) - 1
-        begun = False
-        while stop + 1 - place.first - place.computed > self._sizes.few:
-            if begun and taken > seconds:
-                break
+        while taken <= seconds and stop + 1 - place.first - place.computed > self._sizes.few:
             start = place.first + place.computed
             end = min(start + chunk, stop)
-            self._programs.extend(self._ints(place, sequence, end, chunk)[None], end - place.first)
+            self._device.extend(self._ints(place, sequence, end, chunk)[None], end - place.first)
             place.computed = end - place.first
             seconds -= taken
-            begun = True
         return seconds
+
+    @property
+    def _chunk_seconds(self) -> float:
+        """Predicted seconds of a launch that extends a place; 0 where that is not known."""
+        return 0.0 if self._times is None else self._times.chunk
 
     def _ints(self, place: _Place, sequence: Drafted, stop: int, width: int) -> np.ndarray:
         """Returns the integers of a place's rows before position `stop`: see `EagleProgram`."""
@@ -380,7 +417,7 @@ class EagleHead:
         (admission,) = sampling_rows.admissions(
             request.sampling, 0, place.index, NOTHING, [], seed, ()
         )
-        self._programs.admit(admission)
+        self._device.admit(admission)
         place.admitted = True
 
     # --- sleep
@@ -388,11 +425,11 @@ class EagleHead:
     def sleep(self) -> None:
         """Takes its weights and what it holds of sequences from the device; the weights go to host
         memory, whence `wake` brings them."""
-        for place in self._places:
-            place.begin(-1, None, 0)
+        self._unread.clear()
+        self._forget()
         self._asleep = True
         try:
-            self._programs.drop()
+            self._device.drop()
         except Exception:
             self._break()
 
@@ -402,7 +439,7 @@ class EagleHead:
             return
         self._asleep = False
         try:
-            self._programs.restore()
+            self._device.restore()
         except Exception:
             self._break()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jaxserve.checkpoint.fetch import local_files
+from jaxserve.engine.eagle_device import EagleDevice
 from jaxserve.engine.eagle_head import EagleHead, EagleTimes
 from jaxserve.engine.eagle_programs import EaglePrograms
 from jaxserve.engine.eagle_sizing import eagle_sizes
@@ -35,14 +36,14 @@ def open_eagle_head(
     keep_compiled(config.compile_cache)
     dtype = DTYPES[weights_dtype(config, model.config)]
     sizes = eagle_sizes(config, head, max_length(config, model.config), dtype)
-    programs = EaglePrograms(head, sizes)
-    programs.load(eagle_weights(folder, model))
-    programs.reset()
+    weights = eagle_weights(folder, model)
+    programs = EaglePrograms(head, sizes, config.mesh, weights)
+    device = EagleDevice(programs, weights)
     if warm_up:
         named = programs.all()
         with progress_bar("compiling the draft head", len(named), progress) as step:
             programs.warm_up(named, step)
     times = None
     if profiled and config.timed:
-        times = EagleTimes.measured(programs)
-    return EagleHead(programs, times)
+        times = EagleTimes.measured(device)
+    return EagleHead(device, times)

@@ -7,15 +7,16 @@ are compiled for a few numbers of sequences, and for a few reaches of attention.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh
 
-from jaxserve.checkpoint.eagle import EagleConfig
+from jaxserve.checkpoint.eagle import FEATURES, EagleConfig
 from jaxserve.engine import sampling, sampling_rows
 from jaxserve.engine.programs import Lower, Programs
 from jaxserve.engine.stage_plan import StagePlan
@@ -145,27 +146,33 @@ class EagleSizes(NamedTuple):
 
 
 class EaglePrograms(Programs):
-    """Compiles the programs of a head, and holds what they work on. Arrays are on the first device;
-    `load` brings the weights."""
+    """Compiles the programs of a head. mesh: of the model, whose last stage has hidden states last:
+    the head is on the first of its devices. weights: in host memory, by the names of
+    `EagleWeights`; their shapes are kept."""
 
-    def __init__(self, config: EagleConfig, sizes: EagleSizes):
+    def __init__(
+        self,
+        config: EagleConfig,
+        sizes: EagleSizes,
+        mesh: MeshConfig,
+        weights: Mapping[str, np.ndarray],
+    ):
         super().__init__()
         self.config = config
         self.sizes = sizes
-        (self.mesh,) = stage_meshes(MeshConfig())
-        self._whole = sharding(self.mesh)
+        *_, last = stage_meshes(mesh)
+        self._mesh = Mesh(last.devices[:1, :1], last.axis_names, axis_types=last.axis_types)
+        self.device = sharding(self._mesh)
         self.batches = list(_up_to(1, sizes.places))
         self.reaches = list(_up_to(LEAST_REACH, sizes.capacity))
-        self.weights: Any = None
-        self._state: Any = None
-        self._places: Any = None
+        self.weights = EagleWeights(
+            **{name: self._shape(*x.shape, dtype=self._type(x)) for name, x in weights.items()}
+        )
 
-    # --- arrays
+    # --- shapes of arrays
 
-    def load(self, weights: dict[str, np.ndarray]) -> None:
-        """Brings the weights to the device. weights: by the names of `EagleWeights`."""
-        put = lambda x: jax.device_put(x.astype(self._type(x)), self._whole)
-        self.weights = EagleWeights(**{name: put(x) for name, x in weights.items()})
+    def _shape(self, *shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.device)
 
     def _type(self, x: np.ndarray) -> Any:
         """Returns the type that weights have on the device: norms stay wide, as ids stay
@@ -174,93 +181,29 @@ class EaglePrograms(Programs):
             return np.int32
         return np.float32 if x.ndim == 1 else self.sizes.dtype
 
-    def reset(self) -> None:
-        """Makes empty places."""
-        self._state = jax.tree.map(self._zeros, self._state_shapes())
-        self._places = jax.tree.map(self._zeros, self._place_shapes())
-
-    def drop(self) -> None:
-        """Takes everything from the device; the weights go to host memory."""
-        if self.weights is not None:
-            self.weights = jax.tree.map(np.asarray, self.weights)
-        self._state = self._places = None
-
-    def restore(self) -> None:
-        """Brings back what `drop` took; places are empty."""
-        self.weights = jax.device_put(self.weights, self._whole)
-        self.reset()
-
-    def _zeros(self, shape: jax.ShapeDtypeStruct) -> jax.Array:
-        return jax.device_put(jnp.zeros(shape.shape, shape.dtype), self._whole)
-
-    def _shape(self, *shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=self._whole)
-
-    def _state_shapes(self) -> sampling.SamplingState:
-        fields = sampling.empty_state(1, self.sizes.places, 1)  # no tables: see `sampling.draw`
+    @property
+    def state(self) -> sampling.SamplingState:
+        """Shapes of how places sample; without tables, see `sampling.draw`."""
+        fields = sampling.empty_state(1, self.sizes.places, 1)
         return sampling.SamplingState(
             **{name: self._shape(*shape, dtype=kind) for name, (shape, kind) in fields.items()}
         )
 
-    def _place_shapes(self) -> EaglePlaces:
+    @property
+    def places(self) -> EaglePlaces:
+        """Shapes of the places."""
         sizes, config = self.sizes, self.config
         rows = sizes.places, sizes.capacity
         kv = self._shape(*rows, config.kv_heads, config.head_dim, dtype=sizes.dtype)
         return EaglePlaces(kv, kv, self._shape(*rows, config.d_model, dtype=sizes.dtype))
 
-    # --- launches
-
-    def admit(self, admission: sampling_rows.SamplingAdmission) -> None:
-        """Sets how a place samples."""
-        self._state = self.get(*self._admit())(self._state, admission)
-
-    def store(self, captured: Sequence[jax.Array], place: np.ndarray, row: np.ndarray) -> None:
-        """Stores features of captured hidden states: see `models.eagle.store`."""
-        lanes, tokens, _ = captured[0].shape
-        here = jax.device_put(list(captured), self._whole)
-        program = self.get(*self.storing(lanes, tokens, here[0].dtype))
-        self._places = program(self.weights.fc, self._places, here, place, row)
-
-    def wait(self) -> None:
-        """Waits until places are as they were left."""
-        jax.block_until_ready(self._places)
-
-    def slide(self, place: int, rows: int) -> None:
-        """Moves the features of a place: see `models.eagle.slide`."""
-        program = self.get(*self._slide())
-        self._places = program(self._places, np.int32(place), np.int32(rows))
-
-    def extend(self, ints: np.ndarray, reach: int) -> None:
-        """Computes rows of one sequence: see `EagleProgram`."""
-        program = self.get(*self._extend(self._reach(reach)))
-        self._places = program(self.weights, self._places, ints)
-
-    def propose(self, ints: np.ndarray, reach: int, steps: int, drawn: bool) -> jax.Array:
-        """Proposes tokens [n, most] of n sequences: see `EagleProgram`."""
-        count = len(ints)
-        batch = next(size for size in self.batches if size >= count)
-        padded = np.zeros((batch, ints.shape[1]), np.int32)
-        padded[:count] = ints
-        tokens, self._places = self.get(*self._propose(batch, self._reach(reach)))(
-            self.weights,
-            self._state,
-            self._places,
-            padded,
-            np.int32(steps),
-            np.bool_(drawn),
-        )
-        return tokens[:count]
-
-    def _reach(self, rows: int) -> int:
-        return next(reach for reach in self.reaches if reach >= rows)
-
     # --- programs by name
 
     def all(self) -> dict[str, Lower]:
         """Returns all programs but those that depend on the model's steps."""
-        named = [self._admit(), self._slide()]
-        named += [self._extend(reach) for reach in self.reaches]
-        named += [self._propose(batch, reach) for batch in self.batches for reach in self.reaches]
+        named = [self.admit(), self.slide()]
+        named += [self.extend(reach) for reach in self.reaches]
+        named += [self.propose(batch, reach) for batch in self.batches for reach in self.reaches]
         return dict(named)
 
     def expect_steps(self, plan: StagePlan) -> None:
@@ -268,53 +211,65 @@ class EaglePrograms(Programs):
         before they are needed."""
         if self._expected is not None:
             sizes = {shape.tokens for shape in plan.shapes}
-            stores = dict(self.storing(plan.mesh.kvp, size, plan.dtype) for size in sizes)
+            stores = dict(self.store(plan.mesh.kvp, size, plan.dtype) for size in sizes)
             self.warm_up(stores, lambda name: None)
 
-    def storing(self, lanes: int, tokens: int, dtype: Any) -> tuple[str, Lower]:
+    def store(self, lanes: int, tokens: int, dtype: Any) -> tuple[str, Lower]:
         """Stores features of a step of that many tokens on each lane. dtype: of hidden states."""
+        return f"store_{lanes}_{tokens}", lambda: self._lower_store(lanes, tokens, dtype)
+
+    def _lower_store(self, lanes: int, tokens: int, dtype: Any) -> Any:
         D = self.config.d_model
-        fc = self._shape(3 * D, D, dtype=self.sizes.dtype)
-        captured = [self._shape(lanes, tokens, D, dtype=dtype)] * 3
+        fc = self._shape(FEATURES * D, D, dtype=self.sizes.dtype)
+        captured = [[self._shape(1, tokens, D, dtype=dtype)] * lanes] * FEATURES
         at = self._shape(lanes * tokens)
-        arguments = fc, self._place_shapes(), captured, at, at
-        return f"store_{lanes}_{tokens}", self._lower(store, arguments, 1)
+        return self._lowered(store, (fc, self.places, captured, at, at), 1)
 
-    def _slide(self) -> tuple[str, Lower]:
-        arguments = self._place_shapes(), self._shape(), self._shape()
-        return "slide", self._lower(slide, arguments, 0)
+    def slide(self) -> tuple[str, Lower]:
+        """Moves the features of a place."""
+        return "slide", self._lower_slide
 
-    def _admit(self) -> tuple[str, Lower]:
-        arguments = self._state_shapes(), sampling_rows.blank_admission()
-        return "admit", self._lower(sampling.admit, arguments, 0)
+    def _lower_slide(self) -> Any:
+        return self._lowered(slide, (self.places, self._shape(), self._shape()), 0)
 
-    def _extend(self, reach: int) -> tuple[str, Lower]:
+    def admit(self) -> tuple[str, Lower]:
+        """Sets how a place samples."""
+        return "admit", self._lower_admit
+
+    def _lower_admit(self) -> Any:
+        arguments = self.state, sampling_rows.blank_admission()
+        return self._lowered(sampling.admit, arguments, 0)
+
+    def extend(self, reach: int) -> tuple[str, Lower]:
+        """Computes rows of one sequence. reach: one of `reaches`."""
+        return f"extend_{reach}", lambda: self._lower_extend(reach)
+
+    def _lower_extend(self, reach: int) -> Any:
         ints = self._shape(1, COLUMNS + self.sizes.chunk)
-        arguments = self._weight_shapes(), self._place_shapes(), ints
-        return f"extend_{reach}", self._lower(self._program(reach).extend, arguments, 1)
+        arguments = self.weights, self.places, ints
+        return self._lowered(self._program(reach).extend, arguments, 1)
 
-    def _propose(self, batch: int, reach: int) -> tuple[str, Lower]:
+    def propose(self, batch: int, reach: int) -> tuple[str, Lower]:
+        """Proposes tokens. batch: one of `batches`, of sequences; reach: one of `reaches`."""
+        return f"propose_{batch}_{reach}", lambda: self._lower_propose(batch, reach)
+
+    def _lower_propose(self, batch: int, reach: int) -> Any:
         arguments = (
-            self._weight_shapes(),
-            self._state_shapes(),
-            self._place_shapes(),
+            self.weights,
+            self.state,
+            self.places,
             self._shape(batch, COLUMNS + self.sizes.few),
             self._shape(),
             self._shape(dtype=jnp.bool_),
         )
-        lower = self._lower(self._program(reach).propose, arguments, 2)
-        return f"propose_{batch}_{reach}", lower
+        return self._lowered(self._program(reach).propose, arguments, 2)
 
     def _program(self, reach: int) -> EagleProgram:
         return EagleProgram(self.config, reach, self.sizes.most)
 
-    def _weight_shapes(self) -> EagleWeights:
-        return jax.tree.map(lambda x: self._shape(*x.shape, dtype=x.dtype), self.weights)
-
-    def _lower(self, f: Any, arguments: tuple, donated: int) -> Lower:
-        """Returns what lowers a program, whose results may take the memory of one argument."""
-        whole = self._whole.spec
-        return lambda: lowered(f, self.mesh, arguments, whole, donate=(donated,))
+    def _lowered(self, f: Any, arguments: tuple, donated: int) -> Any:
+        """Lowers a program, whose results may take the memory of one argument."""
+        return lowered(f, self._mesh, arguments, self.device.spec, donate=(donated,))
 
 
 def _up_to(least: int, most: int) -> Iterator[int]:

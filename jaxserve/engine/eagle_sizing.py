@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxserve.checkpoint.eagle import FEATURES, EagleConfig
+from jaxserve.checkpoint.eagle import EagleConfig
 from jaxserve.checkpoint.fetch import local_files
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.engine.eagle_programs import EagleSizes
 from jaxserve.settings.schema import ConfigError, EngineConfig
-from jaxserve.weights.eagle import read_eagle_config
+from jaxserve.weights.eagle import eagle_elements, read_eagle_config
 
 MOST_CHUNK = 512  # rows of a launch that catches up with a text
 
@@ -52,13 +52,4 @@ def eagle_sizes(config: EngineConfig, head: EagleConfig, longest: int, dtype: An
 
 def eagle_bytes(head: EagleConfig, sizes: EagleSizes) -> int:
     """Bytes that a head takes of its device."""
-    D, H = head.d_model, head.head_dim
-    queries = head.heads * H
-    weights = (
-        (head.vocab + head.draft_vocab) * D
-        + FEATURES * D * D
-        + 2 * D * (queries + 2 * head.kv_heads * H)
-        + queries * D
-        + 3 * D * head.d_ff
-    )
-    return sizes.bytes(head, weights)
+    return sizes.bytes(head, eagle_elements(head))

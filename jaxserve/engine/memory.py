@@ -234,7 +234,8 @@ def _tables(plan: StagePlan) -> int:
 def _work(plan: StagePlan) -> int:
     """Bytes of the largest step: four copies of its hidden states, three of what is widest in a
     layer (heads, or the MLP's inner states; or what Gated DeltaNet has), and three of the logits in
-    f32."""
+    f32; and hidden states that are captured, of a step and the one before it, once here and, as all
+    lanes' are brought to one device, once for each of them."""
     model = plan.model
     tp = plan.mesh.tp
     item = np.dtype(plan.dtype).itemsize
@@ -244,5 +245,6 @@ def _work(plan: StagePlan) -> int:
     widest = max(heads, model.inner(tp), *(spec.inner(item) for spec in deltas))
     if plan.adapters is not None:  # what they add: sorted by adapter, and in its place
         widest += 2 * max(heads, 2 * model.inner(tp)) + 2 * model.d_model
+    captured = 2 * len(plan.captured) * (1 + plan.mesh.kvp) * model.d_model
     logits = max(plan.samples) * padded_vocab(model, tp) // tp
-    return tokens * (4 * model.d_model + widest) * item + 3 * logits * F32
+    return tokens * (4 * model.d_model + widest + captured) * item + 3 * logits * F32

@@ -124,9 +124,12 @@ class Stage(nnx.Module):
     embed: nnx.Param
 
     def __init__(self, model: ModelConfig, layers: range, tp: int, captured: Collection[int] = ()):
-        """captured: layers before which hidden states are kept for a draft head."""
+        """captured: layers before which hidden states are kept for a draft head; the number of all
+        layers: behind the last."""
         self.is_first = layers.start == 0
-        self.captured = tuple(i for i, layer in enumerate(layers) if layer in captured)
+        ends = layers.stop + (layers.stop == model.layers)
+        borders = range(layers.start, ends)
+        self.captured = tuple(i for i, layer in enumerate(borders) if layer in captured)
         self.multiplier = model.multipliers.embedding
         self.max_len = model.max_len
         self.has_sizes = bool(model.layer_sizes)  # of layers
@@ -237,6 +240,8 @@ def run_layers(
         given = None if inputs is None else inputs[:, i]
         x, cache = _run_block(*nnx.split(block), x, tokens, table, of_part[place], cache, given)
         caches[place.pool] = jax.tree.map(lambda new, old: new.reshape(old.shape), cache, pool)
+    if len(stage.layers) in stage.captured:
+        seen.append(x)
     return x, caches, seen
 
 

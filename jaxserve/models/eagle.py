@@ -21,20 +21,21 @@ from jaxserve.models.layers import gated, rope_cos_sin
 
 
 class EagleWeights(NamedTuple):
-    """Weights of a head; matrices are [in, out]. ids: of the model, by those of the head."""
+    """Weights of a head, or their shapes; matrices are [in, out]. ids: of the model, by those of the
+    head."""
 
-    embed: jax.Array  # [V, D]
-    fc: jax.Array  # [3 D, D]
-    embed_norm: jax.Array  # [D]
-    feature_norm: jax.Array  # [D]
-    qkv: jax.Array  # [2 D, heads of queries, keys and values]
-    o: jax.Array
-    mlp_norm: jax.Array  # [D]
-    gate_up: jax.Array  # [D, 2 F]
-    down: jax.Array  # [F, D]
-    norm: jax.Array  # [D]
-    head: jax.Array  # [D, draft_vocab]
-    ids: jax.Array  # [draft_vocab] int32
+    embed: Any  # [V, D]
+    fc: Any  # [3 D, D]
+    embed_norm: Any  # [D]
+    feature_norm: Any  # [D]
+    qkv: Any  # [2 D, heads of queries, keys and values]
+    o: Any
+    mlp_norm: Any  # [D]
+    gate_up: Any  # [D, 2 F]
+    down: Any  # [F, D]
+    norm: Any  # [D]
+    head: Any  # [D, draft_vocab]
+    ids: Any  # [draft_vocab] int32
 
 
 class EaglePlaces(NamedTuple):
@@ -124,13 +125,13 @@ def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
 def store(
     fc: jax.Array,
     places: EaglePlaces,
-    captured: list[jax.Array],
+    captured: list[list[jax.Array]],
     place: jax.Array,
     row: jax.Array,
 ) -> EaglePlaces:
-    """Makes features of captured hidden states, each [lanes, T, D], and writes them to places at
-    `place` and `row` [lanes * T]; what is out of range is dropped."""
-    x = jnp.concatenate(captured, -1)
+    """Makes features of captured hidden states, of each layer and lane [1, T, D]; writes them to
+    places at `place` and `row` [lanes * T]; what is out of range is dropped."""
+    x = jnp.concatenate([jnp.concatenate(lanes) for lanes in captured], -1)
     x = x.reshape(-1, x.shape[-1]).astype(fc.dtype) @ fc
     return places._replace(features=places.features.at[place, row].set(x, mode="drop"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -17,13 +18,20 @@ from jaxserve.weights.store import OrbaxFolder
 
 EMBED = "embed_tokens.weight"
 TO_TARGET = "d2t"  # what is added to an id of the head to have the model's
+TO_DRAFT = "t2d"  # which ids of the model the head has: the same once more
 _LAYER = "layer"
 _LAYERS = ("midlayer.", "layers.0.")  # what names of the layer begin with
 
 
 def read_eagle_config(folder: Path) -> EagleConfig:
     """Reads what a head's config.json says. Errors: CheckpointError."""
-    return eagle_config(read_object(folder / "config.json"))
+    file = folder / "config.json"
+    if not file.is_file():
+        raise CheckpointError(f"{folder}: has no config.json, so it is no draft head")
+    try:
+        return eagle_config(read_object(file))
+    except CheckpointError as error:
+        raise CheckpointError(f"{file}: {error}") from None
 
 
 def eagle_weights(folder: Path, model: Checkpoint | OrbaxFolder) -> dict[str, np.ndarray]:
@@ -46,6 +54,7 @@ def eagle_weights(folder: Path, model: Checkpoint | OrbaxFolder) -> dict[str, np
         for name, kind in types.items()
         if kind not in (("I64",) if name == TO_TARGET else FLOATS)
     ]
+    faults += [f"{name} is not known" for name in stored.keys() - wanted.keys() - {TO_DRAFT}]
     if TO_TARGET not in stored and config.draft_vocab != config.vocab:
         faults.append(f"{TO_TARGET} is missing")
     if faults:
@@ -79,6 +88,11 @@ def _short(name: str) -> str:
         if name.startswith(prefix):
             return f"{_LAYER}.{name.removeprefix(prefix)}"
     return name
+
+
+def eagle_elements(config: EagleConfig) -> int:
+    """Counts the weights of a head, with an embedding."""
+    return sum(math.prod(shape) for shape in _shapes(config).values())
 
 
 def _shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxserve.checkpoint.eagle import eagle_config
 from jaxserve.checkpoint.model_paths import CheckpointError
 from jaxserve.engine.build import build
 from jaxserve.engine.command import DeviceError
@@ -23,9 +24,11 @@ from jaxserve.settings.schema import (
     ModelSource,
     SchedulerConfig,
 )
-from tests.engine.eagle import DenseHead, head_config, head_tensors, write_head
+from tests.engine.eagle import CAPTURED, DenseHead, head_config, head_tensors, write_head
 from tests.engine.test_draft_model import EVERY_MESH, plainly
 from tests.engine.test_drafts import SAMPLING, assert_same, checked, prompts, run
+from tests.engine.test_engine import ask
+from tests.engine.test_faults import at_launch, on_the_way, once
 from tests.models.reference import random_weights
 from tests.weights.models import TINY, write_folder
 
@@ -46,14 +49,21 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def drafting(
-    model: Path, head: Path, mesh: str = "", profiled: bool = False, groups: int = 1, **settings
+    model: Path,
+    head: Path,
+    mesh: str = "",
+    profiled: bool = False,
+    groups: int = 1,
+    chunk: int = 32,
+    pages: int = 400,
+    **settings,
 ) -> Engine:
     return build(
         EngineConfig(
             ModelSource(model=str(model), max_model_len=512),
             MeshConfig.parse(mesh),
-            CacheConfig(block_size=16, pages=400),
-            SchedulerConfig(max_seqs=4, chunk_tokens=32, drafts="eagle3", draft_tokens=TOKENS),
+            CacheConfig(block_size=16, pages=pages),
+            SchedulerConfig(max_seqs=4, chunk_tokens=chunk, drafts="eagle3", draft_tokens=TOKENS),
             draft=DraftConfig(draft_model=str(head), **settings),
             layer_groups=groups,
         ),
@@ -126,7 +136,7 @@ def test_a_head_as_speculators_write_it(model, tmp_path):
         "architectures": ["Eagle3Speculator"],
         "draft_vocab_size": config["draft_vocab_size"],
         "norm_before_residual": True,
-        "eagle_aux_hidden_state_layer_ids": [1, 3, 4],
+        "eagle_aux_hidden_state_layer_ids": CAPTURED,
         "transformer_layer_config": config | layer,
     }
     embed = {"embed_tokens.weight": TENSORS["model.embed_tokens.weight"].astype(np.float32)}
@@ -164,6 +174,40 @@ def test_of_a_conversation_that_goes_on_it_sees_all(model, head):
     assert_as_paper(seen, DenseHead(head_config(MODEL), WEIGHTS, MODEL, TENSORS))
 
 
+def test_of_a_long_next_turn_it_sees_the_end(model, head):
+    """What a place has of the turn before does not fit beside it."""
+    engine = drafting(model, head, draft_context=128, chunk=128)
+    always(engine)
+    random = np.random.default_rng(1)
+    prompt = random.integers(3, 500, 60).tolist()
+    ((answer,),) = run(engine, [prompt], {})
+    seen = proposed(engine)
+    for more in (80, 110, 10, 70):
+        prompt = prompt + answer.ids + random.integers(3, 500, more).tolist()
+        ((answer,),) = run(engine, [prompt], dict(max_tokens=20))
+    assert not engine.draft_model.broken and len({first for _, _, first in seen}) >= 3
+    assert_as_paper(seen, DenseHead(head_config(MODEL), WEIGHTS, MODEL, TENSORS))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_comes_it_proposes_what_the_paper_says(model, head, seed):
+    """Requests that go on, branch, are cancelled and preempted, in a small pool."""
+    engine = drafting(model, head, draft_context=128, draft_seqs=3, chunk=64, pages=24)
+    always(engine)
+    random = np.random.default_rng(seed)
+    texts = [random.integers(3, 500, 20).tolist()]
+    seen = proposed(engine)
+    for _ in range(4):
+        every = []
+        for _ in range(5):
+            text = texts[random.integers(len(texts))][: random.integers(10, 150)]
+            every.append(text + random.integers(3, 500, random.integers(1, 40)).tolist())
+        completions = run(engine, every, dict(max_tokens=int(random.integers(5, 60))))
+        texts += [text + one.ids for text, (one,) in zip(every, completions)]
+    assert not engine.draft_model.broken
+    assert_as_paper(seen, DenseHead(head_config(MODEL), WEIGHTS, MODEL, TENSORS))
+
+
 def test_of_long_texts_it_sees_the_end(model, head):
     engine = drafting(model, head, draft_context=128)
     always(engine)
@@ -171,7 +215,7 @@ def test_of_long_texts_it_sees_the_end(model, head):
     random = np.random.default_rng(0)
     every = [random.integers(3, 500, 150).tolist(), random.integers(3, 500, 20).tolist()]
     run(engine, every, dict(max_tokens=200))
-    assert len({first for _, _, first in seen}) > 3
+    assert len({first for _, _, first in seen}) >= 3
     assert_as_paper(seen, DenseHead(head_config(MODEL), WEIGHTS, MODEL, TENSORS))
 
 
@@ -222,29 +266,76 @@ def test_a_fault_of_the_head_ends_its_proposals_alone(model, head, what, monkeyp
     def fail(*_):
         raise DeviceError("injected")
 
-    monkeypatch.setattr(engine.draft_model._programs, what, fail)
+    monkeypatch.setattr(engine.draft_model._device, what, fail)
     assert_same(run(engine, every, {}), plainly(engine, every, {}))
     assert engine.draft_model.broken and "proposes nothing" in caplog.text
+
+
+@pytest.mark.parametrize("fault", [at_launch, on_the_way])
+def test_behind_a_step_that_is_lost_it_proposes_again(model, head, fault, monkeypatch):
+    engine = drafting(model, head)
+    always(engine)
+    engine.start()
+    try:
+        before = ask(engine, "before", 20, max_tokens=60)
+        assert before.finished().reason == "length"
+        once(engine, monkeypatch, "step", fault(engine))
+        assert ask(engine, "lost", 20).finished().reason == "error"
+        seen = proposed(engine)
+        after = ask(engine, "after", 20, max_tokens=60)
+        assert after.finished().reason == "length" and after.tokens == before.tokens
+        assert any(tokens for _, tokens, _ in seen) and not engine.draft_model.broken
+    finally:
+        engine.close()
 
 
 @pytest.mark.parametrize(
     ("fields", "fault"),
     [
-        (dict(architectures=["LlamaForCausalLM"]), "is no EAGLE-3 head"),
+        (dict(architectures=["Qwen3ForCausalLM"]), "is no EAGLE-3 head"),
         (dict(hidden_size=128), "hidden_size: 128 in the head, 64 in"),
         (dict(vocab_size=256), "vocab_size: 256 in the head, 512 in"),
         (dict(num_hidden_layers=2), "num_hidden_layers: 2 is not supported"),
         (dict(draft_vocab_size=600), "draft_vocab_size: must be a whole number from 1 to 512"),
         (dict(intermediate_size=97), "mlp.up_proj.weight is"),
-        (dict(eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}), "not all below 6"),
+        (dict(eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 2, 9]}), "not all up to 6"),
         (dict(eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 1, 3]}), "that rise"),
         (dict(eagle_config=None, transformer_layer_config=3), "must be an object"),
+        (dict(eagle_config=dict(norm_before_fc=True)), "norm_before_fc: True is not supported"),
+        (dict(norm_output=True), "norm_output: True is not supported"),
+        (dict(layer_types=["sliding_attention"]), "sliding_attention is not supported"),
     ],
 )
 def test_a_head_of_another_kind_is_refused(model, tmp_path, fields, fault):
     folder = write_head(tmp_path, head_config(MODEL) | fields, WEIGHTS)
     with pytest.raises(CheckpointError, match=fault):
         drafting(model, folder)
+
+
+def test_layers_are_named_by_what_comes_out_where_the_first_is_1():
+    read = lambda *layers: (
+        eagle_config(
+            head_config(MODEL, eagle_config=None, eagle_aux_hidden_state_layer_ids=[*layers])
+        ).captured
+    )
+    assert read(1, 17, 32) == (2, 18, 33)
+    assert read(2, 18, 33) == (2, 18, 33)
+    assert read() is None
+
+
+def test_a_head_of_the_authors_is_one_by_its_draft_vocabulary():
+    assert eagle_config(head_config(MODEL, architectures=["LlamaForCausalLM"]))
+
+
+def test_tensors_that_are_not_known_are_refused(model, tmp_path):
+    more = WEIGHTS | {"midlayer.self_attn.q_norm.weight": np.ones(16, np.float32)}
+    with pytest.raises(CheckpointError, match=r"q_norm\.weight is not known"):
+        drafting(model, write_head(tmp_path, head_config(MODEL), more))
+
+
+def test_what_is_no_folder_of_a_head_is_refused(model, tmp_path):
+    with pytest.raises(CheckpointError, match=r"has no config\.json, so it is no draft head"):
+        drafting(model, tmp_path)
 
 
 def test_ids_past_the_vocabulary_are_refused(model, tmp_path):

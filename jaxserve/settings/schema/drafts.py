@@ -10,7 +10,8 @@ from jaxserve.settings.schema.model import QUANTIZATIONS
 
 @dataclass(frozen=True)
 class DraftConfig(Settings):
-    """A draft model, and what it may take of a device. It runs on the replica's first device."""
+    """A draft model or head, and what it may take of a device. A model runs on the replica's first
+    device, a head on one of the last stage."""
 
     draft_model: str | None = option(
         None,
@@ -27,13 +28,13 @@ class DraftConfig(Settings):
     )
     draft_context: int = option(
         4096,
-        "last tokens of a sequence that the draft model sees at most: its KV has room for them",
+        "last tokens of a sequence that the draft model or head sees at most: it has room for them",
         low=128,
     )
     draft_seqs: int = option(
         16,
-        "sequences that the draft model has KV of; where more decode, those that began first have "
-        "proposals",
+        "sequences that the draft model or head has room for; where there are more, those that "
+        "began first have proposals",
         low=1,
         high=256,
     )
