@@ -21,8 +21,8 @@ from jaxserve.models.layers import gated, rope_cos_sin
 
 
 class EagleWeights(NamedTuple):
-    """Weights of a head, or their shapes; matrices are [in, out]. ids: of the model, by those of the
-    head."""
+    """Weights of a head, or their shapes; matrices are [in, out]. ids: of the model, by those of
+    the head."""
 
     embed: Any  # [V, D]
     fc: Any  # [3 D, D]
