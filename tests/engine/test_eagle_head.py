@@ -191,7 +191,7 @@ def test_of_a_long_next_turn_it_sees_the_end(model, head):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_whatever_comes_it_proposes_what_the_paper_says(model, head, seed):
-    """Requests that go on, branch, are cancelled and preempted, in a small pool."""
+    """Requests that go on and branch, in a pool so small that some are preempted."""
     engine = drafting(model, head, draft_context=128, draft_seqs=3, chunk=64, pages=24)
     always(engine)
     random = np.random.default_rng(seed)
