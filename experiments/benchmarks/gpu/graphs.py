@@ -101,7 +101,7 @@ class Loop:
         """Issues a step; returns all that it takes and gives, beside weights and pages."""
         stage = self._stage
         rows, fed = next(self._inputs)
-        hidden, stage.caches, stage.table = self._layers(
+        hidden, stage.caches, stage.table, _ = self._layers(
             stage.values, stage.caches, stage.table, rows, fed
         )
         tokens, sampled = self._sample(self._head, hidden[1], hidden[2], fed)
