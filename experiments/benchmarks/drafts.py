@@ -9,8 +9,8 @@ Each engine answers the same prompts greedily, one alone and eight together, in 
 alone. With --times the model has more layers, and says the same: those that are added add nothing.
 The model itself, without them, is then a draft model that is always right and takes a part of the
 time, as good as one can be. With --head an EAGLE-3 head takes part, as `eagle_head` trains one. The
-verdict fails where proposed tokens change an answer of jaxserve's,
-where none were checked, or where eight together become slower by more than 3 %.
+verdict fails where proposed tokens change an answer of jaxserve's, where none were checked, or
+where eight together become slower by more than 3 %.
 """
 
 from __future__ import annotations
@@ -280,8 +280,8 @@ def _engines(
     count = values["draft_tokens"]
     found = _own(model, draft, values["head"], settings, count)
     found += _vllm(values, folder, model, draft, cpus, settings)
-    wanted = {*values["kinds"].split(",")}
-    found = [one for one in found if KINDS.get(one[0].name, "") in {*wanted, ""}]
+    left_out = {*KINDS.values()}.difference(values["kinds"].split(","))
+    found = [one for one in found if KINDS.get(one[0].name) not in left_out]
     file = model_files.gguf_of(values["model"], folder.parent / "side_by_side")
     if values["llama"] and file is not None and model == draft:
         peer = engines.llama_python(values["llama"], file, cpus)

@@ -97,8 +97,8 @@ class Batch(NamedTuple):
 
 
 class Target(NamedTuple):
-    """What training needs of the model. ids: of the draft vocabulary. rows: theirs of the LM head.
-    among [vocabulary]: whether an id is one of them."""
+    """Parts of the model that a head is trained with. ids: the draft vocabulary. rows: of the LM
+    head, those of these ids. among [vocabulary]: whether an id is one of them."""
 
     embedding: Any
     ids: Any

@@ -14,7 +14,7 @@ Weights = dict[str, Any]
 
 
 class Sizes(NamedTuple):
-    """What the shapes of weights do not say of a model."""
+    """Sizes of a model that do not follow from the shapes of its weights."""
 
     layers: int
     head_dim: int

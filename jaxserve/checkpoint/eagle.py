@@ -14,7 +14,8 @@ from jaxserve.checkpoint.fields import SLIDING, Fields
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.checkpoint.model_paths import CheckpointError
 from jaxserve.checkpoint.rope import Rope
-from jaxserve.checkpoint.rope_fields import read_ropes
+from jaxserve.checkpoint.rope_fields import check_heads, read_ropes
+from jaxserve.checkpoint.specs import Dimensions
 
 ARCHITECTURES = (
     "Eagle3LlamaForCausalLM",
@@ -39,20 +40,13 @@ _WANTED: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class EagleConfig:
+class EagleConfig(Dimensions):
     """A draft head: one layer of a decoder, whose attention sees embeddings and features side by
     side. vocab: ids of the model; draft_vocab: those that it can propose. captured: layers of the
     model before which hidden states are its features; None: not stated. norm_first: what is added
     to the layer's output is normalised features, not those themselves."""
 
-    d_model: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    d_ff: int
-    vocab: int
     draft_vocab: int
-    max_len: int
     eps: float
     rope: Rope
     captured: tuple[int, ...] | None
@@ -104,16 +98,15 @@ def eagle_config(config: dict) -> EagleConfig:
     fields = Fields({"rope_theta": 10000.0, "max_position_embeddings": 2048} | layer)
     d_model = fields.count("hidden_size")
     heads = fields.count("num_attention_heads")
-    kv_heads = fields.count("num_key_value_heads", heads)
     max_len = fields.count("max_position_embeddings")
     vocab = fields.count("vocab_size")
     (rope,) = read_ropes(fields.fields, None, max_len, "")
-    if heads % kv_heads:
-        raise CheckpointError(f"{heads} heads are not a multiple of {kv_heads} kv heads")
-    return EagleConfig(
+    head = EagleConfig(
+        name=str(config.get("_name_or_path") or names[0]),
+        layers=1,
         d_model=d_model,
         heads=heads,
-        kv_heads=kv_heads,
+        kv_heads=fields.count("num_key_value_heads", heads),
         head_dim=fields.count("head_dim", d_model // heads),
         d_ff=fields.count("intermediate_size"),
         vocab=vocab,
@@ -124,6 +117,8 @@ def eagle_config(config: dict) -> EagleConfig:
         captured=_captured(whole.get(CAPTURED)),
         norm_first=bool(whole.get("norm_before_residual", "transformer_layer_config" in config)),
     )
+    check_heads(head, [rope])
+    return head
 
 
 def _object(config: dict, name: str) -> dict:

@@ -16,8 +16,8 @@ from jaxserve.checkpoint.generation_config import FILE, usable_sampling
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.checkpoint.model_paths import CheckpointError
 from jaxserve.checkpoint.quantization import read_quantization
-from jaxserve.checkpoint.rope import Rope, RopeScaling
-from jaxserve.checkpoint.rope_fields import WHOLE, read_ropes, write_ropes
+from jaxserve.checkpoint.rope import RopeScaling
+from jaxserve.checkpoint.rope_fields import WHOLE, check_heads, read_ropes, write_ropes
 from jaxserve.checkpoint.specs import MlpSpec, NormSpec
 
 MAX_LAYERS = 10_000  # so that listing every tensor of a made-up config ends soon
@@ -104,7 +104,8 @@ def from_hf(
         model = part.read(fields, model)
     if any(rope.share != WHOLE for rope in ropes) and _PARTIAL not in family.allowed:
         raise CheckpointError(f"{_PARTIAL}: {ropes[0].share!r} is not supported")
-    return _checked(model)
+    check_heads(model, model.ropes)
+    return model
 
 
 def to_hf(model: ModelConfig) -> dict:
@@ -235,36 +236,3 @@ def _served_len(max_len: int, scaling: RopeScaling | None) -> int:
 
 def _first(vocab: int, name: str, value: Any) -> int | None:
     return next(iter(token_ids(vocab, {name: value})), None)
-
-
-def _checked(model: ModelConfig) -> ModelConfig:
-    """Returns the config if it is consistent. Errors: CheckpointError."""
-    if model.heads % model.kv_heads:
-        raise CheckpointError(
-            f"{model.heads} heads are not a multiple of {model.kv_heads} kv heads"
-        )
-    if model.head_dim % 2:
-        raise CheckpointError(
-            f"head size {model.head_dim} is odd; rotary positions need an even one"
-        )
-    for rope in model.ropes:
-        if rope is not None:
-            _check_rope(rope, model.head_dim)
-    return model
-
-
-def _check_rope(rope: Rope, head_dim: int) -> None:
-    dims = rope.dims(head_dim)
-    if rope.share > WHOLE or dims < 2 or dims % 2:
-        raise CheckpointError(
-            f"partial_rotary_factor: {rope.share} of a head size of {head_dim} is no even number "
-            "of dimensions"
-        )
-    scaling = rope.scaling
-    if scaling is not None and scaling.kind == "longrope":
-        for key, divisors in (("short_factor", scaling.short), ("long_factor", scaling.long)):
-            if len(divisors) != dims // 2:
-                raise CheckpointError(
-                    f"{key}: has {len(divisors)} numbers; "
-                    f"{dims} rotated dimensions need {dims // 2}"
-                )

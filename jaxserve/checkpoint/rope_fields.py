@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxserve.checkpoint.fields import FULL, SLIDING, Fields
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.checkpoint.model_paths import CheckpointError
 from jaxserve.checkpoint.rope import SCALINGS, Rope, RopeScaling
+from jaxserve.checkpoint.specs import Dimensions
 
 WHOLE = 1.0  # partial_rotary_factor of heads that are rotated whole
 _OUTSIDE = ("rope_theta", "original_max_position_embeddings", "partial_rotary_factor")
@@ -137,3 +138,35 @@ def write_scaling(scaling: RopeScaling) -> dict[str, Any]:
         if divisors := fields.pop(key):
             written[f"{key}_factor"] = list(divisors)
     return written | fields
+
+
+def check_heads(sizes: Dimensions, ropes: Iterable[Rope | None]) -> None:
+    """Checks that heads can be grouped, and turned by these ropes. Errors: CheckpointError."""
+    if sizes.heads % sizes.kv_heads:
+        raise CheckpointError(
+            f"{sizes.heads} heads are not a multiple of {sizes.kv_heads} kv heads"
+        )
+    if sizes.head_dim % 2:
+        raise CheckpointError(
+            f"head size {sizes.head_dim} is odd; rotary positions need an even one"
+        )
+    for rope in ropes:
+        if rope is not None:
+            _check_rope(rope, sizes.head_dim)
+
+
+def _check_rope(rope: Rope, head_dim: int) -> None:
+    dims = rope.dims(head_dim)
+    if rope.share > WHOLE or dims < 2 or dims % 2:
+        raise CheckpointError(
+            f"partial_rotary_factor: {rope.share} of a head size of {head_dim} is no even number "
+            "of dimensions"
+        )
+    scaling = rope.scaling
+    if scaling is not None and scaling.kind == "longrope":
+        for key, divisors in (("short_factor", scaling.short), ("long_factor", scaling.long)):
+            if len(divisors) != dims // 2:
+                raise CheckpointError(
+                    f"{key}: has {len(divisors)} numbers; "
+                    f"{dims} rotated dimensions need {dims // 2}"
+                )

@@ -66,9 +66,9 @@ def build(
     be read.
     """
     config = for_this_machine(config)
-    ensure_devices(config.mesh.devices)
     draft_model = None
     if config.draft.draft_model is not None:
+        ensure_devices(config.mesh.devices)
         draft_model = DRAFT_WEIGHTS[config.scheduler.drafts](config, progress, warm_up, profiled)
     worker, model = open_executor(config, progress, warm_up, peers)
     profile = None

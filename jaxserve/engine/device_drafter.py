@@ -1,14 +1,21 @@
-"""Interface of drafters that have weights on a device: a draft model, or a draft head."""
+"""Interface of drafters that have weights on a device, a draft model or a draft head, and what they
+have in common."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
-from jaxserve.drafts.drafter import Drafter
+import numpy as np
+
+from jaxserve.drafts.drafter import Drafted, Drafter, Offer
 from jaxserve.engine.executor import CommandExecutor
+from jaxserve.engine.sampling_rows import SamplingAdmission, admissions, fold_seed
 from jaxserve.replica.registry import Registry
 from jaxserve.replica.weights import WeightsHolder, WeightSource
 from jaxserve.scheduling import Scheduler
+
+NO_OFFER = Offer(0, 1)
+NOTHING = np.empty(0, np.int32)
 
 
 class DeviceDrafter(Drafter, Protocol):
@@ -57,3 +64,18 @@ class WeightsWithDraft(WeightsHolder):
     def wake(self) -> None:
         self._own.wake()
         self._draft.wake()
+
+
+def admission_of(sequence: Drafted, place: int, registry: Registry) -> SamplingAdmission:
+    """Makes a place sample as a sequence does, but for penalties and biases. registry: has the seed
+    of its request."""
+    request = sequence.request
+    seed = fold_seed(registry[request.id].seed, sequence.index)
+    (admission,) = admissions(request.sampling, 0, place, NOTHING, [], seed, ())
+    return admission
+
+
+def within(tokens: np.ndarray, vocab: int) -> np.ndarray:
+    """Returns the tokens [n] before the first that a model with `vocab` ids does not have."""
+    faulty = (tokens < 0) | (tokens >= vocab)
+    return tokens[: int(np.argmax(np.append(faulty, True)))]

@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxserve.costs.predictor import Predictor
 from jaxserve.drafts.drafter import Drafted, Offer, Tokens, Wanted
-from jaxserve.engine import sampling_rows
+from jaxserve.engine.device_drafter import NO_OFFER, NOTHING, admission_of, within
 from jaxserve.engine.draft_steps import DraftSteps, Rows
 from jaxserve.engine.executor import CommandExecutor
 from jaxserve.lanes.groups import ChunkPlace
@@ -30,8 +30,6 @@ FIRST_RATE = 0.8  # of tokens that are right behind right ones: most draft model
 FEW = 8  # tokens of a place that are computed in rows of one
 RECENT = 0.1  # weight of a text's length among those before
 LEAST_CHUNK = 64  # tokens, if there are as many: a row of most compiled shapes
-NO_OFFER = Offer(0, 1)
-NOTHING = np.empty(0, np.int32)
 log = logging.getLogger(__name__)
 
 
@@ -201,7 +199,9 @@ class DraftModel:
             assert place is not None and place.source is not None, "what it offered, it has not"
             places.append(place)
             if not place.admitted:
-                self._admit(place, place.source.sequence)
+                admission = admission_of(place.source.sequence, place.index, self._registry)
+                self._steps.admit([admission])
+                place.admitted = True
             place.take_in(size, self._capacity)
             history = place.source.sequence.history
             self._seen(len(history) - place.first)
@@ -218,15 +218,6 @@ class DraftModel:
     @property
     def _few(self) -> int:
         return min(FEW, self._steps.rows)
-
-    def _admit(self, place: _Place, sequence: Drafted) -> None:
-        """Has a place sample as a sequence does, but for penalties and biases."""
-        request = sequence.request
-        seed = sampling_rows.fold_seed(self._registry[request.id].seed, sequence.index)
-        self._steps.admit(
-            sampling_rows.admissions(request.sampling, 0, place.index, NOTHING, [], seed, ())
-        )
-        place.admitted = True
 
     def _catch_up(self, place: _Place, history: Tokens, seconds: float) -> float:
         """Issues steps for the tokens of a sequence that were not computed, but for the last few,
@@ -323,9 +314,7 @@ class DraftModel:
         steps = self._steps.read()
         for place in places:
             mine = [step[place.index] for step in steps if place.index in step]
-            tokens = np.array(mine, np.int32)
-            faulty = (tokens < 0) | (tokens >= self._vocab)
-            place.proposed = tokens[: int(np.argmax(np.append(faulty, True)))]
+            place.proposed = within(np.array(mine, np.int32), self._vocab)
 
     # --- sleep
 

@@ -19,10 +19,11 @@ import numpy as np
 
 from jaxserve.api.batch import Batch
 from jaxserve.drafts.drafter import Drafted, Offer, Tokens, Wanted
-from jaxserve.engine import sampling_rows
 from jaxserve.engine.command import StepCommand
+from jaxserve.engine.device_drafter import NO_OFFER, NOTHING, admission_of, within
 from jaxserve.engine.eagle_device import EagleDevice
 from jaxserve.engine.eagle_programs import COLUMNS
+from jaxserve.engine.eagle_times import EagleTimes
 from jaxserve.engine.executor import CommandExecutor
 from jaxserve.engine.step_rows import token_places
 from jaxserve.replica.registry import Registry
@@ -30,11 +31,7 @@ from jaxserve.scheduling import Scheduler
 from jaxserve.scheduling.events import StepIssued, StepRead, StepsLost
 from jaxserve.scheduling.sequence import Sequence as TokenSequence
 
-NO_OFFER = Offer(0, 1)
-NOTHING = np.empty(0, np.int32)
 FIRST_RATE = 0.7  # of tokens that are right behind right ones
-MEMORY = 0.05  # weight of a launch's time among those before it
-TIMED = 3  # launches of which the fastest counts
 Captured = Sequence[jax.Array]  # hidden states of a step: see `HiddenStates`
 log = logging.getLogger(__name__)
 
@@ -90,68 +87,6 @@ class _Source:
         if place is None:
             return NO_OFFER
         return Offer(count, 1, once=self.head.catch_up_seconds(place, self.sequence))
-
-
-class EagleTimes:
-    """Seconds of launches, as measured, and corrected while serving. first, each: by number of
-    sequences, of the first token and of each further one; chunk: of rows that extend a place."""
-
-    def __init__(self, first: Mapping[int, float], each: Mapping[int, float], chunk: float):
-        self._first = first
-        self._each = each
-        self._chunk = chunk
-        self._scale = 1.0
-
-    @classmethod
-    def measured(cls, device: EagleDevice) -> EagleTimes:
-        """Measures the programs with the smallest reach; places are not changed."""
-        programs = device.programs
-        sizes = programs.sizes
-        reach = programs.reaches[0]
-        padding = lambda batch, width: np.zeros((batch, COLUMNS + width), np.int32)
-
-        def fastest(launch) -> float:
-            launch()
-            seconds = []
-            for _ in range(TIMED):
-                began = time.perf_counter()
-                launch()
-                seconds.append(time.perf_counter() - began)
-            return min(seconds)
-
-        def proposed(batch: int, steps: int) -> float:
-            ints = padding(batch, sizes.few)
-            return fastest(lambda: np.asarray(device.propose(ints, reach, steps, False)))
-
-        def extended() -> None:
-            device.extend(padding(1, sizes.chunk), reach)
-            device.wait()
-
-        first = {batch: proposed(batch, 1) for batch in programs.batches}
-        last = {batch: proposed(batch, sizes.most) for batch in programs.batches}
-        each = {
-            batch: max(last[batch] - first[batch], 0.0) / max(sizes.most - 1, 1) for batch in last
-        }
-        return cls(first, each, fastest(extended))
-
-    def propose(self, sequences: int, tokens: int) -> float:
-        """Predicts the seconds of a launch that proposes."""
-        batch = next((size for size in self._first if size >= sequences), max(self._first))
-        return self._scale * (self._first[batch] + (tokens - 1) * self._each[batch])
-
-    @property
-    def chunk(self) -> float:
-        """Predicted seconds of a launch that extends a place."""
-        return self._scale * self._chunk
-
-    def seen(self, predicted: float, seconds: float) -> None:
-        """Learns that a launch took `seconds`."""
-        self._scale *= (seconds / predicted) ** MEMORY
-
-    def fade(self) -> None:
-        """Forgets a part of what was learnt: where launches are thought too long there are none, by
-        which it could learn better."""
-        self._scale **= 1 - MEMORY
 
 
 class EagleHead:
@@ -358,7 +293,8 @@ class EagleHead:
             if text - place.first - place.computed > self._sizes.few:
                 continue
             if not place.admitted:
-                self._admit(place, sequence)
+                self._device.admit(admission_of(sequence, place.index, self._registry))
+                place.admitted = True
             rows.append(self._ints(place, sequence, text, self._sizes.few))
             place.computed = text - place.first
             ready.append(number)
@@ -369,9 +305,7 @@ class EagleHead:
         steps = max(wanted[number].size for number in ready)
         tokens = self._launched(np.stack(rows), reach, steps, drawn)
         for number, some in zip(ready, tokens):
-            some = some[: wanted[number].size]
-            faulty = (some < 0) | (some >= self._device.programs.config.vocab)
-            made[number] = some[: int(np.argmax(np.append(faulty, True)))]
+            made[number] = within(some[: wanted[number].size], self._device.programs.config.vocab)
         return made
 
     def _launched(self, rows: np.ndarray, reach: int, steps: int, drawn: bool) -> np.ndarray:
@@ -412,16 +346,6 @@ class EagleHead:
         ints[:COLUMNS] = place.index, place.computed, count, place.first
         ints[COLUMNS : COLUMNS + count] = sequence.history(start, stop)
         return ints
-
-    def _admit(self, place: _Place, sequence: Drafted) -> None:
-        """Has a place sample as a sequence does, but for penalties and biases."""
-        request = sequence.request
-        seed = sampling_rows.fold_seed(self._registry[request.id].seed, sequence.index)
-        (admission,) = sampling_rows.admissions(
-            request.sampling, 0, place.index, NOTHING, [], seed, ()
-        )
-        self._device.admit(admission)
-        place.admitted = True
 
     # --- sleep
 

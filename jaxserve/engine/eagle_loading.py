@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from jaxserve.checkpoint.fetch import local_files
 from jaxserve.engine.eagle_device import EagleDevice
-from jaxserve.engine.eagle_head import EagleHead, EagleTimes
+from jaxserve.engine.eagle_head import EagleHead
 from jaxserve.engine.eagle_programs import EaglePrograms
 from jaxserve.engine.eagle_sizing import eagle_sizes
+from jaxserve.engine.eagle_times import EagleTimes
 from jaxserve.engine.programs import keep_compiled
 from jaxserve.engine.sizing import DTYPES, max_length, weights_dtype
 from jaxserve.group.member import this_member
@@ -36,7 +37,7 @@ def open_eagle_head(
     keep_compiled(config.compile_cache)
     dtype = DTYPES[weights_dtype(config, model.config)]
     sizes = eagle_sizes(config, head, max_length(config, model.config), dtype)
-    weights = eagle_weights(folder, model)
+    weights = eagle_weights(folder, head, model)
     programs = EaglePrograms(head, sizes, config.mesh, weights)
     device = EagleDevice(programs, weights)
     if warm_up:

@@ -139,11 +139,6 @@ class EagleSizes(NamedTuple):
         """Rows of a sequence in a launch that proposes: all that can be new after a step."""
         return self.most + 1
 
-    def bytes(self, config: EagleConfig, weights: int) -> int:
-        """Bytes on the device. weights: elements of the weights."""
-        row = config.d_model + 2 * config.kv_heads * config.head_dim
-        return np.dtype(self.dtype).itemsize * (self.places * self.capacity * row + weights)
-
 
 class EaglePrograms(Programs):
     """Compiles the programs of a head. mesh: of the model, whose last stage has hidden states last:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from jaxserve.checkpoint.eagle import EagleConfig
 from jaxserve.checkpoint.fetch import local_files
 from jaxserve.checkpoint.model import ModelConfig
@@ -52,4 +54,6 @@ def eagle_sizes(config: EngineConfig, head: EagleConfig, longest: int, dtype: An
 
 def eagle_bytes(head: EagleConfig, sizes: EagleSizes) -> int:
     """Bytes that a head takes of its device."""
-    return sizes.bytes(head, eagle_elements(head))
+    row = head.d_model + 2 * head.kv_heads * head.head_dim
+    elements = eagle_elements(head) + sizes.places * sizes.capacity * row
+    return np.dtype(sizes.dtype).itemsize * elements

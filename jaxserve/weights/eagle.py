@@ -34,11 +34,12 @@ def read_eagle_config(folder: Path) -> EagleConfig:
         raise CheckpointError(f"{file}: {error}") from None
 
 
-def eagle_weights(folder: Path, model: Checkpoint | OrbaxFolder) -> dict[str, np.ndarray]:
+def eagle_weights(
+    folder: Path, config: EagleConfig, model: Checkpoint | OrbaxFolder
+) -> dict[str, np.ndarray]:
     """Reads the weights of a head by the names of `models.eagle.EagleWeights`, matrices [in, out].
-    model: whose embedding it shares where it has none. Errors: one CheckpointError with all that is
-    missing or misshaped."""
-    config = read_eagle_config(folder)
+    config: as `read_eagle_config` returns. model: whose embedding it shares where it has none.
+    Errors: one CheckpointError with all that is missing or misshaped."""
     stored = {_short(name): place for name, place in placed_tensors(folder).items()}
     files = MappedTensors(stored)
     wanted = _shapes(config)

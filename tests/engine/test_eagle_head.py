@@ -175,7 +175,7 @@ def test_of_a_conversation_that_goes_on_it_sees_all(model, head):
 
 
 def test_of_a_long_next_turn_it_sees_the_end(model, head):
-    """What a place has of the turn before does not fit beside it."""
+    """The turn does not fit in a place beside the turns before it."""
     engine = drafting(model, head, draft_context=128, chunk=128)
     always(engine)
     random = np.random.default_rng(1)
