@@ -62,13 +62,14 @@ class Guide(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Slo:
-    """Latency objectives of a request, in seconds: time to first token, time per output token;
-    None: that of its class. class_name: one of the server's classes; None: the server's own
-    objectives."""
+    """Latency objectives of a request, in seconds: time to first token, mean time per output token,
+    and `tbt`, the gap between two tokens that all but one in a hundred keep; None: that of its
+    class. class_name: one of the server's classes; None: the server's own objectives."""
 
     ttft: float | None = None
     tpot: float | None = None
     class_name: str | None = None
+    tbt: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -8,11 +8,13 @@ from collections.abc import Callable
 from jaxserve.costs.predictor import Predictor
 from jaxserve.lanes.groups import ChunkPlace
 from jaxserve.lanes.load import LaneLoad
+from jaxserve.scheduling.pacing import MIN_PREFILL_SHARE, StepTarget
 
 # share of a long prompt's remaining work: prompts with at most so much may share its step
 SHARER_WORK_RATIO = 1 / 8
-# share of the decodes' time that chunks get where decodes alone take all there is
-MIN_PREFILL_SHARE = 0.25
+# share of a chunk's time that one of twice its tokens has to save for each token, so that decodes
+# go without prefill until they can afford that
+WORTH_SAVING = 0.1
 
 Chunk = tuple[ChunkPlace, int, int]  # cached tokens, new tokens
 
@@ -22,10 +24,11 @@ class StepBudget:
 
     `lanes`: what each lane does so far, at first its decodes. `decode_seconds` and `lane_seconds`
     [lanes]: predicted seconds of each lane with the decodes alone, and with all so far.
-    `tokens_left` [lanes]: prefill tokens that a lane can still take. `objective`: seconds that the
-    decodes allow. `target` and `long_target`: predicted seconds that a step may take, the latter
+    `tokens_left` [lanes]: prefill tokens that a lane can still take. `objective`: of a token, in
+    seconds. `target` and `long_target`: predicted seconds that a step may take, the latter
     where it has a part of a prompt that needs several steps: what arrives meanwhile waits for the
-    step's end.
+    step's end. `paced`: what its decodes allow; None where none set its time. `saving`: seconds of
+    a step for which they had better save.
     """
 
     def __init__(
@@ -36,9 +39,10 @@ class StepBudget:
         tile: int,
         target: float,
         long_target: float,
+        paced: StepTarget | None = None,
     ):
         """tokens: most prefill tokens per lane; tile: prefill tokens are computed in multiples of
-        it. The targets are raised where decodes alone take longer."""
+        it."""
         self.predictor = predictor
         self.lanes = lanes
         self.tile = tile
@@ -47,13 +51,12 @@ class StepBudget:
         self.lane_seconds = self.decode_seconds.copy()
         # the last chunk asked about, and the lanes that it bears on: number, load, seconds
         self._tried: tuple[Chunk | None, list[tuple[int, LaneLoad, float]]] = (None, [])
-        slowest = max(self.decode_seconds)
-        least = (1 + MIN_PREFILL_SHARE) * slowest
-        self.objective = target
+        self.paced = paced
+        self.saving = 0.0
+        self.objective = target if paced is None else paced.objective
         self.target = target
-        if target <= slowest:
-            self.target = least
-        self.long_target = min(self.target, max(long_target, least))
+        least = (1 + MIN_PREFILL_SHARE) * max(self.decode_seconds)
+        self.long_target = min(target, max(long_target, least))
 
     def limit(self, home: int, share: float) -> float:
         """Returns the step time at which `share` of what the home lane's decodes leave of the
@@ -85,6 +88,24 @@ class StepBudget:
         group = place.group
         with_chunk = self._with((place, cached, new))
         return max(seconds for lane, _, seconds in with_chunk if lane in group)
+
+    def affords(self, seconds: float) -> bool:
+        """Returns whether the decodes have the time for a step of `seconds`, for the least chunk of
+        a prompt."""
+        return self.paced is None or seconds <= self.paced.spare
+
+    def worth_saving(self, place: ChunkPlace, cached: int, new: int, most: int) -> float:
+        """Returns the seconds of a step for which decodes had better save, instead of one with a
+        chunk of `new` tokens after `cached` ones: a chunk of twice as many, in half as many steps,
+        takes less time for each token. 0 where this one is better, and where decodes may not save
+        so much, or none are in the step. most: tokens of a chunk."""
+        if self.paced is None or not max(self.decode_seconds) or 2 * new > most:
+            return 0.0
+        before = self.seconds(place)
+        seconds = self.seconds_with(place, cached, 2 * new)
+        once = self.seconds_with(place, cached, new)
+        saves = (seconds - before) / 2 < (1 - WORTH_SAVING) * (once - before)
+        return seconds if saves and seconds <= self.paced.most else 0.0
 
     def _with(self, chunk: Chunk) -> list[tuple[int, LaneLoad, float]]:
         if self._tried[0] != chunk:

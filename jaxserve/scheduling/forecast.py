@@ -17,8 +17,8 @@ from jaxserve.api.batch import Batch
 from jaxserve.cache import CacheManager
 from jaxserve.costs.predictor import Predictor
 from jaxserve.policies import PromptView
-from jaxserve.scheduling.budget import MIN_PREFILL_SHARE
 from jaxserve.scheduling.completion_lengths import CompletionLengths
+from jaxserve.scheduling.pacing import MIN_PREFILL_SHARE
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.slots import DECODE, SlotTable
 from jaxserve.settings.schema import SchedulerConfig

@@ -26,13 +26,13 @@ from jaxserve.api.batch import DEFAULT_EXCHANGE, Batch
 from jaxserve.cache import CacheManager
 from jaxserve.cache.copies import PrefixCopies
 from jaxserve.cache.state_checkpoints import StateCopies
-from jaxserve.costs.predictor import Predictor
 from jaxserve.lanes.choice import decode_choices
 from jaxserve.lanes.exchange import EXCHANGES
 from jaxserve.scheduling.budget import StepBudget
 from jaxserve.scheduling.checkpoint_policy import CheckpointPolicy
 from jaxserve.scheduling.decode_turns import DecodeTurns
 from jaxserve.scheduling.drafting import NO_DRAFTS, Drafting, Drafts
+from jaxserve.scheduling.pacing import Pacer
 from jaxserve.scheduling.prefill_packing import PrefillPacker
 from jaxserve.scheduling.prefill_step import PrefillChunk
 from jaxserve.scheduling.sequence import Sequence
@@ -51,17 +51,18 @@ class BatchPacker:
         config: SchedulerConfig,
         cache: CacheManager,
         slots: SlotTable,
-        predictor: Predictor,
+        pacer: Pacer,
         prefill: PrefillPacker,
         copies: PrefixCopies | None = None,
         checkpoints: CheckpointPolicy | None = None,
         drafting: Drafting | None = None,
     ):
         self.config = config
-        self.mesh = predictor.mesh
+        self.pacer = pacer
+        self.mesh = pacer.predictor.mesh
         self.cache = cache
         self.slots = slots
-        self.predictor = predictor
+        self.predictor = pacer.predictor
         self.prefill = prefill
         self.copies = copies
         self.checkpoints = checkpoints
@@ -81,20 +82,21 @@ class BatchPacker:
         self.turns.begin()
         picked = self._pick_decodes(number)
         decodes = self.turns.going(picked)
-        budget = self._budget(decodes)
+        budget = self._budget(decodes, now)
         chunks = self.prefill.pack(self.config, now, budget)
         self.turns.end(chunks)
+        self.pacer.save_for(budget.saving)
         if not chunks and decodes.size < picked.size:
             decodes = picked
-            budget = self._budget(decodes)
+            budget = self._budget(decodes, now)
         if not chunks and not decodes.size and self.mesh.spp > 1:
             decodes = self._pick_decodes(number, hurry=True)
-            budget = self._budget(decodes)
+            budget = self._budget(decodes, now)
         if not chunks and not decodes.size:
             return None
         if not chunks and self._awaits_tokens(decodes, budget):
             return None
-        return self._packed(number, decodes, chunks, budget)
+        return self._packed(number, now, decodes, chunks, budget)
 
     def _awaits_tokens(self, decodes: np.ndarray, budget: StepBudget) -> bool:
         if self.drafting is None:
@@ -121,14 +123,19 @@ class BatchPacker:
         in the `partial` batch; None where no prompt can be computed to its end now. Nothing is
         preempted for it."""
         decodes = self._decodes_beside(partial)
-        budget = self._budget(decodes)
+        budget = self._budget(decodes, now)
         chunks = self.prefill.pack_whole(self.config, now, budget, prompts)
         if not chunks:
             return None
-        return self._packed(number, decodes, chunks, budget)
+        return self._packed(number, now, decodes, chunks, budget)
 
     def _packed(
-        self, number: int, decodes: np.ndarray, chunks: list[PrefillChunk], budget: StepBudget
+        self,
+        number: int,
+        now: float,
+        decodes: np.ndarray,
+        chunks: list[PrefillChunk],
+        budget: StepBudget,
     ) -> tuple[Batch, list[PrefillChunk]]:
         drafts = NO_DRAFTS
         if self.drafting is not None:
@@ -140,6 +147,7 @@ class BatchPacker:
             batch = dataclasses.replace(batch, seconds=seconds, drafting=drafts.seconds)
         if self.mesh.kvp > 1:
             batch = self._exchanged(batch, budget)
+        self.pacer.issued(batch, max(budget.decode_seconds), now)
         return batch, chunks
 
     def _exchanged(self, batch: Batch, budget: StepBudget) -> Batch:
@@ -173,9 +181,9 @@ class BatchPacker:
             return decode_choices(self.config.decode_exchange, beside, moves)[0]
         return choice.beside(beside, moves).strategy
 
-    def _budget(self, decodes: np.ndarray) -> StepBudget:
+    def _budget(self, decodes: np.ndarray, now: float) -> StepBudget:
         """Returns the budget that a step with these decodes has for prefill. A token passes all
-        stages, so a step may take one P-th of the tightest objective per token."""
+        stages, so a step may take one P-th of what decodes allow for one."""
         slots = self.slots
         cache = self.cache
         config = self.config
@@ -186,19 +194,17 @@ class BatchPacker:
             cache.blocks_per_lane[decodes],
         )
         running = self.turns.going(slots.decoding)
-        target = float(slots.tpot[running].min()) if running.size else config.step_time
-        longest = config.step_time
+        target = longest = config.step_time / self.mesh.spp
+        paced = None
+        # where nothing else can run, prompts do
+        if running.size and (decodes.size or slots.in_flight.any()):
+            paced = self.pacer.target(running, self.predictor.stage(lanes), now)
+            target = paced.now
         if self.turns.all_in_debt:
-            target *= DEBTORS_STEP
             longest *= DEBTORS_STEP
-        stages = self.mesh.spp
+            target = min(target, DEBTORS_STEP * (paced.each if paced else target))
         return StepBudget(
-            self.predictor,
-            lanes,
-            config.chunk_tokens,
-            config.tile,
-            target / stages,
-            longest / stages,
+            self.predictor, lanes, config.chunk_tokens, config.tile, target, longest, paced
         )
 
     # --- decodes

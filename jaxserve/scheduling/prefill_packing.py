@@ -124,7 +124,7 @@ class PrefillPacker:
         if not sequences:
             return
         decodes = np.flatnonzero(self.slots.phase == DECODE)
-        seconds = step.budget.target - max(step.budget.decode_seconds)
+        seconds = max(step.budget.target - max(step.budget.decode_seconds), 0.0)
         view = PoolStep(
             [self._first_chunk(pool, step, sequence) for sequence in sequences],
             self.slots.number[decodes].tolist(),
@@ -226,7 +226,17 @@ class PrefillPacker:
         work = SHARER_WORK_RATIO * long.prefill_seconds_left
         self._add_sharers(step, candidate, order.ranked(work, beside=long), order)
         length = self._length(step, candidate, step.budget.long_target)
-        self._add_something(step, candidate, length)
+        if not self._saves(step, candidate, length):
+            self._add_something(step, candidate, length)
+
+    def _saves(self, step: PrefillStep, candidate: ChunkCandidate, length: int) -> bool:
+        """Returns whether the step goes without a chunk of `length` tokens, so that a longer one
+        can go in a later step."""
+        most = self._capacity(step, candidate)
+        place = candidate.place
+        seconds = step.budget.worth_saving(place, candidate.start, length, most) if length else 0.0
+        step.budget.saving = seconds
+        return seconds > 0
 
     def _add_sharers(
         self,
@@ -288,8 +298,12 @@ class PrefillPacker:
         return min(left_of_part, step.budget.capacity(candidate.place))
 
     def _add_something(self, step: PrefillStep, candidate: ChunkCandidate, length: int) -> None:
-        """Adds a chunk of `length` tokens; if it is the first of the step, of a tile at least, so
-        that something always runs."""
+        """Adds a chunk of `length` tokens; if it is the first of the step, of a tile at least, once
+        the decodes can afford that."""
         if not length and not step.chunks:
             length = min(step.config.tile, self._capacity(step, candidate))
+            seconds = step.budget.seconds_with(candidate.place, candidate.start, length)
+            if length and not step.budget.affords(seconds):
+                step.budget.saving = seconds
+                return
         self.chunks.add(step, candidate, length)

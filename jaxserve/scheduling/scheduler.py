@@ -10,6 +10,7 @@ are issued and read.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ from jaxserve.scheduling.drafting import Drafting
 from jaxserve.scheduling.events import Admitted, BatchPacked, EventBus
 from jaxserve.scheduling.fetches import Fetches
 from jaxserve.scheduling.interruption import InterruptionRule, PartialStep
+from jaxserve.scheduling.pacing import Pacer
 from jaxserve.scheduling.packing import BatchPacker
 from jaxserve.scheduling.page_admission import PageAdmission
 from jaxserve.scheduling.pool.interface import Pool, PoolScheduler
@@ -123,12 +125,14 @@ class Scheduler:
         drafting = None
         if config.drafts != "none":
             drafting = Drafting(config, cache, self.slots, self.predictor, lengths)
+        pacer = Pacer(self.slots, self.predictor, lengths)
+        pacer.listen(self.bus)
         self.pool = Pool(cache, self.slots, costs, None if chooser is None else chooser.heads)
         self.packer = BatchPacker(
             config,
             cache,
             self.slots,
-            self.predictor,
+            pacer,
             self._make_prefill(planner),
             copies,
             self.checkpoints,
@@ -289,7 +293,9 @@ class Scheduler:
         if not sampling.ignore_eos:
             stops |= self._eos
         deadline = self.times.deadline(request)
-        tpot = self.times.objectives(request).tpot_of(request)
+        objectives = self.times.objectives(request)
+        tpot = objectives.tpot_of(request)
+        tbt = objectives.tbt_of(request)
         # nothing is promised of later completions: they take slots as these come
         turn = limit * tpot / self.config.max_seqs
         hashes = self.cache.block_hashes
@@ -299,7 +305,13 @@ class Scheduler:
                 self._born + place,
                 index,
                 request,
-                SequenceLimits(limit, stops, deadline + place * turn, tpot),
+                SequenceLimits(
+                    limit,
+                    stops,
+                    deadline + place * turn,
+                    tpot,
+                    math.inf if tbt is None else tbt,
+                ),
                 hashes,
                 0 if place else received,
                 tenant,
@@ -481,6 +493,7 @@ class Scheduler:
         self.cache.table_updates.take()
         self.cache.moves.take()
         slots.adapters.reset()
+        self.packer.pacer.reset()
         return events
 
     def check(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -48,6 +49,7 @@ class SequenceLimits(NamedTuple):
     stops: frozenset[int]  # ids of tokens that end it
     ttft_deadline: float  # clock seconds at which its first token should come
     tpot: float  # objective, seconds per output token
+    tbt: float = math.inf  # objective, seconds between two output tokens
 
 
 class Sequence:
@@ -75,7 +77,7 @@ class Sequence:
         self.index = index
         self.request = request
         self.id = request.id
-        self.max_new_tokens, self.stops, self.ttft_deadline, self.tpot = limits
+        self.max_new_tokens, self.stops, self.ttft_deadline, self.tpot, self.tbt = limits
         self.max_positions = len(request.prompt) + self.max_new_tokens - 1
         self.history = History(request.prompt)
         self.output = self.history.output

@@ -54,6 +54,7 @@ class SlotTable:
         self.proposed = np.zeros(slots, np.int32)
         self.max_positions = np.zeros(slots, np.int32)  # positions to compute at most
         self.tpot = np.zeros(slots)  # objective, seconds per output token
+        self.tbt = np.full(slots, math.inf)  # objective, seconds between two output tokens
         self.tenant = np.zeros(slots, np.intp)  # number of the tenant
         self.in_flight = np.zeros(slots, np.int32)  # batches in flight that contain it
         self.last_batch = np.zeros(slots, np.int64)  # batch it was last part of
@@ -147,6 +148,7 @@ class SlotTable:
         self.issued[slot] = issued
         self.max_positions[slot] = sequence.max_positions
         self.tpot[slot] = sequence.tpot
+        self.tbt[slot] = sequence.tbt
         self.adapters.take(slot, sequence.request.adapter)
         self.tenant[slot] = sequence.tenant
         insort(self.prefilling, sequence, key=age)

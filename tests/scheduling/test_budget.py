@@ -61,31 +61,11 @@ def test_it_has_no_more_than_the_objective_of_the_decodes():
     assert (made.target, made.long_target) == (0.2, 0.2)
 
 
-@pytest.mark.parametrize(
-    "objective, target", [(0.05, 0.125), (0.0999, 0.125), (0.1, 0.125), (0.11, 0.11)]
-)
-def test_where_decodes_take_all_the_time_there_is_chunks_get_a_quarter_of_theirs(objective, target):
-    """100 decodes take 0.1 s."""
-    made = room(objective, 0.01, 100)
-    assert (made.target, made.long_target) == pytest.approx((target, target))
-    assert adaptive(made, HOME, 0, 4096, made.long_target) == pytest.approx(
-        1000 * target - 100, abs=1
-    )
-
-
 @pytest.mark.parametrize("long, then", [(0.05, 0.125), (0.12, 0.125), (0.13, 0.13)])
 def test_a_long_prompt_has_a_quarter_of_the_decodes_time_however_short_its_steps_shall_be(
     long, then
 ):
     assert room(1.0, long, 100).long_target == pytest.approx(then)
-
-
-def test_the_lane_with_most_decodes_tells_whether_they_take_all_the_time():
-    made = room(0.1, 0.1, 20, 100)
-    assert (made.target, made.long_target) == pytest.approx((0.125, 0.125))
-    assert made.decode_seconds == pytest.approx([0.02, 0.1]) and made.limit(
-        0, 0.5
-    ) == pytest.approx(0.02 + 0.5 * 0.105)
 
 
 def test_a_share_is_of_what_the_decodes_leave():

@@ -90,12 +90,12 @@ def test_a_class_has_the_servers_own_objectives_for_what_it_leaves_out():
     [
         (
             "chat:tfft=1",
-            "chat: 'tfft=1' is not FIELD=NUMBER, each of ttft, stretch, tpot at most once",
+            "chat: 'tfft=1' is not FIELD=NUMBER, each of ttft, stretch, tpot, tbt at most once",
         ),
         ("chat:ttft_stretch=4", "chat: 'ttft_stretch=4' is not FIELD"),
         (
             "chat:ttft=1,ttft=2",
-            "chat: 'ttft=2' is not FIELD=NUMBER, each of ttft, stretch, tpot at most once",
+            "chat: 'ttft=2' is not FIELD=NUMBER, each of ttft, stretch, tpot, tbt at most once",
         ),
         ("chat:0.5", "chat: '0.5' is not FIELD"),
         ("chat:ttft", "chat: ttft: '' is not a number"),
@@ -195,7 +195,7 @@ def test_chunks_leave_the_decodes_of_a_class_the_time_that_it_is_promised(class_
     scheduler.add(request("decode", class_name, prompt=4, tpot=own))
     scheduler.finish(scheduler.start(0.0), StepResults(np.ones(1, np.int32)), 0.01)
     scheduler.add(request("long", "batch", prompt=5000))
-    assert tpot - 0.005 < scheduler.start(0.02).seconds <= tpot + 1e-9
+    assert 0.97 * tpot - 0.005 < scheduler.start(0.01).seconds <= tpot + 1e-9
 
 
 @pytest.mark.parametrize(

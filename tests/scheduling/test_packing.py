@@ -55,6 +55,13 @@ def decoding(replica: Replica, count: int, output: int = 900) -> Replica:
     return replica
 
 
+def step(replica: Replica) -> Batch:
+    """Makes a step that takes as long as was predicted."""
+    batch = replica.step()
+    replica.now += batch.seconds
+    return batch
+
+
 def shares(batch: Batch) -> dict[int, int]:
     """Tokens of each sequence that is prefilled."""
     return {
@@ -92,13 +99,14 @@ def test_the_last_step_of_a_prompt_of_several_is_no_longer_than_the_others():
 
 
 def test_short_prompts_fill_a_step_as_long_as_the_decodes_may_wait():
-    """Ten decodes and eleven prompts of 90 tokens take all of the second; the twelfth comes in the
-    next step."""
+    """Ten decodes and eleven prompts of 88 tokens take all of the second but the hundredths by
+    which decodes are kept ahead; the twelfth comes in the next step."""
     replica = decoding(made(), 10)
-    ask(replica, *[90] * 12)
+    ask(replica, *[88] * 12)
     batch = replica.step()
-    assert shares(batch) == dict.fromkeys(range(10, 21), 90) and batch.seconds == pytest.approx(1.0)
-    assert shares(replica.step()) == {21: 90}
+    assert shares(batch) == dict.fromkeys(range(10, 21), 88)
+    assert batch.seconds == pytest.approx(0.978)
+    assert shares(replica.step()) == {21: 88}
 
 
 def test_the_step_of_a_long_prompt_is_filled_by_short_ones_and_not_by_the_long_one():
@@ -135,22 +143,21 @@ def test_each_stage_has_its_part_of_the_time(stages):
 def test_where_decodes_alone_take_longer_than_they_may_prompts_get_a_quarter_of_their_time(
     step_time,
 ):
-    """100 decodes take 0.1 s and may take 0.05: 24 tokens in whole rows of the long prompt beside
-    them, which none stops."""
+    """100 decodes take 0.1 s and may take 0.05: 24 or 28 tokens, in whole rows, of the long prompt
+    beside them, which none stops."""
     replica = decoding(made(tpot=0.05, step_time=step_time, chunk_tokens=128), 100)
     ask(replica, 600)
-    batches = [replica.step() for _ in range(25)]
-    assert [shares(batch) for batch in batches] == [{100: 24}] * 25 and replica.tokens("r100")
-    assert all(
-        batch.seconds == pytest.approx(0.124) and batch.is_decode.sum() == 100 for batch in batches
-    )
+    batches = [step(replica) for _ in range(25)]
+    taken = [shares(batch)[100] for batch in batches[:-1]]
+    assert set(taken) <= {24, 28} and sum(taken) / len(taken) == pytest.approx(25, abs=1)
+    assert replica.tokens("r100") and all(batch.is_decode.sum() == 100 for batch in batches)
 
 
 def test_where_decodes_alone_take_longer_than_they_may_short_prompts_get_a_quarter_of_their_time():
     replica = decoding(made(tpot=0.05), 100)
     ask(replica, *[10] * 5)
-    assert shares(replica.step()) == {100: 10, 101: 10, 102: 4}
-    assert shares(replica.step()) == {102: 6, 103: 10, 104: 8}
+    assert shares(step(replica)) == {100: 10, 101: 10, 102: 4}
+    assert shares(step(replica)) == {102: 6, 103: 10, 104: 10}  # it saved a millisecond
 
 
 # --- guests of a long prompt
@@ -181,8 +188,10 @@ def test_guests_have_a_share_of_the_time_that_grows_as_theirs_runs_out(pressing,
     """The step has 0.99 s. The work of a guest takes a hundredth of the second that each is given;
     one that has used up the ramp's part of it gets all that guests may have, which is a half."""
     replica = decoding(made(sharing=0.5, sharing_ramp=ramp), 10)
+    now = replica.now
+    replica.now -= pressing * ramp - 0.01
     ask(replica, 2000, *[10] * 60)
-    replica.now += pressing * ramp - 0.01
+    replica.now = now
     tokens = sum(length for number, length in shares(replica.step()).items() if number > 10)
     assert 495 * min(1, pressing) - 4 < tokens <= 495 * min(1, pressing)
 

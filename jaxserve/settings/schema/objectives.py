@@ -12,7 +12,12 @@ from jaxserve.settings.fields import Settings, option
 
 CLASS_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 DEFAULT_CLASS = "default"  # label in metrics of requests that name no class
-CLASS_FIELDS = {"ttft": "ttft", "stretch": "ttft_stretch", "tpot": "tpot"}  # in text -> setting
+CLASS_FIELDS = {
+    "ttft": "ttft",
+    "stretch": "ttft_stretch",
+    "tpot": "tpot",
+    "tbt": "tbt",
+}  # in text -> setting
 
 
 @dataclass(frozen=True)
@@ -29,7 +34,15 @@ class Objectives(Settings):
         low=1,
     )
     tpot: float = option(
-        0.1, "objective for the time per output token (s) of requests that name none", low=0.0001
+        0.1,
+        "objective for the mean time per output token (s) of requests that name none",
+        low=0.0001,
+    )
+    tbt: float | None = option(
+        None,
+        "objective for the time between two output tokens (s), which 99 of 100 are to keep, of "
+        "requests that name none; default: none, the mean is what counts",
+        low=0.0001,
     )
 
     def ttft_by_length(self, prefill: float) -> float:
@@ -55,6 +68,11 @@ class Objectives(Settings):
     def tpot_of(self, request: Request) -> float:
         """Returns the objective (s) per output token of a request: its own, else the class's."""
         return self.tpot if request.slo.tpot is None else request.slo.tpot
+
+    def tbt_of(self, request: Request) -> float | None:
+        """Returns the objective (s) for the gaps between a request's tokens: its own, else the
+        class's; None without one."""
+        return self.tbt if request.slo.tbt is None else request.slo.tbt
 
 
 def objectives_by_class(text: str, default: Objectives) -> dict[str | None, Objectives]:
