@@ -160,16 +160,8 @@ def test_blocks_that_come_by_layers_are_those_that_come_whole(
     stack.callback(near.close)
     case = long(golden_first_layers["cases"])
     prompt = case["prompt_ids"]
-    runner = Runner(near)
-    id = submit(runner, case, rest=dict(kv_source=source.of(prompt, "job")))
-    near.step()
-    eventually(lambda: bool(far.scheduler.cache.stores.wanted))
-    Ran(far, prompt, "job", max_tokens=1)
-    while near.step() or not ended(runner, id):
-        time.sleep(0.001)
-    assert runner.ids(id) == case["output_ids"]
     blocks = (len(prompt) - 1) // BLOCK
-    assert runner.completion(id).finished.usage.cached == blocks * BLOCK
+    assert asked(far, source, near, case) == blocks * BLOCK
     counts = near.worker.lower_tiers.counts()
     assert (counts.peer_reads, counts.wrong) == (blocks, 0)
     in_parts = [pieces for pieces in source.pieces if pieces > 1]
@@ -202,12 +194,15 @@ def by_layers(stack, peers, smollm2_first_layers) -> tuple[Engine, Source, Engin
 
 def asked(far: Engine, source: Source, near: Engine, case: dict) -> int:
     """Has the near replica answer a case, whose prompt the far one computes meanwhile; the tokens
-    are right. Returns the prompt's tokens that it did not compute."""
+    are right. Returns the prompt's tokens that it did not compute. The far one has the job from the
+    first, as behind a conductor, and begins it when its blocks are wanted."""
     runner = Runner(near)
+    far.weights.pause("keep")
+    Ran(far, case["prompt_ids"], "job", max_tokens=1)
     id = submit(runner, case, rest=dict(kv_source=source.of(case["prompt_ids"], "job")))
     near.step()
     eventually(lambda: bool(far.scheduler.cache.stores.wanted))
-    Ran(far, case["prompt_ids"], "job", max_tokens=1)
+    far.weights.resume()
     while near.step() or not ended(runner, id):
         time.sleep(0.001)
     assert runner.ids(id) == case["output_ids"]
