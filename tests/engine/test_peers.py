@@ -237,11 +237,13 @@ def test_a_cancelled_request_wants_nothing_more(pair, expected):
     peers, far, near = pair
     prompt = prompts()[2]
     runner = Runner(near)
-    far.drain()
+    far.weights.pause("keep")
+    Ran(far, prompt, "never", max_tokens=1)
     id = runner.submit(prompt, rest=dict(kv_source=source_of(prompt, "never")), max_tokens=6)
     near.step()
     eventually(lambda: bool(far.scheduler.cache.stores.wanted))
     near.cancel(id)
+    far.cancel("never")  # which the fake waits for, whatever happens here
     eventually(lambda: (near.step(), not far.scheduler.cache.stores.wanted)[1])
     eventually(lambda: (near.step(), near.worker.mover.idle)[1])
     assert_empty(near)

@@ -11,7 +11,7 @@ from jaxserve.group import cluster
 from jaxserve.group.cluster import ProcessSet, Task
 from jaxserve.group.member import LOST, REFUSED
 
-STEADY = 0.5
+STEADY = 3.0  # a process that fails at once is over sooner, on a busy machine too
 SLEEPS = "import time; time.sleep(600)"
 # writes a line where it is ended, as one that has finished its requests
 DRAINS = """
@@ -42,7 +42,7 @@ def quick(monkeypatch, tmp_path):
 
 
 def task(code: str, stage: int = 1, **more) -> Task:
-    return Task(f"task {stage}", [sys.executable, "-c", code], stage, **more)
+    return Task(f"task {stage}", [sys.executable, "-S", "-E", "-c", code], stage, **more)
 
 
 def run(tasks: list[Task], until: str = "") -> tuple[int, list[str]]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -88,6 +89,17 @@ def served(stack: contextlib.ExitStack, engine: Engine) -> Source:
     engine.start()
     stack.callback(engine.close)
     return Source(stack, engine)
+
+
+@contextlib.contextmanager
+def begun_when_wanted(far: Engine, prompt: list[int], job: str, **fields) -> Iterator[None]:
+    """The replica has a job from the first, as behind a conductor, and begins it after the block,
+    once its blocks are wanted. A source ends streams for jobs that it does not know."""
+    far.weights.pause("keep")
+    Ran(far, prompt, job, **fields)
+    yield
+    eventually(lambda: bool(far.scheduler.cache.stores.wanted))
+    far.weights.resume()
 
 
 def pace(engine: Engine, source: Source) -> None:
@@ -194,15 +206,11 @@ def by_layers(stack, peers, smollm2_first_layers) -> tuple[Engine, Source, Engin
 
 def asked(far: Engine, source: Source, near: Engine, case: dict) -> int:
     """Has the near replica answer a case, whose prompt the far one computes meanwhile; the tokens
-    are right. Returns the prompt's tokens that it did not compute. The far one has the job from the
-    first, as behind a conductor, and begins it when its blocks are wanted."""
+    are right. Returns the prompt's tokens that it did not compute."""
     runner = Runner(near)
-    far.weights.pause("keep")
-    Ran(far, case["prompt_ids"], "job", max_tokens=1)
-    id = submit(runner, case, rest=dict(kv_source=source.of(case["prompt_ids"], "job")))
-    near.step()
-    eventually(lambda: bool(far.scheduler.cache.stores.wanted))
-    far.weights.resume()
+    with begun_when_wanted(far, case["prompt_ids"], "job", max_tokens=1):
+        id = submit(runner, case, rest=dict(kv_source=source.of(case["prompt_ids"], "job")))
+        near.step()
     while near.step() or not ended(runner, id):
         time.sleep(0.001)
     assert runner.ids(id) == case["output_ids"]

@@ -21,7 +21,7 @@ from jaxserve.settings.schema import EngineConfig, ServerConfig
 from jaxserve.text.chat_template import ChatTemplate
 from tests.server.fakes import EOS, MAX_LEN, FakeReplica, FakeTokenizer, expected
 from tests.server.http_client import events, post
-from tests.waiting import eventually
+from tests.waiting import SOON, eventually
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
 
@@ -866,6 +866,7 @@ def test_an_engine_that_hangs_is_alive_but_not_ready(http, monkeypatch):
     client = http(engine)
     assert client.get("/ready").status_code == 503 and not engine.requests
     engine.paused = False
+    monkeypatch.setattr("jaxserve.server.readiness.PATIENCE_SECONDS", SOON)
     assert client.get("/ready").status_code == 200
 
 

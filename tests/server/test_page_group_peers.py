@@ -3,6 +3,7 @@ windows come beside the blocks, latents as they are, and tokens are those of a r
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 
@@ -24,7 +25,7 @@ from tests.engine.harness import Runner, assert_empty
 from tests.engine.test_page_group_tiers import ASKED, BLOCK, prompts
 from tests.engine.test_peers import JOB, Ran, ended
 from tests.models.test_families import write_model
-from tests.server.test_layer_groups import SECRET, served
+from tests.server.test_layer_groups import SECRET, begun_when_wanted, served
 from tests.waiting import eventually
 
 PROMPT = prompts()[2]
@@ -91,23 +92,20 @@ class Pair:
     def kv(self, job: str = "", block: int = BLOCK) -> KvSource:
         return KvSource(self.source.address, len(PROMPT) // block, job, block)
 
-    def ask(self, job: str = "", block: int = BLOCK, while_asked=lambda: None):
-        """Asks the near replica, with the far one as source. Returns its tokens, and how many of
-        the prompt it did not compute."""
+    def ask(self, job: str = "", block: int = BLOCK):
+        """Asks the near replica, with the far one as source. job: which the far one begins to
+        compute when it is asked. Returns its tokens, and how many of the prompt it did not
+        compute."""
         runner = Runner(self.near)
         rest = dict(kv_source=self.kv(job, block))
-        id = runner.submit(PROMPT, **ASKED, rest=rest)
-        self.near.step()
-        while_asked()
+        computed = begun_when_wanted(self.far, PROMPT, job, **JOB)
+        with computed if job else contextlib.nullcontext():
+            id = runner.submit(PROMPT, **ASKED, rest=rest)
+            self.near.step()
         while self.near.step() or not ended(runner, id):
             self.near.scheduler.check()
             time.sleep(0.001)
         return runner.ids(id), runner.completion(id).finished.usage.cached
-
-    def compute(self, job: str) -> None:
-        """Has the far replica compute the prompt, once its blocks are asked for."""
-        eventually(lambda: bool(self.far.scheduler.cache.stores.wanted))
-        Ran(self.far, PROMPT, job, **JOB)
 
     @property
     def came(self) -> int:
@@ -122,7 +120,7 @@ class Pair:
 
 def test_a_prompt_is_computed_there_and_decoded_here(stack, folder, family, expected):
     pair = Pair(stack, folder)
-    assert pair.ask("job", while_asked=lambda: pair.compute("job")) == (expected, BLOCKS * BLOCK)
+    assert pair.ask("job") == (expected, BLOCKS * BLOCK)
     assert pair.came == pair.all
     if pair.near.worker.plan.windows:  # only the last blocks of these
         assert BLOCKS < pair.came < BLOCKS * pair.near.worker.plan.page_groups
@@ -133,7 +131,7 @@ def test_layers_in_groups_send_their_pools_as_they_run(stack, folder, family, ex
     if family == "qwen3_5":
         pytest.skip("a half of its four layers has no pages to keep states on")
     pair = Pair(stack, folder, dict(layer_groups=2), dict(layer_groups=2))
-    assert pair.ask("job", while_asked=lambda: pair.compute("job")) == (expected, BLOCKS * BLOCK)
+    assert pair.ask("job") == (expected, BLOCKS * BLOCK)
     assert pair.came == pair.all and not pair.near.worker.lower_tiers.counts().wrong
     assert_empty(pair.near)
 
