@@ -1,5 +1,4 @@
 import dataclasses
-import time
 
 import numpy as np
 import pytest
@@ -12,6 +11,7 @@ from jaxserve.text.structured_output import Guided
 from tests.engine.harness import shared
 from tests.server.fakes import FakeReplica, FakeTokenizer, expected
 from tests.text.vocabulary import tokenizer
+from tests.waiting import eventually
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
 
@@ -123,8 +123,8 @@ def test_an_engine_that_dies_is_an_error_and_ctrl_c_leaves_nothing_running(offli
 
         with pytest.raises(KeyboardInterrupt):
             model.generate(["a", "b"], SamplingParams(max_tokens=4000), watch=interrupt)
-        time.sleep(0.05)
-        assert not engine.requests
+        eventually(lambda: not engine.requests)
+        assert len(engine.cancelled) == 2
         with pytest.raises(RequestError, match="stopped"):
             model.generate("a", SamplingParams(max_tokens=4000), watch=lambda *_: engine.die())
 

@@ -176,7 +176,7 @@ def test_more_adapters_than_host_memory_holds_are_served(folder):
 
 
 def test_routers_are_told_of_the_adapters_in_use(served):
-    text = httpx.get(f"{served.url}/metrics").text
+    text = httpx.get(f"{served.url}/metrics", timeout=SOON).text
     assert 'jaxserve:lora_requests_info{max_lora="2",running_lora_adapters=""' in text
     assert "jaxserve:lora_adapters_loaded 1.0" in text
 
@@ -184,7 +184,7 @@ def test_routers_are_told_of_the_adapters_in_use(served):
 def test_fields_of_vllms_callers_are_taken(served):
     assert load(served.url, "new", "a1", is_3d_lora_weight=False).status_code == 200
     body = {"lora_name": "new", "lora_int_id": 1}
-    answer = httpx.post(f"{served.url}/v1/unload_lora_adapter", json=body)
+    answer = httpx.post(f"{served.url}/v1/unload_lora_adapter", json=body, timeout=SOON)
     assert answer.status_code == 200
     assert unload(served.url, "").status_code == 400
 
@@ -239,13 +239,15 @@ def test_users_with_keys_cannot_change_adapters(folder, key_file):
     with serving(folder, {"admin_port": 0, "api_keys": key_file(TWO)}) as background:
         body = {"lora_name": "new", "lora_path": "a1"}
         user = {"authorization": "Bearer a-key"}
-        refused = httpx.post(f"{background.url}/v1/load_lora_adapter", json=body, headers=user)
+        refused = httpx.post(
+            f"{background.url}/v1/load_lora_adapter", json=body, headers=user, timeout=SOON
+        )
         assert refused.status_code == 403
         admin = f"http://127.0.0.1:{background.server.ports['admin']}"
         key = {"authorization": "Bearer r-key"}
-        answer = httpx.post(f"{admin}/v1/load_lora_adapter", json=body, headers=key)
+        answer = httpx.post(f"{admin}/v1/load_lora_adapter", json=body, headers=key, timeout=SOON)
         assert answer.status_code == 200
-        models = httpx.get(f"{background.url}/v1/models", headers=user).json()["data"]
+        models = httpx.get(f"{background.url}/v1/models", headers=user, timeout=SOON).json()["data"]
         assert [model["id"] for model in models] == ["base", "new"]
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.server.fakes import EMBEDDING, MAX_LEN, FakeReplica, embedding
 from tests.server.keyed import TWO, bearer, sha
-from tests.waiting import eventually
+from tests.waiting import SOON, eventually
 
 
 def unit(text: str | list[int]) -> np.ndarray:
@@ -77,7 +77,7 @@ def test_fields_of_the_request_reach_the_engine(serve):
     seen = []
     submit = engine.submit
     engine.submit = lambda request, sink: (seen.append(request), submit(request, sink))
-    with httpx.Client(base_url=serve(engine).server.url) as client:
+    with httpx.Client(base_url=serve(engine).server.url, timeout=SOON) as client:
         embed(client, ["a", "b"], priority=-2, cache_salt="s", request_id="mine", user="u")
     assert [request.id for request in seen] == ["mine-0", "mine-1"]
     assert all(request.embed and request.priority == -2 for request in seen)
@@ -118,7 +118,7 @@ def test_an_unknown_model_is_404_and_an_unknown_field_is_told_of(asked):
 
 
 def test_many_inputs_do_not_fill_the_queue(serve):
-    with httpx.Client(base_url=serve(FakeReplica(max_queue=64)).server.url) as client:
+    with httpx.Client(base_url=serve(FakeReplica(max_queue=64)).server.url, timeout=SOON) as client:
         texts = [f"text {number}" for number in range(300)]
         for got, text in zip(vectors(embed(client, texts)), texts, strict=True):
             np.testing.assert_allclose(got, unit(text), rtol=1e-6)
@@ -126,7 +126,7 @@ def test_many_inputs_do_not_fill_the_queue(serve):
 
 def test_a_mistake_in_one_input_ends_the_others(serve):
     engine = FakeReplica(step_seconds=0.05, chunk=1)
-    with httpx.Client(base_url=serve(engine).server.url) as client:
+    with httpx.Client(base_url=serve(engine).server.url, timeout=SOON) as client:
         answer = embed(client, ["a long text", "another one", ""])
     assert answer.json()["error"]["param"] == "input.2"
     eventually(lambda: not engine.requests)
@@ -148,15 +148,17 @@ def test_who_goes_away_has_all_inputs_cancelled(serve):
 
 def test_a_key_that_may_run_few_requests_may_send_many_inputs(serve, key_file):
     url = serve(FakeReplica(step_seconds=0.005), api_keys=key_file(TWO)).server.url
-    with httpx.Client(base_url=url, headers={"authorization": bearer("a-key")}) as client:
+    with httpx.Client(
+        base_url=url, headers={"authorization": bearer("a-key")}, timeout=SOON
+    ) as client:
         assert len(vectors(embed(client, ["a", "b", "c", "d", "e"]))) == 5
-    assert httpx.post(f"{url}/v1/embeddings", json={"input": "a"}).status_code == 401
+    assert httpx.post(f"{url}/v1/embeddings", json={"input": "a"}, timeout=SOON).status_code == 401
 
 
 def test_each_input_is_a_request_of_its_key(serve, key_file):
     keys = f"keys: [{{name: a, sha256: {sha('k')}, limits: {{requests_per_minute: 3}}}}]"
     url = serve(api_keys=key_file(keys)).server.url
-    with httpx.Client(base_url=url, headers={"authorization": bearer("k")}) as client:
+    with httpx.Client(base_url=url, headers={"authorization": bearer("k")}, timeout=SOON) as client:
         assert embed(client, ["a", "b"]).status_code == 200
         refused = embed(client, ["a", "b"])
         assert refused.status_code == 429 and "retry-after" in refused.headers

@@ -32,7 +32,7 @@ from jaxserve.text.structured_output import Guided, guides
 from jaxserve.text.structured_output.sandbox import Sandbox
 from tests.server.fakes import MAX_LEN, FakeTokenizer
 from tests.text.vocabulary import tokenizer as small_tokenizer
-from tests.waiting import eventually, tried
+from tests.waiting import SOON, eventually, tried
 
 LONG = [ord("x")] * MAX_LEN  # enough to be worked on beside the event loop
 CROWD = 40  # more than there are threads
@@ -63,14 +63,16 @@ def test_so_many_ids_become_text_and_no_more(serve):
     served = serve()
     most = [ord("x")] * frontend.MAX_DETOKENIZED_IDS
     assert served.client.detokenize(most) == "x" * len(most)
-    assert httpx.post(f"{served.server.url}/detokenize", json={"tokens": LONG}).json() == {
-        "prompt": "x" * MAX_LEN
-    }
+    assert httpx.post(
+        f"{served.server.url}/detokenize", json={"tokens": LONG}, timeout=SOON
+    ).json() == {"prompt": "x" * MAX_LEN}
     code, details = served.status_of("Inference/Detokenize", pb.DetokenizeRequest(ids=[*most, 1]))
     assert (
         code.name == "INVALID_ARGUMENT" and details.startswith("ids:") and str(len(most)) in details
     )
-    answer = httpx.post(f"{served.server.url}/detokenize", json={"tokens": [*most, 1]})
+    answer = httpx.post(
+        f"{served.server.url}/detokenize", json={"tokens": [*most, 1]}, timeout=SOON
+    )
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "tokens"
 
 
@@ -78,7 +80,9 @@ def test_so_many_ids_become_text_and_no_more(serve):
 def test_short_and_long_texts_are_tokenized_alike(serve, count):
     text = "é" * (count // 2)
     body = httpx.post(
-        f"{serve().server.url}/tokenize", json={"prompt": text, "return_token_strs": True}
+        f"{serve().server.url}/tokenize",
+        json={"prompt": text, "return_token_strs": True},
+        timeout=SOON,
     ).json()
     assert body == {
         "count": len(text.encode()),
@@ -328,7 +332,9 @@ def test_half_a_character_is_refused_by_name(serve):
         with pytest.raises(UnicodeEncodeError):
             small_tokenizer().encode("a \ud83d", special=special)
     answer = httpx.post(
-        f"{serve(tokenizer=Telling).server.url}/v1/chat/completions", json={"messages": [call]}
+        f"{serve(tokenizer=Telling).server.url}/v1/chat/completions",
+        json={"messages": [call]},
+        timeout=SOON,
     )
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "messages"
     assert b"".join(dump_pieces({"arguments": "\ud83d"})) == b'{"arguments":"?"}'

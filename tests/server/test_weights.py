@@ -24,7 +24,7 @@ from jaxserve.settings.options import make
 from jaxserve.settings.schema import EngineConfig, ServerConfig
 from tests.engine.weights import FILE, further
 from tests.server.test_families import SETTINGS, write_model
-from tests.waiting import eventually
+from tests.waiting import SOON, eventually
 
 SECRET = b"a secret of the cluster"
 PROMPT = "Once upon a time"
@@ -70,7 +70,7 @@ def post(served: Background, path: str, **body) -> httpx.Response:
 
 
 def get(served: Background, path: str) -> dict:
-    return httpx.get(f"{admin(served)}{path}").json()
+    return httpx.get(f"{admin(served)}{path}", timeout=SOON).json()
 
 
 def text_of(answer: dict) -> tuple[str, str]:
@@ -88,10 +88,10 @@ def test_answers_say_of_which_weights_they_are(served, folders):
     new, version = text_of(complete(served.url))
     assert (new != old, version) == (True, "step-2")
     assert get(served, "/weight_version") == {"weight_version": "step-2"}
-    models = httpx.get(f"{served.url}/v1/models").json()["data"]
+    models = httpx.get(f"{served.url}/v1/models", timeout=SOON).json()["data"]
     assert [model["weight_version"] for model in models] == ["step-2"]
     chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
-    answer = httpx.post(f"{served.url}/v1/chat/completions", json=chat).json()
+    answer = httpx.post(f"{served.url}/v1/chat/completions", json=chat, timeout=SOON).json()
     assert answer["system_fingerprint"] == "step-2"
     with httpx.stream(
         "POST", f"{served.url}/v1/chat/completions", json={**chat, "stream": True}
@@ -108,9 +108,9 @@ def test_a_pause_holds_requests_and_the_readiness(served):
     assert get(served, "/is_paused") == {"is_paused": False}
     assert post(served, "/pause?mode=wait").json()["state"] == "paused"
     assert get(served, "/is_paused") == {"is_paused": True}
-    ready = httpx.get(f"{served.url}/ready")
+    ready = httpx.get(f"{served.url}/ready", timeout=SOON)
     assert (ready.status_code, ready.text) == (503, "the replica is paused")
-    assert httpx.get(f"{served.url}/health").status_code == 200
+    assert httpx.get(f"{served.url}/health", timeout=SOON).status_code == 200
     found: list[dict] = []
     thread = threading.Thread(target=lambda: found.append(complete(served.url)))
     thread.start()
@@ -157,7 +157,7 @@ def test_what_cannot_be_done_is_refused(served):
         answer = post(served, path, **body)
         assert (answer.status_code, fault in answer.text) == (status, True), answer.text
     for path in ("/update_weights_from_disk", "/sleep", "/pause"):  # not on the users' port
-        assert httpx.post(f"{served.url}{path}", json={}).status_code == 404
+        assert httpx.post(f"{served.url}{path}", json={}, timeout=SOON).status_code == 404
     assert text_of(complete(served.url)) == right
 
 

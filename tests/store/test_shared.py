@@ -14,7 +14,7 @@ from jaxserve.store import shared
 from jaxserve.store.shared import LEAST, ROWS, WAITING, SharedTier
 from jaxserve.store.tiered import TieredBlocks
 from tests.store.test_tiered import SIZE, block, fill, name, put, read
-from tests.waiting import eventually
+from tests.waiting import SOON, eventually
 
 NAMES = [name(number) for number in range(8)]
 
@@ -186,6 +186,7 @@ def test_a_store_that_hangs_keeps_nobody_waiting_and_is_left_alone_then(store, o
     assert tiers.prefetch(NAMES).answered and not tiers.holds(name(3))
     eventually(lambda: tiers.behind.shared.idle)
     store.blocks = blocks
+    monkeypatch.setattr(shared, "SLOW_SECONDS", SOON)
     later = SimpleNamespace(monotonic=lambda: time.monotonic() + shared.REST_SECONDS)
     monkeypatch.setattr(shared, "time", later)
     prefetched(tiers, NAMES)

@@ -238,7 +238,7 @@ def test_strangers_that_say_nothing_are_bounded_and_leave_and_keep_no_peer_out(
     eventually(lambda: lender.counts().refused >= 8, SOON)
     writer = transfers(10, size=1 << 20)
     window = lender.lend(0, 100, 60)
-    assert over(writer, writer.write(window, 0, writer.memory[:100], 2)) == ""
+    assert over(writer, writer.write(window, 0, writer.memory[:100], SOON)) == ""
     lender.end(window)
     for stranger in silent:
         stranger.settimeout(SOON)

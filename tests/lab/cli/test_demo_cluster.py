@@ -69,7 +69,8 @@ def test_tables_tell_where_kv_was_and_who_fetched_what_from_whom():
 
 def test_a_cluster_that_is_not_ready_in_time_is_ended(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(demo_cluster, "START_SECONDS", 3.0)
-    sleep = [sys.executable, "-S", "-E", "-c", "import time; print('busy', flush=True); time.sleep(99)"]
+    code = "import time; print('busy', flush=True); time.sleep(99)"
+    sleep = [sys.executable, "-S", "-E", "-c", code]
     monkeypatch.setattr(demo_cluster, "cluster_command", lambda values, ports: sleep)
     monkeypatch.setattr(demo_cluster, "engine_config", lambda values: None)
     refused = pytest.raises(demo_cluster.ConfigError, match="not ready in 3 s")
