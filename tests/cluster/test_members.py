@@ -108,11 +108,13 @@ def test_a_member_that_goes_ends_what_it_has_and_is_closed(cluster):
     both = cluster(staying, going)
     staying.available = False
     heard = both.submit("old", tokens=100)
+    going.paused = True
     staying.available = True
     both.conductor.remove(both.members[1])
     for number in range(3):
         assert_right(both.serve(str(number)))
     assert len(staying.seen) == 3 and not going.closed
+    going.paused = False
     eventually(lambda: heard.ends)
     assert_right(heard, tokens=100)
     eventually(lambda: going.closed)

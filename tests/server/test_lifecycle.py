@@ -336,14 +336,14 @@ def test_a_second_signal_ends_a_server_at_once_and_quietly(number):
         process.stderr.close()
 
 
-@pytest.mark.parametrize("drain, dropped", [(10, False), (0.2, True)])
-def test_sigterm_drains(drain, dropped):
+@pytest.mark.parametrize("drain, tokens, end", [(60, 100, "length"), (0.2, 4000, "UNAVAILABLE")])
+def test_sigterm_drains(drain, tokens, end):
     process = server_process(drain)
     try:
         with Client(f"127.0.0.1:{int(process.stdout.readline())}") as client:
             client.wait_ready(60)
             running = [
-                client.generate("hello", SamplingParams(max_tokens=100, ignore_eos=True))
+                client.generate("hello", SamplingParams(max_tokens=tokens, ignore_eos=True))
                 for _ in range(20)
             ]
             assert all(isinstance(next(outputs), Accepted) for outputs in running)
@@ -357,7 +357,7 @@ def test_sigterm_drains(drain, dropped):
     finally:
         process.kill()
         process.stdout.close()
-    assert ends == (["UNAVAILABLE"] * 20 if dropped else ["length"] * 20)
+    assert ends == [end] * 20
 
 
 def end_of(outputs):

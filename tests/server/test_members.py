@@ -53,11 +53,13 @@ def test_replicas_come_and_go_with_the_file_that_names_them(tmp_path, monkeypatc
         stack.callback(conductor.close)
         held = Holder(conductor)
         old = held.submit("old", tokens=50)
+        first.fake.paused = True  # else its request might be over before the second is known
         assert [member.name for member in conductor.members] == [first.address]
         name_in(file, f"{second.address}\n")
         eventually(lambda: any(m.usable and m.name == second.address for m in conductor.members))
         new = held.submit("new", tokens=5)
         assert list(first.fake.requests) == ["old"]
+        first.fake.paused = False
         held.wait_ended(old, new)
         assert (old.end.reason, new.end.reason) == ("length", "length")
         eventually(lambda: [m.name for m in conductor.members] == [second.address])

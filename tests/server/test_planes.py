@@ -36,6 +36,7 @@ from tests.waiting import SOON, eventually
 
 Faster = Callable[[np.ndarray, str], Plane]
 SEND = 8 << 20  # bytes of staging memory of a source in these tests
+SLOW = 1.0  # seconds of a slow plane for what takes milliseconds by tcp
 
 
 def reader(stack: contextlib.ExitStack, faster: Faster | None) -> PeerReplicas:
@@ -96,7 +97,7 @@ def test_blocks_that_the_reader_brings_come_in_order_through_little_memory(stack
 
 def test_rates_are_learnt_by_source_and_plane(stack):
     def slow(number, data):
-        time.sleep(0.05)
+        time.sleep(SLOW)
         return data
 
     peers = reader(stack, functools.partial(InProcessPlane, harm=slow))
@@ -104,7 +105,7 @@ def test_rates_are_learnt_by_source_and_plane(stack):
     for offers in (by_both, by_tcp):
         assert fetch(peers, offers.of(), range(100)) == 100
     slow_rate = peers.rates.of(by_both.address, NAME)
-    assert 0 < slow_rate <= 100 * BLOCK / 0.05
+    assert 0 < slow_rate <= 100 * BLOCK / SLOW
     assert peers.rates.of(by_tcp.address, "tcp") > slow_rate
     assert not peers.rates.of(by_both.address, "tcp")
 
