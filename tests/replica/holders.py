@@ -32,7 +32,7 @@ from jaxserve.settings.schema import (
     SchedulerConfig,
 )
 from tests.server.fakes import FakeReplica
-from tests.waiting import eventually
+from tests.waiting import SOON, eventually
 
 SECONDS = 120.0  # most that a test waits for a live replica, which may have to compile
 MAX_LEN = 512
@@ -161,7 +161,7 @@ class _ReachedReplica(RemoteReplica):
 
     def __init__(self, behind: Replica, service: ReplicaService, target: str):
         super().__init__(target, SECRET)
-        assert self.wait_connected(10)
+        assert self.wait_connected(SOON)
         self._behind = behind
         self._service = service
 

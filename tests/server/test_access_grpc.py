@@ -22,7 +22,7 @@ from jaxserve.server.frontend_metrics import FrontendMetrics
 from jaxserve.server.grpc import auth as grpc_auth
 from jaxserve.server.logs import TextFormatter
 from tests.server.keyed import TWO, bearer
-from tests.waiting import eventually
+from tests.waiting import SOON, eventually
 
 ROOT = Path(__file__).parents[2]
 
@@ -145,7 +145,7 @@ def test_handlers_know_the_caller(access):
         await server.stop(0)
         return found
 
-    assert asyncio.run(asyncio.wait_for(main(), 10)) == [b"alice"] * 10
+    assert asyncio.run(asyncio.wait_for(main(), SOON)) == [b"alice"] * 10
 
 
 def test_a_limit_says_when_to_come_again(serve):

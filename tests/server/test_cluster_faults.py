@@ -90,12 +90,12 @@ class Cluster:
 
     def members(self) -> list[dict]:
         """Returns what the conductor shows of the replicas."""
-        with urllib.request.urlopen(f"{self.url}/page/data", timeout=10) as answer:
+        with urllib.request.urlopen(f"{self.url}/page/data", timeout=SOON) as answer:
             return json.load(answer)["members"]
 
     def ready(self) -> bool:
         with contextlib.suppress(OSError):
-            return urllib.request.urlopen(f"{self.url}/ready", timeout=10).status == 200
+            return urllib.request.urlopen(f"{self.url}/ready", timeout=SOON).status == 200
         return False
 
     def ask(

@@ -28,6 +28,7 @@ from jaxserve.server.replica_service import ReplicaService
 from jaxserve.settings.schema import ConfigError, ServerConfig
 from jaxserve.store.block_part import BlockPart, PartBytes
 from tests.server.fakes import FakeReplica
+from tests.waiting import SOON
 
 SECRET = b"of the tests of a cluster's TLS"
 KEYS = [bytes([number]) * KEY_BYTES for number in range(5)]
@@ -129,7 +130,7 @@ def test_a_conductor_begins_sessions_before_and_after_the_authority_was_renewed(
     for _ in range(2):
         remote = RemoteReplica(replica.address, SECRET, authorities)
         stack.callback(remote.close)
-        assert remote.wait_connected(10)
+        assert remote.wait_connected(SOON)
         replica.renew()
         replica.tls.refresh()
 

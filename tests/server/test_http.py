@@ -49,7 +49,7 @@ def status_of(there):
 
 def well(served):
     answer = httpx.post(
-        f"{served.server.url}/v1/completions", json={"prompt": "hi", "max_tokens": 3}, timeout=10
+        f"{served.server.url}/v1/completions", json={"prompt": "hi", "max_tokens": 3}, timeout=SOON
     )
     return answer.json()["choices"][0]["text"] == bytes(expected(b"hi", 3)).decode()
 
@@ -287,7 +287,7 @@ def test_draining_ends_no_stream_and_takes_no_new_one(serve):
 
     def one():
         answer = httpx.post(
-            f"{url}/v1/completions", json={"prompt": "hi", "max_tokens": 100}, timeout=30
+            f"{url}/v1/completions", json={"prompt": "hi", "max_tokens": 100}, timeout=SOON
         )
         texts.append(answer.json()["choices"][0]["text"])
 

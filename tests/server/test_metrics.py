@@ -46,7 +46,7 @@ def get(server: Background, path: str = "/metrics", host: str = "127.0.0.1") -> 
     request = urllib.request.Request(
         f"http://{host}:{server.server.ports['http']}{path}", headers={"Accept": PROMETHEUS}
     )
-    with urllib.request.urlopen(request, timeout=10) as answer:
+    with urllib.request.urlopen(request, timeout=SOON) as answer:
         return answer.read().decode()
 
 

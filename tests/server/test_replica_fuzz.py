@@ -31,7 +31,7 @@ from jaxserve.text.structured_output import Guides
 from tests.replica.holders import Heard
 from tests.server.fakes import EOS, VOCAB, FakeReplica, FakeTokenizer, expected
 from tests.server.proto_fuzz import Fuzz
-from tests.waiting import eventually
+from tests.waiting import SOON, eventually
 
 SECRET = b"of the tests with made-up messages"
 PER_CALL = 40  # messages
@@ -129,7 +129,7 @@ class Offered:
         service.open(self.blocks)
         self.remote = RemoteReplica(self.target, SECRET)
         stack.callback(self.remote.close)
-        assert self.remote.wait_connected(10)
+        assert self.remote.wait_connected(SOON)
         self._asked = 0
 
     def assert_serves(self) -> None:

@@ -23,7 +23,7 @@ from jaxserve.server.remote_replica import RemoteReplica
 from jaxserve.server.supervisor import Background, check_host, warn_of_host
 from jaxserve.settings.schema import ConfigError, ServerConfig
 from tests.server.fakes import FakeReplica, FakeTokenizer
-from tests.waiting import eventually
+from tests.waiting import SOON, eventually
 
 HOSTS = ("localhost", "127.0.0.1")
 PAST = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
@@ -110,7 +110,7 @@ def test_a_server_with_a_certificate_speaks_tls_and_nothing_else(files):
             async with AsyncClient(server.target, **files.roots) as client:
                 return await client.complete("x", ONE)
 
-        assert asyncio.run(asyncio.wait_for(main(), 10))
+        assert asyncio.run(asyncio.wait_for(main(), SOON))
 
 
 def test_client_certificates_of_the_right_authority_alone_get_in(files):
@@ -176,7 +176,7 @@ def shake(server, client):
                 writer.close()
 
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
-    return asyncio.run(asyncio.wait_for(main(), 10))
+    return asyncio.run(asyncio.wait_for(main(), SOON))
 
 
 def context_of(files, authority=None, certificate=None):
@@ -361,7 +361,7 @@ def test_conductors_reach_a_replica_by_tls_and_need_no_client_certificate(files,
             for authorities in (*roots, None)
         ]
         try:
-            assert ours.wait_connected(10) and ours.info.vocab == 257
+            assert ours.wait_connected(SOON) and ours.info.vocab == 257
             assert not theirs.wait_connected(0.5) and not plain.wait_connected(0)
         finally:
             for remote in (ours, theirs, plain):
