@@ -308,6 +308,7 @@ class Frontend:
             deadline=None if call.timeout is None else arrival + call.timeout,
             guide=guide,
             streamed=call.streamed,
+            probe=call.origin.internal,
             **{
                 **call.options(),
                 "cache_salt": caller.cache_salt(call.cache_salt),

@@ -206,7 +206,7 @@ class Logprobs(_message.Message):
     def __init__(self, chosen: _Optional[float] = ..., top: _Optional[_Iterable[_Union[Logprobs.Top, _Mapping]]] = ...) -> None: ...
 
 class Finished(_message.Message):
-    __slots__ = ("index", "reason", "usage", "timing", "prompt_logprobs", "embedding", "weight_version")
+    __slots__ = ("index", "reason", "usage", "timing", "prompt_logprobs", "embedding", "weight_version", "in_time")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
@@ -214,6 +214,7 @@ class Finished(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     EMBEDDING_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    IN_TIME_FIELD_NUMBER: _ClassVar[int]
     index: int
     reason: str
     usage: Usage
@@ -221,7 +222,8 @@ class Finished(_message.Message):
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[Logprobs]
     embedding: _containers.RepeatedScalarFieldContainer[float]
     weight_version: str
-    def __init__(self, index: _Optional[int] = ..., reason: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[Logprobs, _Mapping]]] = ..., embedding: _Optional[_Iterable[float]] = ..., weight_version: _Optional[str] = ...) -> None: ...
+    in_time: bool
+    def __init__(self, index: _Optional[int] = ..., reason: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[Logprobs, _Mapping]]] = ..., embedding: _Optional[_Iterable[float]] = ..., weight_version: _Optional[str] = ..., in_time: bool = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("prompt", "cached", "completion")
@@ -234,14 +236,18 @@ class Usage(_message.Message):
     def __init__(self, prompt: _Optional[int] = ..., cached: _Optional[int] = ..., completion: _Optional[int] = ...) -> None: ...
 
 class Timing(_message.Message):
-    __slots__ = ("queued", "first_token", "total")
+    __slots__ = ("queued", "first_token", "total", "longest_gap", "slow_gaps")
     QUEUED_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     TOTAL_FIELD_NUMBER: _ClassVar[int]
+    LONGEST_GAP_FIELD_NUMBER: _ClassVar[int]
+    SLOW_GAPS_FIELD_NUMBER: _ClassVar[int]
     queued: float
     first_token: float
     total: float
-    def __init__(self, queued: _Optional[float] = ..., first_token: _Optional[float] = ..., total: _Optional[float] = ...) -> None: ...
+    longest_gap: float
+    slow_gaps: float
+    def __init__(self, queued: _Optional[float] = ..., first_token: _Optional[float] = ..., total: _Optional[float] = ..., longest_gap: _Optional[float] = ..., slow_gaps: _Optional[float] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("text", "chat", "special", "model")

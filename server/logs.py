@@ -89,11 +89,13 @@ def log_ended(
             "queued": summary.queued,
             "ttft": summary.ttft,
             "tpot": summary.tpot,
+            "longest_gap": summary.longest_gap or None,
             "seconds": summary.total,
         }
         fields |= {
             name: round(seconds, 6) for name, seconds in times.items() if seconds is not None
         }
+        fields["in_time"] = summary.in_time
     present = {name: value for name, value in fields.items() if value is not None}
     log.info(
         "ended",

@@ -95,7 +95,7 @@ class RemoteRequest:
         timing = Timing(queued=min(first, total), first_token=first, total=total)
         prompt = len(self.request.prompt)
         return [
-            Finished(index, "error", Usage(prompt, 0, count), timing, error=error)
+            Finished(index, "error", Usage(prompt, 0, count), timing, error=error, in_time=False)
             for index, count in self.tokens.items()
         ]
 

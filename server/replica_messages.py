@@ -52,6 +52,7 @@ def submit_message(number: int, request: Request, now: float) -> pb.Submit:
         tpot=slo.tpot,
         class_name=slo.class_name,
         job=request.job,
+        probe=request.probe,
         **options,
     )
     if request.kv_source is not None:
@@ -82,6 +83,7 @@ def request_of(message: pb.Submit, info: ReplicaInfo, now: float) -> Request:
         kv_source=_kv_source_of(message),
         continuation=_continuation_of(message, now),
         job=message.job,
+        probe=message.probe,
         **_options_of(message),
     )
 

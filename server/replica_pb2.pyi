@@ -157,7 +157,7 @@ class Alive(_message.Message):
     def __init__(self) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("number", "request_id", "prompt", "sampling", "age", "time_left", "ttft", "tpot", "class_name", "priority", "cache_salt", "bypass_prefix_cache", "guided", "kv_source", "cache_retention", "embed", "continuation", "job", "tenant", "adapter", "session")
+    __slots__ = ("number", "request_id", "prompt", "sampling", "age", "time_left", "ttft", "tpot", "class_name", "priority", "cache_salt", "bypass_prefix_cache", "guided", "kv_source", "cache_retention", "embed", "continuation", "job", "tenant", "adapter", "session", "probe")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
@@ -179,6 +179,7 @@ class Submit(_message.Message):
     TENANT_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
+    PROBE_FIELD_NUMBER: _ClassVar[int]
     number: int
     request_id: str
     prompt: bytes
@@ -200,7 +201,8 @@ class Submit(_message.Message):
     tenant: str
     adapter: str
     session: str
-    def __init__(self, number: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt: _Optional[bytes] = ..., sampling: _Optional[_Union[_jaxserve_pb2.SamplingParams, _Mapping]] = ..., age: _Optional[float] = ..., time_left: _Optional[float] = ..., ttft: _Optional[float] = ..., tpot: _Optional[float] = ..., class_name: _Optional[str] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., bypass_prefix_cache: bool = ..., guided: _Optional[_Union[_jaxserve_pb2.Guided, _Mapping]] = ..., kv_source: _Optional[_Union[KvSource, _Mapping]] = ..., cache_retention: _Optional[int] = ..., embed: bool = ..., continuation: _Optional[_Union[Continuation, _Mapping]] = ..., job: bool = ..., tenant: _Optional[str] = ..., adapter: _Optional[str] = ..., session: _Optional[str] = ...) -> None: ...
+    probe: bool
+    def __init__(self, number: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt: _Optional[bytes] = ..., sampling: _Optional[_Union[_jaxserve_pb2.SamplingParams, _Mapping]] = ..., age: _Optional[float] = ..., time_left: _Optional[float] = ..., ttft: _Optional[float] = ..., tpot: _Optional[float] = ..., class_name: _Optional[str] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., bypass_prefix_cache: bool = ..., guided: _Optional[_Union[_jaxserve_pb2.Guided, _Mapping]] = ..., kv_source: _Optional[_Union[KvSource, _Mapping]] = ..., cache_retention: _Optional[int] = ..., embed: bool = ..., continuation: _Optional[_Union[Continuation, _Mapping]] = ..., job: bool = ..., tenant: _Optional[str] = ..., adapter: _Optional[str] = ..., session: _Optional[str] = ..., probe: bool = ...) -> None: ...
 
 class Continuation(_message.Message):
     __slots__ = ("completions", "first_token_age", "weight_version")

@@ -187,6 +187,8 @@ def _result_attributes(finished: Sequence[Finished], summary: Summary) -> dict[s
         "gen_ai.response.time_to_first_chunk": summary.ttft,
         "jaxserve.ttft": summary.ttft,
         "jaxserve.tpot": summary.tpot,
+        "jaxserve.longest_gap": summary.longest_gap or None,
+        "jaxserve.in_time": summary.in_time,
     }
     return {name: value for name, value in attributes.items() if value is not None}
 

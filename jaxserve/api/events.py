@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from jaxserve.api.attainment import all_in_time
 from jaxserve.api.errors import RequestError
 
 
@@ -33,11 +34,15 @@ class Usage:
 @dataclass(frozen=True, slots=True)
 class Timing:
     """Seconds from a completion's arrival to its first chunk, first token and end; the end stands
-    for what did not happen."""
+    for what did not happen. longest_gap: most seconds between two reads, one after the other, that
+    gave it tokens. slow_gaps: share of these gaps that were longer than its objective on them; 0
+    without one."""
 
     queued: float
     first_token: float
     total: float
+    longest_gap: float = 0.0
+    slow_gaps: float = 0.0
 
     def tpot(self, completion: int) -> float:
         """Returns mean seconds per token after the first of `completion` tokens; 0 for one
@@ -80,7 +85,9 @@ class Finished:
     length, cancelled, deadline, or error (then `error` says which). stop: the stop string or id
     that ended it, once its text is known. embedding [D] f32: the hidden state of the prompt's last
     token after the model's final norm, where the request wants it; its reason is stop.
-    weight_version: of the weights that it was computed with; "" where that is not known."""
+    weight_version: of the weights that it was computed with; "" where that is not known. in_time:
+    whether it kept its objectives (`attainment.in_time`); None where there is nothing to say, as
+    of a prompt that was computed for another replica."""
 
     index: int
     reason: str
@@ -91,6 +98,7 @@ class Finished:
     stop: str | int | None = None
     embedding: np.ndarray | None = field(default=None, compare=False)
     weight_version: str = ""
+    in_time: bool | None = None
 
     @property
     def ttft(self) -> float | None:
@@ -117,7 +125,8 @@ class Summary:
     queued, ttft, total: seconds from arrival to its first chunk, to its first token (None where
     none came), and to the end of its last completion. tpot: of its slowest completion; None where
     none has two tokens. cached: tokens of its prompt whose KV was reused. output: tokens of all
-    completions.
+    completions. in_time: whether all were; None where nothing is to be said of some and none was
+    late. longest_gap: of all of them.
     """
 
     queued: float
@@ -126,6 +135,8 @@ class Summary:
     tpot: float | None
     cached: int
     output: int
+    in_time: bool | None
+    longest_gap: float
 
     @classmethod
     def of(cls, ends: Sequence[Finished]) -> Summary:
@@ -141,6 +152,8 @@ class Summary:
             max(tpots, default=None),
             max(end.usage.cached for end in ends),
             sum(end.usage.completion for end in ends),
+            all_in_time(end.in_time for end in ends),
+            max(end.timing.longest_gap for end in ends),
         )
 
     @property

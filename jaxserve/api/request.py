@@ -170,7 +170,8 @@ class Request(RequestOptions):
     kv_source: where blocks may be fetched from instead of computing them; blocks that do not come
     are computed. continuation: from where it goes on; None: it begins. streamed: its caller gets
     tokens as they come; else all at the end. job: its prompt is computed for another replica, and
-    its token reaches no user.
+    its token reaches no user. probe: the server asks itself, to see whether tokens come: no
+    traffic, which neither metrics nor the live page show.
     """
 
     id: str
@@ -183,6 +184,7 @@ class Request(RequestOptions):
     continuation: Continuation | None = None
     streamed: bool = True
     job: bool = False
+    probe: bool = False
 
     @property
     def completions(self) -> Sequence[int]:

@@ -11,6 +11,7 @@ import dataclasses
 from collections import deque
 from collections.abc import Sequence
 
+from jaxserve.api.attainment import in_time
 from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Accepted, Event, Finished, Progress, Timing, Token, Usage
 from jaxserve.api.request import Continuation, Request
@@ -120,7 +121,8 @@ class RoutedRequest:
         if self.ending is None:
             return event
         reason, error = self.ending
-        return dataclasses.replace(event, reason=reason, error=error)
+        kept = event.in_time is not False
+        return dataclasses.replace(event, reason=reason, error=error, in_time=in_time(reason, kept))
 
     def end(self, reason: str, error: RequestError | None, now: float) -> list[Event]:
         """Ends of all completions that have none, where no member tells of them."""
@@ -134,6 +136,7 @@ class RoutedRequest:
                 Usage(len(self.request.prompt), 0, len(self.tokens[index])),
                 Timing(first, first, total),
                 error=error,
+                in_time=in_time(reason, True),
             )
             for index in sorted(self.unfinished)
         ]

@@ -155,6 +155,7 @@ class BatchReader:
                 continue
             if proposed:
                 further.append(slot)
+                sequence.without_gap += 1
             event = Token(sequence.index, token, logprobs[row] if logprobs else None)
             events.append((sequence.id, event))
             if sequence.first_token_at is None:

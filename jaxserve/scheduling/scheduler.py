@@ -10,7 +10,6 @@ are issued and read.
 
 from __future__ import annotations
 
-import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -305,13 +304,7 @@ class Scheduler:
                 self._born + place,
                 index,
                 request,
-                SequenceLimits(
-                    limit,
-                    stops,
-                    deadline + place * turn,
-                    tpot,
-                    math.inf if tbt is None else tbt,
-                ),
+                SequenceLimits(limit, stops, deadline + place * turn, tpot, tbt),
                 hashes,
                 0 if place else received,
                 tenant,

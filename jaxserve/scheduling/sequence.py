@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
 
+from jaxserve.api.attainment import Promise, in_time
 from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Finished, Logprobs, Timing, Usage
 from jaxserve.api.request import Request
@@ -49,7 +49,7 @@ class SequenceLimits(NamedTuple):
     stops: frozenset[int]  # ids of tokens that end it
     ttft_deadline: float  # clock seconds at which its first token should come
     tpot: float  # objective, seconds per output token
-    tbt: float = math.inf  # objective, seconds between two output tokens
+    tbt: float | None = None  # objective, seconds between two reads that give it tokens
 
 
 class Sequence:
@@ -102,6 +102,10 @@ class Sequence:
         self.started_at: float | None = None
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None  # clock seconds at which its last token came
+        self.longest_gap = 0.0  # seconds between two reads that gave it tokens
+        self.slow_gaps = 0  # of these, how many were longer than the objective
+        self.without_gap = 1  # tokens that came in a read with others, or first
+        self._notable_gap = 0.0  # seconds; shorter gaps change none of these
         self.drafts: SequenceDrafts | None = None  # where tokens were proposed for it
         self.matcher = None if request.guide is None else request.guide.matcher()
         self.prompt_logprobs: list[Logprobs | None] | None = None
@@ -119,6 +123,7 @@ class Sequence:
         if self.output:
             assert self.request.continuation is not None
             self.started_at = self.first_token_at = self.request.continuation.first_token
+            self.without_gap = len(self.output)
 
     def plan_at(self, start: int) -> PlanPart:
         """Returns the part of the plan with the token at `start`, see `part_at`."""
@@ -147,6 +152,9 @@ class Sequence:
         """Appends a token that came at clock second `now`; returns the reason where it is the last
         one. Errors: RequestError where no token follows the structured output's grammar."""
         self.output.append(token)
+        last = self.last_token_at
+        if last is not None and now - last > self._notable_gap:
+            self._note_gap(now - last)
         self.last_token_at = now
         if self.first_token_at is None:
             self.first_token_at = now
@@ -160,6 +168,32 @@ class Sequence:
             return "length"
         return None
 
+    def _note_gap(self, seconds: float) -> None:
+        """Notes a gap that is longer than all before it, or than the objective."""
+        self.longest_gap = max(self.longest_gap, seconds)
+        self._notable_gap = self.longest_gap
+        if self.tbt is not None:
+            self.slow_gaps += seconds > self.tbt
+            self._notable_gap = min(self.longest_gap, self.tbt)
+
+    def _timing(self, now: float) -> Timing:
+        """Returns the times of an end at clock second `now`."""
+        arrival = self.request.arrival
+        started = now if self.started_at is None else self.started_at
+        first_token = now if self.first_token_at is None else self.first_token_at
+        slow_gaps = self.slow_gaps / max(1, len(self.output) - self.without_gap)
+        return Timing(
+            started - arrival, first_token - arrival, now - arrival, self.longest_gap, slow_gaps
+        )
+
+    def _kept(self, timing: Timing) -> bool:
+        """Returns whether what came of it was in time. timing: of its end."""
+        promise = Promise(self.ttft_deadline - self.request.arrival, self.tpot, self.tbt)
+        tpot = 0.0
+        if self.last_token_at is not None and self.first_token_at is not None:
+            tpot = (self.last_token_at - self.first_token_at) / max(1, len(self.output) - 1)
+        return promise.kept(timing.first_token, tpot, timing.slow_gaps)
+
     def finished(
         self,
         reason: str,
@@ -170,10 +204,7 @@ class Sequence:
     ) -> Finished:
         """Returns the event of its end at clock second `now`; what had not happened counts as
         then."""
-        arrival = self.request.arrival
-        started = now if self.started_at is None else self.started_at
-        first_token = now if self.first_token_at is None else self.first_token_at
-        timing = Timing(started - arrival, first_token - arrival, now - arrival)
+        timing = self._timing(now)
         prompt = len(self.request.prompt)
         # what was put out before it went on may be cached too
         usage = Usage(prompt, min(self.cached_tokens, prompt), len(self.output))
@@ -187,4 +218,5 @@ class Sequence:
             error=error,
             embedding=embedding,
             weight_version=weight_version,
+            in_time=None if self.request.job else in_time(reason, self._kept(timing)),
         )

@@ -148,7 +148,7 @@ class SlotTable:
         self.issued[slot] = issued
         self.max_positions[slot] = sequence.max_positions
         self.tpot[slot] = sequence.tpot
-        self.tbt[slot] = sequence.tbt
+        self.tbt[slot] = math.inf if sequence.tbt is None else sequence.tbt
         self.adapters.take(slot, sequence.request.adapter)
         self.tenant[slot] = sequence.tenant
         insort(self.prefilling, sequence, key=age)

@@ -65,7 +65,7 @@ def merged(deltas: Sequence[Delta]) -> Delta:
 @dataclasses.dataclass(frozen=True, slots=True)
 class Completion:
     """A whole completion. reason: stop, length, cancelled, deadline or error. stop: the stop string
-    or id that ended it. embedding, weight_version: see `Finished`."""
+    or id that ended it. embedding, weight_version, in_time: see `Finished`."""
 
     index: int
     prompt_ids: Sequence[int]
@@ -79,6 +79,7 @@ class Completion:
     stop: str | int | None = None
     embedding: np.ndarray | None = None
     weight_version: str = ""
+    in_time: bool | None = None
 
 
 Output = Accepted | Progress | Delta | Finished
@@ -359,4 +360,5 @@ class CompletionCollector:
             finished.stop,
             finished.embedding,
             finished.weight_version,
+            finished.in_time,
         )

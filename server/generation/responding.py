@@ -196,7 +196,7 @@ def _ends_joined(chunks: Iterable[JsonObject]) -> Iterator[JsonObject]:
             last = previous["choices"][0]
             only_ends = choice["finish_reason"] and not (choice.get("text") or choice.get("delta"))
             if only_ends and choice["index"] == last["index"] and not last["finish_reason"]:
-                last |= {key: choice[key] for key in ("finish_reason", "stop_reason")}
+                last |= {key: choice[key] for key in ("finish_reason", "stop_reason", "in_time")}
                 previous |= {key: chunk[key] for key in chunk if key not in previous}
                 continue
             yield previous

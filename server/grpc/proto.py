@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -144,10 +145,11 @@ def finished_message(event: Finished) -> pb.Finished:
         index=event.index,
         reason=event.reason,
         usage=pb.Usage(prompt=usage.prompt, cached=usage.cached, completion=usage.completion),
-        timing=pb.Timing(queued=timing.queued, first_token=timing.first_token, total=timing.total),
+        timing=pb.Timing(**dataclasses.asdict(timing)),
         prompt_logprobs=map(logprobs_message, event.prompt_logprobs or ()),
         embedding=event.embedding,
         weight_version=event.weight_version,
+        in_time=event.in_time,
     )
 
 
@@ -195,10 +197,11 @@ def finished_of(message: pb.Finished) -> Finished:
         message.index,
         message.reason,
         Usage(usage.prompt, usage.cached, usage.completion),
-        Timing(timing.queued, timing.first_token, timing.total),
+        Timing(**{name: getattr(timing, name) for name in timing.DESCRIPTOR.fields_by_name}),
         tuple(map(logprobs_of, message.prompt_logprobs)) or None,
         embedding=np.array(message.embedding, np.float32) if message.embedding else None,
         weight_version=message.weight_version,
+        in_time=value_in(message, "in_time"),
     )
 
 

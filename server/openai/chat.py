@@ -65,7 +65,7 @@ class ChatWriter:
             for delta in self._deltas(index, self._parts.flush(index)):
                 yield self._chunk(index, delta)
             chunk = self._chunk(index, {}, None, self._finish_reason(output))
-            chunk["choices"][0]["stop_reason"] = output.stop
+            chunk["choices"][0] |= {"stop_reason": output.stop, "in_time": output.in_time}
             yield {**chunk, **version_field([output]), **self._ticket_fields}
 
     def _delta_chunks(self, output: Delta) -> Iterator[JsonObject]:
@@ -143,6 +143,7 @@ class ChatWriter:
             "logprobs": self._logprobs(completion),
             "finish_reason": self._finish_reason(completion),
             "stop_reason": completion.stop,
+            "in_time": completion.in_time,
         }
         if self._body.return_token_ids:
             choice["token_ids"] = list(completion.ids)

@@ -194,7 +194,7 @@ class CompletionWriter:
             yield chunk
         elif isinstance(output, Finished):
             chunk = self._chunk(number, output.index, "", None, output.reason)
-            chunk["choices"][0]["stop_reason"] = output.stop
+            chunk["choices"][0] |= {"stop_reason": output.stop, "in_time": output.in_time}
             yield {**chunk, **version_field([output]), **self._ticket_fields}
 
     def whole(self, completions: Sequence[Sequence[Completion]]) -> JsonObject:
@@ -255,6 +255,7 @@ class CompletionWriter:
             "logprobs": logprobs,
             "finish_reason": completion.reason,
             "stop_reason": completion.stop,
+            "in_time": completion.in_time,
         }
         if self._body.prompt_logprobs is not None:
             choice["prompt_logprobs"] = self._token_writer.prompt_logprobs(completion)

@@ -11,7 +11,7 @@ from prometheus_client import generate_latest
 
 from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Accepted, Event, Finished, Progress, Token
-from jaxserve.api.request import Continuation
+from jaxserve.api.request import Continuation, Slo
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.replica.protocol import Replica
 from tests.replica.holders import HOLDERS, LONG, SCHEDULED, Heard, Holder
@@ -105,6 +105,35 @@ def test_an_end_says_what_was_used_and_how_long_it_took(held):
     assert (end.index, end.reason, end.error) == (0, "length", None)
     assert (end.usage.prompt, end.usage.completion) == (30, 7)
     assert 0 <= end.timing.queued <= end.timing.first_token <= end.timing.total
+
+
+@pytest.mark.parametrize(
+    "slo, verdict",
+    [
+        (Slo(ttft=100.0, tpot=100.0), True),
+        (Slo(ttft=1e-3, tpot=1e-4), False),
+        (Slo(ttft=100.0, tpot=1e-4), False),
+    ],
+)
+def test_an_end_says_whether_both_objectives_were_kept(held, slo, verdict):
+    heard = held.submit(prompt=30, tokens=7, slo=slo)
+    held.wait_ended(heard)
+    assert heard.end.in_time is verdict
+
+
+def test_nothing_is_said_of_what_its_caller_gave_up_in_time(held):
+    heard = held.submit(tokens=LONG, slo=Slo(ttft=100.0, tpot=100.0))
+    held.wait(lambda: heard.tokens)
+    held.replica.cancel("r")
+    held.wait_ended(heard)
+    assert heard.end.in_time is None
+
+
+def test_what_failed_was_not_in_time(held):
+    slo = Slo(ttft=100.0, tpot=100.0)
+    heard = held.submit(tokens=LONG, slo=slo, deadline=held.replica.now() + 0.05)
+    held.wait_ended(heard)
+    assert (heard.end.reason, heard.end.in_time) == ("deadline", False)
 
 
 def test_the_last_token_and_the_end_come_in_one_call(held):

@@ -4,6 +4,7 @@ is `next_token(all tokens so far)`."""
 from __future__ import annotations
 
 import dataclasses
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ import numpy as np
 import tokenizers
 from prometheus_client import CollectorRegistry
 
+from jaxserve.api.attainment import Promise, in_time
 from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Accepted, Event, Finished, Logprobs, Progress, Timing, Token, Usage
 from jaxserve.api.request import Request
@@ -391,4 +393,17 @@ class FakeReplica:
             del self.requests[request.id]
         usage = Usage(len(request.prompt), 0, made)
         embedded = embedding(request.prompt) if request.embed and reason == "stop" else None
-        return Finished(index, reason, usage, timing, logprobs, error, embedding=embedded)
+        slo = request.slo
+        promise = Promise(slo.ttft or math.inf, slo.tpot or math.inf)
+        tpot = timing.tpot(made) if running.first else 0.0
+        kept = promise.kept(timing.first_token, tpot)
+        return Finished(
+            index,
+            reason,
+            usage,
+            timing,
+            logprobs,
+            error,
+            embedding=embedded,
+            in_time=in_time(reason, kept),
+        )
