@@ -116,6 +116,8 @@ class Journal:
 
     def _admitted(self, event: Admitted) -> None:
         sequence = event.sequence
+        if sequence.request.probe:
+            return
         name = sequence.id, sequence.index
         self.names[sequence.number] = name
         self.running[name] = sequence.number
@@ -163,6 +165,8 @@ class Journal:
     def _completion_ended(self, ended: CompletionEnded) -> None:
         request = ended.request
         event = ended.event
+        if request.probe:
+            return
         number = self.running.pop((request.id, event.index), NO_NUMBER)
         self.ends.append(
             JournalEnd(

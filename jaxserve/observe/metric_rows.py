@@ -9,6 +9,7 @@ from typing import NamedTuple
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from jaxserve.lanes.exchange import EXCHANGES
+from jaxserve.observe.attained import ATTAINED
 
 PREFIX = "jaxserve:"
 REASONS = ("stop", "length", "cancelled", "deadline", "error")
@@ -161,6 +162,7 @@ LABELLED: Mapping[str, Labelled] = {
     "tbt_slo_violations": Labelled(
         "Tokens that came later after the one before than their request's objective says", "class"
     ),
+    **{f"class_{name}": Labelled(f"{help}, by class", "class") for name, help in ATTAINED.items()},
     "exchange_steps": Labelled(
         "Steps with sequences on several lanes, by how their queries and blocks met; a step whose "
         "prompts and decodes met in two ways counts for both",

@@ -21,7 +21,10 @@ from prometheus_client.core import (
     Metric,
 )
 
+from jaxserve.api.attainment import ENDS_BY_ITSELF
 from jaxserve.api.events import Finished, Summary
+from jaxserve.api.request import Request
+from jaxserve.observe.attained import ATTAINED, NOTHING, Attained
 from jaxserve.observe.metric_rows import (
     COUNTERS,
     HISTOGRAMS,
@@ -186,7 +189,8 @@ class Metrics:
             list(self._labelled["tbt_slo_violations"].values()),
         )
         self.hit_tokens = 0  # what `prefix_cache_hits` counts
-        self._job_slots = np.zeros(slots, bool)  # their tokens reach no user
+        self.attained: dict[str, Attained] = {}  # by tenant
+        self._hidden_slots = np.zeros(slots, bool)  # their tokens reach no user
         self.registry.register(self)
 
     def _make_labelled(self, name: str) -> dict[str, Counter]:
@@ -277,8 +281,8 @@ class Metrics:
 
     def _tokens(self, event: Tokens) -> None:
         batch = event.batch
-        further = int(np.count_nonzero(~self._job_slots[event.further]))
-        self.gaps.count(event.slots[~self._job_slots[event.slots]], event.now, further)
+        further = int(np.count_nonzero(~self._hidden_slots[event.further]))
+        self.gaps.count(event.slots[~self._hidden_slots[event.slots]], event.now, further)
         if batch.tokens.size:
             chunks = batch.is_chunk
             degrees = np.count_nonzero(batch.blocks_per_lane[chunks], axis=1)
@@ -299,15 +303,15 @@ class Metrics:
 
     def _admitted(self, event: Admitted) -> None:
         sequence = event.sequence
-        self._job_slots[event.slot] = sequence.request.job
+        self._hidden_slots[event.slot] = sequence.request.job or sequence.request.probe
         class_number = self._number(sequence.request.slo.class_name)
         self.gaps.admit(event.slot, sequence.tpot, class_number, sequence.last_token_at)
 
     def _first_token(self, event: FirstToken) -> None:
-        if not event.of_request:
-            return
         sequence = event.sequence
         request = sequence.request
+        if not event.of_request or request.probe:
+            return
         if request.job:
             computed = len(request.prompt) - sequence.cached_tokens
             self._counters["prefill_job_tokens"].inc(computed)
@@ -328,18 +332,28 @@ class Metrics:
     def _completion_ended(self, event: CompletionEnded) -> None:
         """Counts an end, and with the last one of a request that of the request."""
         request = event.request
+        if request.probe:
+            return
         self._count("prefill_jobs" if request.job else "request_success", event.event.reason)
         if not event.of_request or request.job:
             return
-        if all(end.reason in ("stop", "length") for end in event.of_request):
-            budget = event.ttft_deadline - request.arrival
-            self._request_completed(event.of_request, budget, event.tpot)
+        self._count_attained(request, Attained.of(event.of_request))
+        if all(end.reason in ENDS_BY_ITSELF for end in event.of_request):
+            self._request_completed(event.of_request)
         late = request.arrival + event.event.timing.total > event.ttft_deadline
         if late and not event.had_token:
             self._count_late(request.slo.class_name)
 
-    def _request_completed(self, ends: Sequence[Finished], ttft: float, tpot: float) -> None:
-        """Counts a request that ran to its end. ttft, tpot: its objectives in seconds."""
+    def _count_attained(self, request: Request, attained: Attained) -> None:
+        """Counts whether a request that ended was in time, and its tokens."""
+        name = self._classes[self._number(request.slo.class_name)]
+        for field in ATTAINED:
+            self._labelled[f"class_{field}"][name].inc(getattr(attained, field))
+        self.attained[request.tenant] = self.attained.get(request.tenant, NOTHING) + attained
+        self._counters["goodput_requests"].inc(attained.requests_in_time)
+
+    def _request_completed(self, ends: Sequence[Finished]) -> None:
+        """Counts a request that ran to its end."""
         summary = Summary.of(ends)
         self._observe("e2e_request_latency_seconds", summary.total)
         self._observe("request_prefill_time_seconds", summary.prefill)
@@ -349,8 +363,6 @@ class Metrics:
         for end in ends:
             if end.tpot is not None:
                 self._observe("request_time_per_output_token_seconds", end.tpot)
-        good = (summary.ttft or 0.0) <= ttft and (summary.tpot or 0.0) <= tpot
-        self._counters["goodput_requests"].inc(good)
 
     def _observe(self, name: str, value: float) -> None:
         self._histograms[name].observe(value)

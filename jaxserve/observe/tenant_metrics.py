@@ -1,4 +1,5 @@
-"""Metrics of the time that tenants use of a replica, and of their credit."""
+"""Metrics of the time that tenants use of a replica, of their credit, and of what they got in
+time."""
 
 from __future__ import annotations
 
@@ -6,20 +7,25 @@ from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from jaxserve.observe.attained import ATTAINED, Attained
 from jaxserve.observe.metric_rows import PREFIX
 
 SECONDS, CREDIT = "tenant_seconds", "tenant_credit_seconds"
 
 
 class TenantMetrics:
-    """Collects two rows of each tenant; callers without a key are the tenant ''. read: by tenant,
-    the predicted seconds of steps that it has used, and those that it may use beyond its share."""
+    """Collects the rows of each tenant; callers without a key are the tenant ''. read: by tenant,
+    the predicted seconds of steps that it has used, those that it may use beyond its share, and how
+    many of its requests and tokens were in time."""
 
-    def __init__(self, read: Callable[[], tuple[Mapping[str, float], Mapping[str, float]]]):
+    def __init__(
+        self,
+        read: Callable[[], tuple[Mapping[str, float], Mapping[str, float], Mapping[str, Attained]]],
+    ):
         self._read = read
 
     def collect(self) -> Iterator[Metric]:
-        used, credit = self._read()
+        used, credit, attained = self._read()
         for family, values in (
             (
                 CounterMetricFamily(
@@ -39,3 +45,10 @@ class TenantMetrics:
             for tenant, value in values.items():
                 family.add_metric([tenant], value)
             yield family
+        for name, help in ATTAINED.items():
+            counter = CounterMetricFamily(
+                f"{PREFIX}tenant_{name}", f"{help}, by tenant", labels=["tenant"]
+            )
+            for tenant, counts in attained.items():
+                counter.add_metric([tenant], getattr(counts, name))
+            yield counter

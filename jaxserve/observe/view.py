@@ -37,7 +37,7 @@ COLUMNS = (
     *("generated", "ttft_given", "slack", "relative_slack", "ttft", "tpot_given", "tpot"),
 )
 REQUEST_COLUMNS = (*COLUMNS, "lane")
-END_COLUMNS = (*COLUMNS, "ended")
+END_COLUMNS = (*COLUMNS, "ended", "in_time", "longest_gap")
 ID = COLUMNS.index("id")
 
 
@@ -63,13 +63,17 @@ class Snapshot:
     @classmethod
     def take(cls, journal: Journal, scheduler: Scheduler, now: float, since: int) -> Snapshot:
         """since: the first step that is wanted."""
-        running = _running(scheduler, now)
-        waiting = _waiting(scheduler, now)
         counts = {"running": scheduler.slots.running, "waiting": scheduler.slots.waiting}
-        left_out = {
-            "running": counts["running"] - len(running),
-            "waiting": counts["waiting"] - len(waiting),
-        }
+        requests: list[list[Any]] = []
+        left_out = {}
+        for name, rows in (
+            ("running", _running(scheduler, now)),
+            ("waiting", _waiting(scheduler, now)),
+        ):
+            shown = [row for row in rows if row is not None]
+            counts[name] -= len(rows) - len(shown)
+            left_out[name] = counts[name] - len(shown)
+            requests += shown
         steps = journal.since(since, STEPS)
         flying = journal.expected()
         newest = journal.newest
@@ -79,7 +83,7 @@ class Snapshot:
             steps,
             flying,
             newest,
-            running + waiting,
+            requests,
             left_out,
             counts,
             list(journal.ends),
@@ -120,7 +124,7 @@ class Snapshot:
         }
 
 
-def _running(scheduler: Scheduler, now: float) -> list[list[Any]]:
+def _running(scheduler: Scheduler, now: float) -> list[list[Any] | None]:
     """Rows of sequences with a slot, those that are prefilled first."""
     slots = scheduler.slots
     home = scheduler.cache.home
@@ -137,7 +141,7 @@ def _running(scheduler: Scheduler, now: float) -> list[list[Any]]:
     ]
 
 
-def _waiting(scheduler: Scheduler, now: float) -> list[list[Any]]:
+def _waiting(scheduler: Scheduler, now: float) -> list[list[Any] | None]:
     """Rows of those that wait, least relative slack first."""
     queue = scheduler.slots.queue
     slack = queue.view_among(now, ()).relative_slack
@@ -149,9 +153,12 @@ def _waiting(scheduler: Scheduler, now: float) -> list[list[Any]]:
 
 def _row(
     sequence: Sequence, state: str, now: float, prefilled: int | None, lane: int | None
-) -> list[Any]:
-    """prefilled: None for the whole prompt."""
+) -> list[Any] | None:
+    """The row of a sequence; None for one that is no traffic. prefilled: None for the whole
+    prompt."""
     request = sequence.request
+    if request.probe:
+        return None
     output = len(sequence.output)
     first = sequence.first_token_at
     prompt = len(request.prompt)
@@ -209,6 +216,8 @@ def _end(end: JournalEnd) -> list[Any]:
         _round(end.tpot),
         tpot,
         _round(end.at),
+        end.event.in_time,
+        _round(end.event.timing.longest_gap),
     ]
 
 

@@ -15,6 +15,7 @@ from jaxserve.api.request import Request, adapter_name
 from jaxserve.cache.block_events import BlockEvents
 from jaxserve.clock import Clock
 from jaxserve.observe.adapter_metrics import AdapterMetrics
+from jaxserve.observe.attained import Attained
 from jaxserve.observe.journal import Journal
 from jaxserve.observe.metrics import Metrics
 from jaxserve.observe.tenant_metrics import TenantMetrics
@@ -95,10 +96,12 @@ class ReplicaCore:
             shown = AdapterMetrics(self._adapters_in_use, self.scheduler.config.max_loras)
             self.metrics_registry.register(shown)
 
-    def _tenants(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Returns by tenant the seconds that it has used, and its credit."""
+    def _tenants(self) -> tuple[dict[str, float], dict[str, float], dict[str, Attained]]:
+        """Returns by tenant the seconds that it has used, its credit, and what was in time."""
         shares = self.scheduler.shares
-        return self._exclusively(lambda: (dict(shares.used), shares.credits()))
+        return self._exclusively(
+            lambda: (dict(shares.used), shares.credits(), dict(self.metrics.attained))
+        )
 
     def _adapters_in_use(self) -> tuple[list[str], list[str]]:
         """Names of the adapters of running requests, and of waiting ones."""

@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse
 
 from jaxserve.cli import main as cli
 from jaxserve.observe.adapter_metrics import AdapterMetrics
+from jaxserve.observe.attained import Attained
 from jaxserve.observe.metric_rows import OF_TRANSFERS, READ
 from jaxserve.observe.metrics import Metrics
 from jaxserve.observe.tenant_metrics import TenantMetrics
@@ -36,7 +37,9 @@ def families() -> dict:
         transfers=lambda: {("host:1", "tcp"): dict.fromkeys(OF_TRANSFERS, 1.0)},
     )
     metrics.registry.register(AdapterMetrics(lambda: (["a"], []), 4))
-    metrics.registry.register(TenantMetrics(lambda: ({"a": 1.0}, {"a": 0.5})))
+    metrics.registry.register(
+        TenantMetrics(lambda: ({"a": 1.0}, {"a": 0.5}, {"a": Attained(4, 3, 40, 30)}))
+    )
     front = FrontendMetrics()
     metrics.configured(
         block_size=16,

@@ -21,6 +21,7 @@ from jaxserve.clock import VirtualClock
 from jaxserve.engine.build import build
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.programs import Programs
+from jaxserve.observe.attained import ATTAINED
 from jaxserve.observe.metric_rows import READ, REJECTIONS
 from jaxserve.observe.metrics import Metrics
 from jaxserve.scheduling import Batch
@@ -77,6 +78,7 @@ COUNTERS = {
     "kv_blocks_wrong",
     "early_rejections",
     "goodput_requests",
+    *(f"{of}_{name}" for of in ("class", "tenant") for name in ATTAINED),
 }
 GAUGES = {
     "kv_blocks_promised",
@@ -147,6 +149,13 @@ def real(built) -> Engine:
 def value(of: Engine | Metrics, name: str, **labels: str) -> float | None:
     registry = of.metrics_registry if isinstance(of, Engine) else of.registry
     return registry.get_sample_value(f"jaxserve:{name}", labels)
+
+
+def total(of: Engine, name: str) -> float:
+    """Returns the sum of a counter over its labels."""
+    families = {family.name: family for family in of.metrics_registry.collect()}
+    samples = families[f"jaxserve:{name}"].samples
+    return sum(sample.value for sample in samples if sample.name.endswith("_total"))
 
 
 def classes(of: Engine | Metrics, name: str) -> dict[str, float]:
@@ -406,6 +415,48 @@ def test_prompts_for_other_replicas_are_counted_apart_from_users_requests(real):
     assert value(real, "generation_tokens_total") == 3
     assert value(real, "time_to_first_token_seconds_count") == 1
     assert value(real, "e2e_request_latency_seconds_count") == 1
+
+
+def test_the_servers_own_probes_are_no_traffic(real):
+    runner = Served(real)
+    runner.submit(prompts(20)[0], "probe", max_tokens=3, rest={"probe": True})
+    real.step()
+    running = real.view()
+    assert (running["requests"], running["running"], running["waiting"]) == ([], 0, 0)
+    assert running["left_out"] == {"running": 0, "waiting": 0, "ended": 0}
+    runner.run()
+    view = real.view()
+    assert view["ended"] == [] and view["names"] == {}
+    for name in ("request_success", "generation_tokens", "prompt_tokens", "class_requests"):
+        assert total(real, name) == 0
+    assert value(real, "time_to_first_token_seconds_count") == 0
+    runner.submit(prompts(20)[0], "user", max_tokens=3)
+    runner.run()
+    assert total(real, "request_success") == 1 and value(real, "generation_tokens_total") == 3
+    assert [row[1] for row in real.view()["ended"]] == ["user"]
+
+
+def test_requests_and_tokens_in_time_are_counted_by_class_and_by_tenant(built):
+    real = fresh(built, "grow", classes="chat:ttft=50,tpot=2;batch:ttft=0.5,tpot=2")
+    runner = Served(real)
+    real.clock = VirtualClock(100.0)
+    runner.submit(prompts(20)[0], "quick", max_tokens=4, slo=CHAT, rest={"tenant": "acme"})
+    runner.submit(prompts(20)[0], "late", max_tokens=6, slo=BATCH, rest={"tenant": "acme"})
+    runner.submit(prompts(20)[0], "both", max_tokens=5, n=2, slo=CHAT, rest={"tenant": "umbrella"})
+    while real.step():
+        real.clock.advance(real.clock.now() + 1.0)
+    counts = {
+        "chat": (2, 2, 14, 14),
+        "batch": (1, 0, 6, 0),
+        "default": (0, 0, 0, 0),
+    }
+    for name, expected in counts.items():
+        found = [value(real, f"class_{row}_total", **{"class": name}) for row in ATTAINED]
+        assert tuple(found) == expected, name
+    for tenant, expected in {"acme": (2, 1, 10, 4), "umbrella": (1, 1, 10, 10)}.items():
+        found = [value(real, f"tenant_{row}_total", tenant=tenant) for row in ATTAINED]
+        assert tuple(found) == expected, tenant
+    assert value(real, "goodput_requests_total") == 2
 
 
 def test_preempted_sequences_are_counted_once_and_their_wait_is_a_gap(built):
