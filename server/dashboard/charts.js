@@ -96,6 +96,22 @@ export function paces(requests, now) {
     .map((row) => ({ at: row.ended ?? now, value: row.tpot, given: row.tpot_given })).filter((point) => point.at >= now - 60);
 }
 
+export function attained(requests, now) {
+  // Of the requests that ended in the last minute, by class, largest first: how many there were, how many kept both
+  // objectives, and the same of their tokens. A request may have several completions, each with a row; it is in time if all were.
+  const ended = new Map(), classes = new Map();
+  for (const row of requests) {
+    if (row.ended === undefined || row.ended < now - 60 || row.in_time === null) continue;
+    const key = `${row.id}\n${row.arrival}`, one = ended.get(key) ?? { name: row.class ?? "default", met: true, tokens: 0, good: 0 };
+    ended.set(key, Object.assign(one, { met: one.met && row.in_time, tokens: one.tokens + row.generated, good: one.good + (row.in_time ? row.generated : 0) }));
+  }
+  for (const { name, met, tokens, good } of ended.values()) {
+    const sum = classes.get(name) ?? { name, all: 0, met: 0, tokens: 0, good: 0 };
+    classes.set(name, Object.assign(sum, { all: sum.all + 1, met: sum.met + (met ? 1 : 0), tokens: sum.tokens + tokens, good: sum.good + good }));
+  }
+  return [...classes.values()].sort((a, b) => b.all - a.all);
+}
+
 export function drawStrip(canvas, theme, points, now) {
   // Points over the last minute: measured over objective, by powers of ten; the line is where they are equal.
   const [context, width, height] = sharp(canvas), left = 30, y = (ratio) => {
@@ -115,6 +131,12 @@ export function drawStrip(canvas, theme, points, now) {
     context.fillRect(left + ((at - now + 60) / 60) * (width - left - 6), y(value / given) - 2.5, 5, 5);
   }
   context.globalAlpha = 1;
+}
+
+export function tellBoth(value, note, classes) {
+  const all = classes.reduce((sum, one) => sum + one.all, 0), met = classes.reduce((sum, one) => sum + one.met, 0);
+  set(value, share(met, all), all ? (met === all ? "good" : "") : "");
+  set(note, all ? `both objectives: ${count(met)} of ${count(all)} in time` : "both objectives: none ended yet");
 }
 
 export function tell(value, note, points, what) {

@@ -1,5 +1,5 @@
 // Asks the server twice a second what is new, keeps the last minute of it, and draws it.
-import { drawPages, drawSlack, drawStrip, firstTokens, paces, slackNote, tell } from "./charts.js";
+import { attained, drawPages, drawSlack, drawStrip, firstTokens, paces, slackNote, tell, tellBoth } from "./charts.js";
 import { Theme, count, nameOf, seconds, set, share, size } from "./format.js";
 import { Detail, Table, sorted } from "./requests.js";
 import { Timeline } from "./timeline.js";
@@ -206,6 +206,7 @@ class Page {
       drawStrip(find(id), theme, points, now);
       tell(find(`${id}-share`), find(`${id}-note`), points, what);
     }
+    drawClasses(attained(feed.requests, now));
     drawMembers(view.members ?? []);
     this.flows.draw(view.members ?? [], performance.now());
     drawWorkers(view.workers ?? []);
@@ -213,6 +214,13 @@ class Page {
     this.detail.draw(feed, selected);
     document.body.dataset.drawn = (performance.now() - began).toFixed(2);
   }
+}
+
+function drawClasses(classes) {
+  // How many requests kept both objectives, by class, where there is more than one.
+  tellBoth(find("both-share"), find("both-note"), classes);
+  find("classes").hidden = classes.length < 2;
+  fill("class-rows", classes.map((one) => [[one.name], [`${count(one.met)} of ${count(one.all)}`, "n"], [share(one.good, one.tokens), "n"]]));
 }
 
 function drawMembers(members) {

@@ -284,7 +284,9 @@ def test_a_request_is_seen_in_the_timeline_and_the_table_and_in_detail(driver, e
     assert (
         page.text("#ttft-note") == "first token: 1 of 1 in time"
         and page.text("#tpot-note") == "per token: 0 of 1 in time"
+        and page.text("#both-note") == "both objectives: 0 of 1 in time"
     )
+    assert facts["both in time"] == "no" and facts["longest gap"] != "–"
     assert page.faults() == []
 
 
