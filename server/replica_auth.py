@@ -32,7 +32,7 @@ from jaxserve.server import replica_pb2_grpc as rpc
 from jaxserve.settings.schema import ConfigError
 
 SECRET_VARIABLE = "JAXSERVE_CLUSTER_SECRET"
-PURPOSE = Purpose(b"jaxserve replica 6", "replica", "cluster")  # changes with replica.proto
+PURPOSE = Purpose(b"jaxserve replica 7", "replica", "cluster")  # changes with replica.proto
 CALLER = b"caller"
 REPLICA = b"replica"
 CHALLENGE_KEY = "jaxserve-challenge-bin"  # keys of metadata; gRPC takes bytes for -bin

@@ -108,6 +108,8 @@ def _continuation_message(continuation: Continuation, now: float) -> pb.Continua
         message.completions.add(index=index, output=np.asarray(ids, TOKEN_TYPE).tobytes())
     if continuation.first_token is not None:
         message.first_token_age = now - continuation.first_token
+    if continuation.last_token is not None:
+        message.last_token_age = now - continuation.last_token
     return message
 
 
@@ -123,7 +125,9 @@ def _continuation_of(message: pb.Submit, now: float) -> Continuation | None:
     if age is None and any(outputs.values()):
         raise RequestError("continuation", "has tokens and not when the first of them came")
     first_token = None if age is None else now - age
-    return Continuation(outputs, first_token, begun.weight_version)
+    last_age = value_in(begun, "last_token_age")
+    last_token = None if last_age is None else now - last_age
+    return Continuation(outputs, first_token, begun.weight_version, last_token)
 
 
 def _tokens_of(name: str, content: bytes) -> np.ndarray:

@@ -205,14 +205,16 @@ class Submit(_message.Message):
     def __init__(self, number: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt: _Optional[bytes] = ..., sampling: _Optional[_Union[_jaxserve_pb2.SamplingParams, _Mapping]] = ..., age: _Optional[float] = ..., time_left: _Optional[float] = ..., ttft: _Optional[float] = ..., tpot: _Optional[float] = ..., class_name: _Optional[str] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., bypass_prefix_cache: bool = ..., guided: _Optional[_Union[_jaxserve_pb2.Guided, _Mapping]] = ..., kv_source: _Optional[_Union[KvSource, _Mapping]] = ..., cache_retention: _Optional[int] = ..., embed: bool = ..., continuation: _Optional[_Union[Continuation, _Mapping]] = ..., job: bool = ..., tenant: _Optional[str] = ..., adapter: _Optional[str] = ..., session: _Optional[str] = ..., probe: bool = ...) -> None: ...
 
 class Continuation(_message.Message):
-    __slots__ = ("completions", "first_token_age", "weight_version")
+    __slots__ = ("completions", "first_token_age", "weight_version", "last_token_age")
     COMPLETIONS_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_AGE_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    LAST_TOKEN_AGE_FIELD_NUMBER: _ClassVar[int]
     completions: _containers.RepeatedCompositeFieldContainer[BegunCompletion]
     first_token_age: float
     weight_version: str
-    def __init__(self, completions: _Optional[_Iterable[_Union[BegunCompletion, _Mapping]]] = ..., first_token_age: _Optional[float] = ..., weight_version: _Optional[str] = ...) -> None: ...
+    last_token_age: float
+    def __init__(self, completions: _Optional[_Iterable[_Union[BegunCompletion, _Mapping]]] = ..., first_token_age: _Optional[float] = ..., weight_version: _Optional[str] = ..., last_token_age: _Optional[float] = ...) -> None: ...
 
 class BegunCompletion(_message.Message):
     __slots__ = ("index", "output")

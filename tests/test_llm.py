@@ -65,6 +65,11 @@ def test_more_prompts_than_the_queue_holds(offline):
         assert len(model.generate([f"{i}" for i in range(30)], GREEDY)) == 30
 
 
+def test_each_completion_says_whether_it_was_in_time(offline):
+    with offline() as model:
+        assert [one.in_time for one in model.generate(["a", "b"], GREEDY)] == [True, True]
+
+
 def test_stop_strings_cut_the_text_and_stop_the_engine(offline):
     with offline(FakeReplica(script=b"one END two")) as model:
         (completion,) = model.generate("x", SamplingParams(stop=("END",), max_tokens=4000))

@@ -93,13 +93,15 @@ class Continuation:
     """Progress of a request on a replica that was lost, with which another one goes on.
 
     outputs: ids of the tokens of each completion that has not ended, by index, perhaps none; the
-    others are not computed. first_token: clock second at which the first of all came; None without
-    any. weight_version: of the weights that computed them; "": not known.
+    others are not computed. first_token, last_token: clock seconds at which the first of all and
+    the last of all came; None without any. weight_version: of the weights that computed them; "":
+    not known.
     """
 
     outputs: Mapping[int, Sequence[int]]
     first_token: float | None = None
     weight_version: str = ""
+    last_token: float | None = None
 
     def check(self, sampling: SamplingParams, vocab: int) -> None:
         """Checks that a request with this sampling can go on so. Errors: RequestError."""

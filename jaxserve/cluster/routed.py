@@ -54,6 +54,7 @@ class RoutedRequest:
     accepted: bool = False
     prefilled: dict[int, int] = dataclasses.field(default_factory=dict)
     first_token_at: float | None = None
+    last_token_at: float | None = None
     weight_version: str = ""  # of the weights that computed its tokens, as its member said last
     silent: bool = False  # its sink raised: it gets no more events
     outbox: deque[list[Event]] = dataclasses.field(default_factory=deque)
@@ -65,6 +66,7 @@ class RoutedRequest:
         self.tokens = {index: list(request.output(index)) for index in request.completions}
         if request.continuation is not None:
             self.first_token_at = request.continuation.first_token
+            self.last_token_at = request.continuation.last_token
             self.weight_version = request.continuation.weight_version
 
     @property
@@ -80,7 +82,9 @@ class RoutedRequest:
         if not self.begun and not self.losses:
             return self.request
         outputs = {index: tuple(self.tokens[index]) for index in sorted(self.unfinished)}
-        going_on = Continuation(outputs, self.first_token_at, self.weight_version)
+        going_on = Continuation(
+            outputs, self.first_token_at, self.weight_version, self.last_token_at
+        )
         return dataclasses.replace(self.request, continuation=going_on)
 
     def take_back(self, member: Member) -> None:
@@ -102,6 +106,7 @@ class RoutedRequest:
                 event = self._ended(event)
             elif isinstance(event, Token):
                 self.tokens[event.index].append(event.id)
+                self.last_token_at = now
                 if self.first_token_at is None:
                     self.first_token_at = now
                 if not self.weight_version and self.member is not None:

@@ -121,8 +121,10 @@ class Sequence:
             if self.matcher is not None:
                 self.matcher.push(token)
         if self.output:
-            assert self.request.continuation is not None
-            self.started_at = self.first_token_at = self.request.continuation.first_token
+            begun = self.request.continuation
+            assert begun is not None
+            self.started_at = self.first_token_at = begun.first_token
+            self.last_token_at = begun.last_token
             self.without_gap = len(self.output)
 
     def plan_at(self, start: int) -> PlanPart:

@@ -1,4 +1,4 @@
-"""Whether completions were in time, and their longest gaps, as the scheduler tells at their ends."""
+"""Whether completions were in time, and their longest gaps, as their ends tell."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 
 from jaxserve.api.attainment import Promise, all_in_time, in_time
 from jaxserve.api.events import Finished
-from jaxserve.api.request import Request, Slo
+from jaxserve.api.request import Continuation, Request, Slo
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.settings.schema import CacheConfig, SchedulerConfig
 from tests.scheduling.fakes import Replica
@@ -22,13 +22,15 @@ def served(
     tbt: float | None = None,
     drafts: str = "none",
     stop: float | None = None,
+    tokens: int | None = None,
     **request,
 ) -> Finished:
     """The end of a request that comes at clock second 0 and whose tokens are read at these. stop:
-    when it is ended, with the reason 'stop'."""
+    when it is ended, with the reason 'stop'. tokens: how many it has then; default: one a read."""
     config = SchedulerConfig(max_seqs=4, chunk_tokens=16, drafts=drafts)
     replica = Replica(config, CacheConfig(block_size=4, pages=40))
-    sampling = SamplingParams(max_tokens=100 if stop else len(reads), ignore_eos=True)
+    most = 100 if stop else tokens or len(reads)
+    sampling = SamplingParams(max_tokens=most, ignore_eos=True)
     replica.scheduler.add(Request("r", PROMPT, sampling, slo=slo, **request))
     (sequence,) = replica.scheduler.sequences.values()
     sequence.tbt = tbt
@@ -101,6 +103,14 @@ def test_tokens_that_come_in_one_read_have_no_gap_between_them():
     assert reads < 30, "no proposed token was right"
     assert end.timing.slow_gaps == 1.0 and end.timing.longest_gap == 1.0
     assert not end.in_time, "every gap was longer than the objective"
+
+
+def test_the_move_to_another_replica_is_a_gap_too():
+    begun = Continuation({0: [8, 9]}, first_token=0.5, last_token=0.6)
+    end = served([4.6, 4.7], slo=Slo(ttft=1.0, tpot=9.0), tbt=1.0, continuation=begun, tokens=4)
+    assert end.timing.longest_gap == pytest.approx(4.0)
+    assert end.timing.slow_gaps == 1 / 2
+    assert not end.in_time
 
 
 def test_a_promise_without_an_objective_on_gaps_takes_any_gaps():

@@ -59,11 +59,20 @@ def request(id: str = "r-1", prompt=(5, 6, 7)) -> Request:
 
 
 def end(
-    index=0, reason="length", cached=0, completion=5, queued=0.1, first=0.5, total=0.9, error=None
+    index=0,
+    reason="length",
+    cached=0,
+    completion=5,
+    queued=0.1,
+    first=0.5,
+    total=0.9,
+    gap=0.0,
+    error=None,
+    in_time=None,
 ) -> Finished:
-    return Finished(
-        index, reason, Usage(3, cached, completion), Timing(queued, first, total), None, error
-    )
+    timing = Timing(queued, first, total, gap)
+    usage = Usage(3, cached, completion)
+    return Finished(index, reason, usage, timing, None, error, in_time=in_time)
 
 
 def test_a_line_of_json_has_what_machines_look_for(capsys):
@@ -171,7 +180,10 @@ def test_a_request_that_is_over_has_one_line_without_what_it_said(capsys):
     logs.setup("json", "info")
     logs.log_ended(
         request(prompt=[8, 9, 8, 9]),
-        [end(0, cached=2), end(1, "stop", completion=1, first=0.4, total=0.4)],
+        [
+            end(0, cached=2, gap=0.3, in_time=True),
+            end(1, "stop", completion=1, first=0.4, total=0.4, in_time=False),
+        ],
         "OK",
         tenant="acme",
         protocol="http",
@@ -195,7 +207,9 @@ def test_a_request_that_is_over_has_one_line_without_what_it_said(capsys):
         "queued": 0.1,
         "ttft": 0.4,
         "tpot": 0.1,
+        "longest_gap": 0.3,
         "seconds": 0.9,
+        "in_time": False,
     }
 
 

@@ -852,11 +852,16 @@ def test_names_of_special_tokens_are_tokens_also_where_none_are_added(http):
 
 def test_readiness_runs_a_real_token_only_where_none_came_lately(http):
     engine = FakeReplica()
+    submit = engine.submit
+    probes = []
+    engine.submit = lambda request, sink: (probes.append(request.probe), submit(request, sink))
     client = http(engine)
     assert client.get("/ready").status_code == 200 and engine.prefill_steps == 1
     for _ in range(5):
         assert client.get("/ready").status_code == 200
     assert engine.prefill_steps == 1
+    post(client, "/v1/completions", {"prompt": "x", "max_tokens": 1})
+    assert probes == [True, False], "the server's own request is no traffic"
 
 
 def test_an_engine_that_hangs_is_alive_but_not_ready(http, monkeypatch):
@@ -1179,6 +1184,22 @@ def test_only_allowed_tools_are_told_of(http):
     unknown = [{"type": "function", "function": {"name": "mul"}}]
     answer = post(client, "/v1/chat/completions", body("auto", unknown))
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tool_choice")
+
+
+@pytest.mark.parametrize("ttft, verdict", [(60_000, True), (1, False)])
+def test_each_choice_says_whether_it_was_in_time(http, ttft, verdict):
+    client = http(FakeReplica(step_seconds=0.01))
+    body = {"n": 2, "max_tokens": 3, "ttft_ms": ttft}
+    for path, asked in (
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/chat/completions", {"messages": CHAT["messages"]}),
+    ):
+        answer = post(client, path, {**body, **asked}).json()
+        assert [choice["in_time"] for choice in answer["choices"]] == [verdict] * 2
+        chunks, _ = events(client, path, {**body, **asked})
+        choices = [choice for chunk in chunks for choice in chunk["choices"]]
+        said = [choice["in_time"] for choice in choices if choice["finish_reason"]]
+        assert said == [verdict] * 2
 
 
 def test_what_ended_a_choice_is_told(http):

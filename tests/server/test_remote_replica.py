@@ -374,8 +374,9 @@ events = st.one_of(
         numbers,
         st.sampled_from(["stop", "length", "error"]),
         st.builds(Usage, numbers, numbers, numbers),
-        st.builds(Timing, seconds, seconds, seconds),
+        st.builds(Timing, seconds, seconds, seconds, seconds, seconds),
         st.none() | st.lists(st.none() | logprobs, min_size=1, max_size=3).map(tuple),
+        in_time=st.none() | st.booleans(),
     ),
 )
 
@@ -436,6 +437,7 @@ def test_requests_cross_with_moments_on_the_replicas_clock(
         kv_source=None if bypass else KvSource("host:1", 7, "id"),
         embed=bypass and sampling.n == 1,
         job=bypass,
+        probe=bypass,
         tenant="team-a",
     )
     message = pb.Submit.FromString(submit_message(1, asked, here).SerializeToString())
@@ -452,6 +454,7 @@ def test_requests_cross_with_moments_on_the_replicas_clock(
         "kv_source",
         "embed",
         "job",
+        "probe",
         "tenant",
     ):
         assert getattr(copy, name) == getattr(asked, name)
@@ -465,7 +468,7 @@ def continued(outputs: dict[int, list[int]], first_token: float | None = 900.0) 
         np.array([1, 2], np.int32),
         SamplingParams(n=3, max_tokens=9),
         arrival=890.0,
-        continuation=Continuation(outputs, first_token),
+        continuation=Continuation(outputs, first_token, "2", first_token and first_token + 5),
     )
     return pb.Submit.FromString(submit_message(1, asked, 1000.0).SerializeToString())
 
@@ -474,6 +477,8 @@ def test_a_request_that_goes_on_crosses_with_its_tokens():
     copy = request_of(continued({2: [7, 8], 0: []}), FakeReplica().info, 5.0)
     assert copy.completions == [0, 2] and list(copy.output(2)) == [7, 8] and not copy.output(0)
     assert copy.continuation.first_token == pytest.approx(5.0 - 100.0)
+    assert copy.continuation.last_token == pytest.approx(5.0 - 95.0)
+    assert copy.continuation.weight_version == "2"
     assert copy.arrival == pytest.approx(5.0 - 110.0)
 
 

@@ -77,7 +77,13 @@ def end(
     error=None,
 ) -> Finished:
     return Finished(
-        index, reason, Usage(3, cached, completion), Timing(queued, first, total), None, error
+        index,
+        reason,
+        Usage(3, cached, completion),
+        Timing(queued, first, total, 0.5),
+        None,
+        error,
+        in_time=True,
     )
 
 
@@ -114,6 +120,8 @@ def test_a_span_is_the_callers_child_and_tells_of_request_and_answer(spans):
         "jaxserve.ttft": 0.75,
         "gen_ai.response.time_to_first_chunk": 0.75,
         "jaxserve.tpot": 0.25,
+        "jaxserve.longest_gap": 0.5,
+        "jaxserve.in_time": True,
     }
 
 
