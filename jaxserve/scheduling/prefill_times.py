@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from jaxserve.api.attainment import Promise
 from jaxserve.api.request import Request
 from jaxserve.costs.predictor import Predictor
 from jaxserve.policies import POLICIES
@@ -30,6 +31,11 @@ class PrefillTimes:
     def deadline(self, request: Request) -> float:
         """Returns the clock second at which the request's first token is due."""
         return self.objectives(request).deadline(request, self.seconds(0, len(request.prompt)))
+
+    def promise(self, request: Request) -> Promise:
+        """Returns the latencies that the request is promised."""
+        ttft = self.deadline(request) - request.arrival
+        return Promise(ttft, self.objectives(request).tpot_of(request))
 
     def feasible(self, request: Request) -> bool:
         """Returns whether the TTFT objective could be met if the request were alone."""

@@ -153,6 +153,9 @@ def scheduling_options() -> list[Option]:
     ]
 
 
+GOODPUT = ("goodput/s", "goodput tok/s")  # headers
+
+
 def run(values: dict[str, Any]) -> int:
     system = System(
         shape_of(values["model"]),
@@ -288,6 +291,7 @@ def shown(report: Mapping[str, Any]) -> str:
                         *_cells(figures["tpot"], 1e3, 1),
                         f"{figures['ttft_met']:.0%}",
                         f"{figures['tpot_met']:.0%}",
+                        f"{figures['in_time']:.0%}",
                     ]
                 )
     headers = [
@@ -302,12 +306,15 @@ def shown(report: Mapping[str, Any]) -> str:
         "p99",
         "TTFT met",
         "TPOT met",
+        "in time",
     ]
     use = [
         [
             name,
             f"{result['busy']:.0%}",
             f"{result['tokens_per_s']:,.0f}",
+            f"{result['goodput_per_s']:.3g}",
+            f"{result['goodput_tokens_per_s']:,.1f}",
             *_cells(result["token_gap"], 1e3, 1),
         ]
         for name, result in report["results"].items()
@@ -320,9 +327,11 @@ def shown(report: Mapping[str, Any]) -> str:
     parts = [
         head,
         table(headers, rows),
-        "TTFT is over the requests that had a first token (begun), TPOT over the finished ones.",
+        "TTFT is over the requests that had a first token (begun), TPOT over the finished ones. Met"
+        "\nand in time are shares of all requests: those in time kept both objectives, and goodput "
+        "counts them and their tokens.",
         "\n".join(refused),
-        table(["", "busy", "tokens/s", "gap ms p50", "p90", "p99"], use),
+        table(["", "busy", "tokens/s", *GOODPUT, "gap ms p50", "p90", "p99"], use),
     ]
     return "\n\n".join(filter(None, parts))
 
@@ -336,7 +345,7 @@ def write_csv(name: str, outcomes: Mapping[str, Outcome]) -> None:
     fields = [field.name for field in dataclasses.fields(RequestRecord)]
     with open(name, "w", newline="") as file:
         out = csv.writer(file)
-        out.writerow(["system", *fields, "ttft", "tpot"])
+        out.writerow(["system", *fields, "ttft", "tpot", "in_time"])
         for system, outcome in outcomes.items():
             for record in outcome.records:
                 out.writerow(
@@ -345,6 +354,7 @@ def write_csv(name: str, outcomes: Mapping[str, Outcome]) -> None:
                         *(getattr(record, field) for field in fields),
                         record.ttft,
                         record.tpot,
+                        record.in_time,
                     ]
                 )
 

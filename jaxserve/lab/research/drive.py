@@ -25,6 +25,10 @@ from jaxserve.lab.simulate.replica import VirtualReplica
 from jaxserve.lab.simulate.run import execute, outcome_summary, requests, submit, tpot_by_kind
 from jaxserve.settings.schema import SchedulerConfig
 
+FIGURES = (
+    *("span", "tokens_per_s", "goodput_per_s", "goodput_tokens_per_s", "token_gap"),
+    *("refused", "all"),
+)
 REQUEST_SECONDS = 600.0  # in which some request of a live replica must end
 Sink = Callable[[Sequence[Event]], None]
 
@@ -89,8 +93,8 @@ class LiveRun:
             arrival=at,
             tenant=plan.tenant,
         )
-        due = engine.scheduler.times.deadline(request)
-        record = self._recorder.sink(request, kind, due)
+        times = engine.scheduler.times
+        record = self._recorder.sink(request, kind, times.deadline(request), times.promise(request))
         try:
             engine.submit(request, self._sink(record))
             self._running += 1
@@ -144,4 +148,4 @@ def virtual(
 def figures(outcome: Outcome, scheduler: SchedulerConfig) -> dict[str, Any]:
     """Sums up a run as `outcome_summary` does, without the kinds of requests."""
     summary = outcome_summary(outcome, scheduler.tpot, tpot_by_kind(scheduler))
-    return {name: summary[name] for name in ("span", "tokens_per_s", "token_gap", "refused", "all")}
+    return {name: summary[name] for name in FIGURES}

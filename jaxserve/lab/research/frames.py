@@ -27,6 +27,9 @@ FIGURES = {  # column: path in a line's figures
     "finished": ("all", "finished"),
     "ttft_met": ("all", "ttft_met"),
     "tpot_met": ("all", "tpot_met"),
+    "in_time": ("all", "in_time"),
+    "goodput_per_s": ("goodput_per_s",),
+    "goodput_tokens_per_s": ("goodput_tokens_per_s",),
 }
 SOURCES = ("live", "simulated")
 TIMED = ("ttft_mean", "ttft_p50", "ttft_p90", "tpot_mean", "tpot_p50", "tpot_p90", "tokens_per_s")
@@ -114,14 +117,16 @@ def varied(table: pd.DataFrame) -> list[str]:
 
 
 def records(outcome: Outcome) -> pd.DataFrame:
-    """A row per request of a run: the fields of `RequestRecord`, `ttft` and `tpot` in seconds, and
-    `late`, whether the first token came after it was due."""
+    """A row per request of a run: the fields of `RequestRecord`, `ttft` and `tpot` in seconds,
+    `late`, whether the first token came after it was due, and `in_time`, whether all objectives
+    were kept."""
     rows = [
         {
             **dataclasses.asdict(record),
             "ttft": record.ttft,
             "tpot": record.tpot,
             "late": record.first > record.due,
+            "in_time": record.in_time,
         }
         for record in outcome.records
     ]

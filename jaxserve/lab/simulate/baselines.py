@@ -83,6 +83,7 @@ def compare(
         ttft,
         scheduler.max_seqs,
         noise=system.noise,
+        tpot=slo.tpot or scheduler.tpot,
     )
     server.run(arrivals, until)
     server.give_up(until)

@@ -93,7 +93,8 @@ class DecodingRequest:
 @dataclass
 class LoongServe:
     """A server of LoongServe, which runs arrivals. `objective` gives the seconds to the first token
-    that a prompt of a length is promised, for the records. noise: spread of the times of prefills
+    that a prompt of a length is promised, `tpot` those per output token, for the records. noise:
+    spread of the times of prefills
     and decode steps around their prediction, by which prompts are grouped."""
 
     pool: LoongPool
@@ -101,6 +102,7 @@ class LoongServe:
     max_seqs: int = 256
     recorder: Recorder = field(default_factory=Recorder)  # `busy` is the mean of the instances
     noise: Noise = NO_NOISE
+    tpot: float = float("inf")
 
     def __post_init__(self) -> None:
         self._factor = self.noise.draws()
@@ -272,7 +274,17 @@ class LoongServe:
         due = arrival.time + self.objective(arrival.prompt)
         kind = arrival.kind or class_of(arrival.prompt)
         return RequestRecord(
-            str(number), kind, arrival.prompt, output, 0, arrival.time, due, first, end, reason
+            str(number),
+            kind,
+            arrival.prompt,
+            output,
+            0,
+            arrival.time,
+            due,
+            first,
+            end,
+            reason,
+            self.tpot,
         )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -236,10 +236,6 @@ class PlanRunner:
         stated = self.question.scheduler.objectives[class_name]
         return max(stated.ttft, stated.ttft_stretch * self._soonest.prefill(0, prompt, self._chunk))
 
-    def _met(self, records: Sequence[RequestRecord]) -> float:
-        scheduler = self.question.scheduler
-        return met(records, scheduler.tpot, tpot_by_kind(scheduler))
-
     def answer(self, plan: MeshPlan, requests: int | None = None) -> PlanAnswer:
         """Simulates a plan at the question's rate, with the first `requests` of its requests."""
         system = self.question.system(plan.mesh)
@@ -250,7 +246,7 @@ class PlanRunner:
         return PlanAnswer(
             plan,
             len(outcome.records),
-            self._met(outcome.records),
+            met(outcome.records),
             outcome_summary(outcome, scheduler.tpot, tpot_by_kind(scheduler))["all"],
             plan.mesh.kvp * (system.kv_tokens(scheduler.max_seqs) // block) * block,
             system.weights,
@@ -271,9 +267,7 @@ class PlanRunner:
         )
         records = self.run(plan, arrivals).records
         kinds = {record.kind for record in records}
-        return min(
-            self._met([record for record in records if record.kind == kind]) for kind in kinds
-        )
+        return min(met([record for record in records if record.kind == kind]) for kind in kinds)
 
     def run(self, plan: MeshPlan, arrivals: Sequence[Arrival]) -> Outcome:
         question = self.question
@@ -302,14 +296,9 @@ def _stated_deadline(request: Request) -> float:
     return request.arrival + request.slo.ttft
 
 
-def met(records: Sequence[RequestRecord], tpot: float, by_kind: Mapping[str, float] = {}) -> float:
-    """The share of requests that ended by themselves, with the first token when it was due and no
-    more seconds per token than `by_kind`, for others `tpot`, says."""
-    ended = [record for record in records if record.reason in ("stop", "length")]
-    return sum(
-        record.first <= record.due and record.tpot <= by_kind.get(record.kind, tpot)
-        for record in ended
-    ) / max(1, len(records))
+def met(records: Sequence[RequestRecord]) -> float:
+    """The share of requests that kept all their objectives."""
+    return sum(record.in_time for record in records) / max(1, len(records))
 
 
 # --- the search

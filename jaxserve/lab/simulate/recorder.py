@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from jaxserve.api.attainment import Promise, in_time
 from jaxserve.api.batch import Batch
 from jaxserve.api.errors import RequestError
 from jaxserve.api.events import Event, Finished
@@ -23,6 +24,8 @@ class RequestRecord:
     reason: why it ended; 'refused' where it never began, 'unfinished' where the run was cut off.
     due: when its first token was to come; first: when it came. cached: tokens of the prompt whose
     KV was reused. A request without a first token has `output` 0 and `first` at its end.
+    tpot_given, tbt_given: its other objectives, see `Promise`. longest_gap, slow_gaps: see
+    `Timing`.
     """
 
     id: str
@@ -35,6 +38,16 @@ class RequestRecord:
     first: float
     end: float
     reason: str
+    tpot_given: float = float("inf")
+    tbt_given: float | None = None
+    longest_gap: float = 0.0
+    slow_gaps: float = 0.0
+
+    @property
+    def in_time(self) -> bool:
+        """Whether it came to its end and kept all its objectives."""
+        promise = Promise(self.due - self.arrival, self.tpot_given, self.tbt_given)
+        return bool(in_time(self.reason, promise.kept(self.ttft, self.tpot, self.slow_gaps)))
 
     @property
     def ttft(self) -> float:
@@ -98,15 +111,16 @@ class Recorder:
     # per slot: clock seconds of its last token
     _last_token: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
-    def sink(self, request: Request, kind: str, due: float) -> Sink:
-        """A sink that records how the request ends. due: clock seconds for its first token."""
+    def sink(self, request: Request, kind: str, due: float, promise: Promise) -> Sink:
+        """A sink that records how the request ends. due: clock seconds for its first token, which
+        counts in place of what is promised of that."""
         self.pending[request.id] = request.sampling.n
 
         def hear(events: Sequence[Event]) -> None:
             for event in events:
                 if isinstance(event, Finished):
                     self._ended(request.id)
-                    self.records.append(_record(request, kind, due, event))
+                    self.records.append(_record(request, kind, due, promise, event))
 
         return hear
 
@@ -152,9 +166,12 @@ def span_of(records: Sequence[RequestRecord]) -> float:
     return max((record.end for record in records), default=0.0)
 
 
-def _record(request: Request, kind: str, due: float, event: Finished) -> RequestRecord:
+def _record(
+    request: Request, kind: str, due: float, promise: Promise, event: Finished
+) -> RequestRecord:
     time = request.arrival
     usage = event.usage
+    timing = event.timing
     return RequestRecord(
         request.id,
         kind,
@@ -163,9 +180,13 @@ def _record(request: Request, kind: str, due: float, event: Finished) -> Request
         usage.cached,
         time,
         due,
-        time + event.timing.first_token,
-        time + event.timing.total,
+        time + timing.first_token,
+        time + timing.total,
         event.reason,
+        promise.tpot,
+        promise.tbt,
+        timing.longest_gap,
+        timing.slow_gaps,
     )
 
 

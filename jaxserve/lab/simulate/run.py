@@ -324,8 +324,9 @@ def submit(
     deadline: Callable[[Request], float] | None = None,
 ) -> None:
     """Submits a request, and records how it ends or why it was refused. deadline: see `drive`."""
-    deadline = deadline or replica.scheduler.times.deadline
-    sink = recorder.sink(request, kind, deadline(request))
+    times = replica.scheduler.times
+    deadline = deadline or times.deadline
+    sink = recorder.sink(request, kind, deadline(request), times.promise(request))
     try:
         replica.submit(request, sink)
     except RequestError as error:
@@ -379,18 +380,22 @@ def outcome_summary(
     outcome: Outcome, tpot: float, by_kind: Mapping[str, float] = {}
 ) -> dict[str, Any]:
     """Figures of a run: percentiles in seconds, overall and by kind; `ttft_met` and `tpot_met` are
-    shares of all requests that met their objectives (`by_kind`, for others `tpot`); TTFT is over
-    those that had a first token (`begun`), TPOT over those that ended by themselves (`finished`).
-    refused: how many, by reason.
+    shares of all requests that met their objectives (`by_kind`, for others `tpot`), `in_time` of
+    those that kept all of their own; TTFT is over those that had a first token (`begun`), TPOT over
+    those that ended by themselves (`finished`). goodput_per_s, goodput_tokens_per_s: requests in
+    time, and their output tokens, per second of the run. refused: how many, by reason.
     """
     records = outcome.records
     kinds = sorted({record.kind for record in records})
     span = span_of(records)
     tokens = sum(record.prompt + record.output for record in records if record.reason != "refused")
+    good = [record.output for record in records if record.in_time]
     return {
         "span": span,
         "busy": outcome.busy,
         "tokens_per_s": quotient(tokens, span),
+        "goodput_per_s": quotient(len(good), span),
+        "goodput_tokens_per_s": quotient(sum(good), span),
         "token_gap": spread(outcome.gaps),
         "refused": dict(outcome.refusals),
         "all": _figures(records, tpot, by_kind),
@@ -415,6 +420,7 @@ def _figures(
         "tpot": spread(np.array([r.tpot for r in ended if r.output > 1])),
         "ttft_met": sum(record.first <= record.due for record in begun) / count,
         "tpot_met": sum(record.tpot <= by_kind.get(record.kind, tpot) for record in ended) / count,
+        "in_time": sum(record.in_time for record in records) / count,
     }
 
 

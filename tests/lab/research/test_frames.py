@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pandas as pd
+import pytest
 
+from jaxserve.lab.cli.bench.sweep import shown
 from jaxserve.lab.research.drive import virtual
 from jaxserve.lab.research.frames import compared, frame, pareto, timeline
 from jaxserve.lab.research.points import Point, grid
@@ -30,6 +32,19 @@ def test_a_frame_has_a_row_per_point_and_source():
     assert list(found["devices"]) == [8, 8, 4, 99] and found["reason"].iloc[-1]
     both = compared(found)
     assert len(both) == 1 and both["ttft_mean_ratio"].iloc[0] == 1.0
+    assert (found["in_time"].iloc[:3] == 1).all()
+    assert (found["goodput_per_s"].iloc[:3] > 0).all()
+    tokens = found["goodput_tokens_per_s"] / found["goodput_per_s"]
+    assert tokens.iloc[:3].tolist() == pytest.approx([16] * 3), "of each output"
+
+
+def test_lines_of_older_sweeps_say_nothing_of_what_was_in_time():
+    base = {"model": "llama3-8b", "prompt": "512", "qps": 1.0, "requests": 3}
+    row = Runner("simulated", "h100")(grid(base, {"mesh": ["tp=8"]})[0])
+    for name in ("goodput_per_s", "goodput_tokens_per_s"):
+        del row["simulated"][name]
+    del row["simulated"]["all"]["in_time"]
+    assert frame([row])["in_time"].isna().all() and "in time" in shown([row], [])
 
 
 def test_a_timeline_has_every_chunk_of_every_stage():

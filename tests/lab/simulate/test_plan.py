@@ -162,9 +162,11 @@ def test_a_plan_that_bears_nothing_has_no_capacity():
 # --- what is best
 
 
-def record(first: float, end: float, output: int = 11, reason: str = "length") -> RequestRecord:
+def record(
+    first: float, end: float, output: int = 11, reason: str = "length", tpot: float = 0.1
+) -> RequestRecord:
     """It came at 0 and was due at 2."""
-    return RequestRecord("0", "a", 100, output, 0, 0.0, 2.0, first, end, reason)
+    return RequestRecord("0", "a", 100, output, 0, 0.0, 2.0, first, end, reason, tpot)
 
 
 def test_a_request_meets_both_objectives_or_it_does_not_count():
@@ -175,7 +177,9 @@ def test_a_request_meets_both_objectives_or_it_does_not_count():
         record(1.0, 1.0, 0, "refused"),
         record(1.0, 1.5, 3, "unfinished"),
     ]
-    assert met(records, 0.1) == 1 / 5 and met(records, 0.112) == 2 / 5 and met([], 0.1) == 0
+    assert met(records) == 1 / 5 and met([]) == 0
+    records[1] = record(1.0, 2.11, tpot=0.112)
+    assert met(records) == 2 / 5
 
 
 class Formula(PlanRunner):

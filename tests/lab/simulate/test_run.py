@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 
+from jaxserve.api.events import Finished
 from jaxserve.api.request import Request, Slo
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.checkpoint.model import ModelConfig
@@ -16,6 +17,7 @@ from jaxserve.lab.simulate.arrival import Arrival
 from jaxserve.lab.simulate.recorder import RequestRecord
 from jaxserve.lab.simulate.run import MEMORY_SHARE, Outcome, System, execute, outcome_summary
 from jaxserve.lab.simulate.workload import parse
+from jaxserve.scheduling.events import CompletionEnded
 from jaxserve.settings.schema import CacheConfig, ConfigError, MeshConfig, SchedulerConfig
 
 # 16 layers of 8 * (2 * 4 + 2 * 2) * 2 + 3 * 8 * 16 = 576 weights and two norms of 8 in f32; twice 8
@@ -37,8 +39,8 @@ LARGE = MODELS["llama3-70b"]
 def record(
     first: float, end: float, output: int, reason: str = "length", kind: str = "a"
 ) -> RequestRecord:
-    """It came at second 1 and was due at 3."""
-    return RequestRecord("0", kind, 100, output, 0, 1.0, 3.0, first, end, reason)
+    """It came at second 1 and was due at 3, with 0.2 s per token."""
+    return RequestRecord("0", kind, 100, output, 0, 1.0, 3.0, first, end, reason, 0.2)
 
 
 # --- memory
@@ -186,6 +188,22 @@ def test_busy_is_the_share_of_the_time_in_which_a_stage_worked():
     assert late.busy == pytest.approx(0.5)
 
 
+def test_records_have_the_objectives_of_their_class_and_say_what_the_ends_say():
+    system = System(LARGE, "a100", MeshConfig(tp=8))
+    scheduler = SchedulerConfig(classes="strict:tpot=0.001;lax:tpot=60", ttft=100.0)
+    replica = system.replica(scheduler, CacheConfig(block_size=256))
+    ends: list[Finished] = []
+    replica.bus.subscribe(CompletionEnded, lambda event: ends.append(event.event))
+    arrivals = [Arrival(0.0, 100, 9, kind) for kind in ("strict", "lax", "other")]
+    records = execute(replica, arrivals).records
+    given = {record.kind: record.tpot_given for record in records}
+    assert given == {"strict": 0.001, "lax": 60.0, "other": 0.1}
+    assert {record.kind: record.in_time for record in records}["strict"] is False
+    assert {record.kind: record.in_time for record in records}["lax"] is True
+    assert [record.in_time for record in records] == [end.in_time for end in ends]
+    assert all(0 < record.longest_gap < 1 for record in records)
+
+
 def test_two_runs_of_one_seed_are_equal_and_of_another_are_not():
     def run(seed: int) -> Outcome:
         system = System(MODELS["llama3-8b"], "a100", MeshConfig(spp=2, tp=4))
@@ -240,6 +258,8 @@ def test_figures_by_hand():
     # of all that came: refused ones missed it
     assert everything["ttft_met"] == pytest.approx(3 / 6)
     assert everything["tpot_met"] == pytest.approx(2 / 6)
+    assert everything["in_time"] == pytest.approx(1 / 6), "the third kept both"
+    assert said["goodput_per_s"] == said["goodput_tokens_per_s"] == pytest.approx(1 / 9)
     assert (said["span"], said["busy"]) == (9.0, 0.25)
     assert said["tokens_per_s"] == pytest.approx((105 + 103 + 101 + 102 + 100) / 9)
     assert said["token_gap"]["p50"] == pytest.approx(0.2)
@@ -259,6 +279,8 @@ def test_figures_of_nothing():
     said = outcome_summary(Outcome([], np.empty(0), [], 0.0), tpot=0.2)
     assert (
         said["all"]
-        == dict(requests=0, begun=0, finished=0, ttft={}, tpot={}, ttft_met=0, tpot_met=0)
+        == dict(
+            requests=0, begun=0, finished=0, ttft={}, tpot={}, ttft_met=0, tpot_met=0, in_time=0
+        )
         and said["tokens_per_s"] == 0
     )

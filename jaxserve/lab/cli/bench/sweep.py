@@ -49,6 +49,7 @@ OUTPUT = [
     Option("html", str, None, "page with pictures of all points (needs matplotlib and pandas)"),
 ]
 HEADERS = ["point", "", "done", "TTFT ms p50", "p90", "TPOT ms p50", "p90", "all tok/s"]
+HEADERS += ["in time", "goodput/s", "goodput tok/s"]
 
 
 def run(values: dict[str, Any]) -> int:
@@ -108,7 +109,15 @@ def _cells(figures: Mapping[str, Any]) -> list[str]:
         for name in ("ttft", "tpot")
         for part in ("p50", "p90")
     ]
-    return [f"{all_['finished']}/{all_['requests']}", *times, f"{figures['tokens_per_s']:.0f}"]
+    return [
+        f"{all_['finished']}/{all_['requests']}",
+        *times,
+        f"{figures['tokens_per_s']:.0f}",
+        # lines of older sweeps have none of these
+        cell(all_.get("in_time"), ".0%"),
+        cell(figures.get("goodput_per_s"), ".3g"),
+        cell(figures.get("goodput_tokens_per_s"), ".1f"),
+    ]
 
 
 def _check_libraries() -> None:
