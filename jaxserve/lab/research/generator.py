@@ -31,7 +31,8 @@ class Sent:
 
     prompt, output: tokens that were sent and asked for. first, last: of the events that had tokens;
     gaps: between each of these and the next. cached: tokens of the prompt that the server had; None
-    where it does not say. status: OK, or the name of a gRPC status, and `error` its message.
+    where it does not say. in_time: whether the server says that it kept its objectives; None where
+    it does not say. status: OK, or the name of a gRPC status, and `error` its message.
     """
 
     planned: float
@@ -43,6 +44,7 @@ class Sent:
     gaps: list[float] = dataclasses.field(default_factory=list)
     tokens: int = 0
     cached: int | None = None
+    in_time: bool | None = None
     status: str = OK
     error: str = ""
 
@@ -135,6 +137,7 @@ class _Run:
             sent.error = f"no end within {self._timeout:g} s"
             return
         sent.cached = ended.cached
+        sent.in_time = ended.in_time
         sent.tokens = len(sent.gaps) + 1
         if ended.tokens is not None:
             sent.tokens = ended.tokens

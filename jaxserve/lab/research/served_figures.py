@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,20 +10,23 @@ from typing import Any
 import numpy as np
 from scipy.special import stdtrit
 
+from jaxserve.api.attainment import Promise
 from jaxserve.lab.quotients import quotient
 from jaxserve.lab.research.generator import OK, REFUSED, Sent
 from jaxserve.lab.simulate.run import spread
 from jaxserve.settings.schema import ConfigError
 
-OBJECTIVES = ("ttft", "tpot", "e2e")
+OBJECTIVES = ("ttft", "tpot", "tbt", "e2e")
 CONFIDENCE = 0.95
+GOODPUT = ("goodput_share", "goodput_per_s", "goodput_tokens_per_s")
 SCALARS = (  # figures whose spread over repeats is given
     *(
         f"{name}.{point}"
         for name in ("ttft", "tpot", "itl", "e2e")
         for point in ("p50", "p90", "p99")
     ),
-    *("output_tokens_per_s", "total_tokens_per_s", "requests_per_s", "goodput_per_s"),
+    *("output_tokens_per_s", "total_tokens_per_s", "requests_per_s"),
+    *GOODPUT,
     "prefix_hit_rate",
 )
 
@@ -49,23 +53,24 @@ def figures(sent: Sequence[Sent], objectives: Mapping[str, float]) -> dict[str, 
 
     Latencies are over the `done` requests; those of TPOT over the ones with at least two tokens,
     those of ITL over all gaps between events of a stream; `count` says how many each is over.
-    `span` is from the first planned moment to the last token. goodput: requests that met all
-    objectives; `goodput_share` is of all that were sent. prefix_hit_rate: tokens of prompts that
+    `span` is from the first planned moment to the last token. goodput: requests in time, and their
+    tokens: those that met all `objectives`, or, where there are none, of which the server says that
+    they kept its own; None where nobody says. `goodput_share` is of all that were sent.
+    prefix_hit_rate: tokens of prompts that
     the server had, by its own usage, of all tokens of prompts; None where it does not say.
     """
     ended = [each for each in sent if each.status == OK]
     span = 0.0
     if ended:
         span = max(each.last for each in ended) - min(each.planned for each in sent)
-    good = sum(
-        all(getattr(each, name) <= limit for name, limit in objectives.items()) for each in ended
-    )
     tokens = sum(each.tokens for each in ended)
     prompts = sum(each.prompt for each in ended)
     per_s = lambda count: quotient(count, span)
-    goodput: dict[str, float | None] = dict(goodput_per_s=None, goodput_share=None)
-    if objectives:
-        goodput = dict(goodput_per_s=per_s(good), goodput_share=good / len(sent))
+    goodput: dict[str, float | None] = dict.fromkeys(GOODPUT)
+    if objectives or any(each.in_time is not None for each in ended):
+        good = [each for each in ended if _in_time(each, objectives)]
+        in_time = len(good) / len(sent), per_s(len(good)), per_s(sum(each.tokens for each in good))
+        goodput = dict(zip(GOODPUT, in_time))
     return {
         "requests": len(sent),
         "done": len(ended),
@@ -85,6 +90,17 @@ def figures(sent: Sequence[Sent], objectives: Mapping[str, float]) -> dict[str, 
         **goodput,
         "prefix_hit_rate": _hit_rate(ended),
     }
+
+
+def _in_time(sent: Sent, objectives: Mapping[str, float]) -> bool:
+    """Returns whether a request that is done met all objectives; where there are none, what the
+    server says."""
+    if not objectives:
+        return bool(sent.in_time)
+    limit = lambda name: objectives.get(name, math.inf)
+    promise = Promise(limit("ttft"), limit("tpot"), objectives.get("tbt"))
+    slow = sum(gap > limit("tbt") for gap in sent.gaps) / max(1, len(sent.gaps))
+    return promise.kept(sent.ttft, sent.tpot, slow) and sent.e2e <= limit("e2e")
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:

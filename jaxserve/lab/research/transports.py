@@ -41,11 +41,13 @@ class Served:
 @dataclasses.dataclass(frozen=True)
 class Ended:
     """End of an answer, by the server. cached: tokens of the prompt whose KV was reused; None
-    where it does not say, as for `tokens`, those of the output."""
+    where it does not say, as for `tokens`, those of the output, and for `in_time`, whether it kept
+    its objectives."""
 
     reason: str = ""
     tokens: int | None = None
     cached: int | None = None
+    in_time: bool | None = None
 
 
 class Transport(Protocol):
@@ -84,7 +86,8 @@ class Grpc:
             if isinstance(output, Delta) and len(output.ids):
                 heard()
             elif isinstance(output, Finished):
-                ended = Ended(output.reason, output.usage.completion, output.usage.cached)
+                usage = output.usage
+                ended = Ended(output.reason, usage.completion, usage.cached, output.in_time)
         return ended
 
     async def encode(self, text: str) -> list[int]:
@@ -146,7 +149,8 @@ class Http:
 def _ended(ended: Ended, chunk: Mapping[str, Any]) -> Ended:
     """Adds one more chunk to what is known of an answer's end."""
     for choice in chunk.get("choices", ()):
-        ended = dataclasses.replace(ended, reason=choice.get("finish_reason") or ended.reason)
+        if reason := choice.get("finish_reason"):
+            ended = dataclasses.replace(ended, reason=reason, in_time=choice.get("in_time"))
     if usage := chunk.get("usage"):
         details = usage.get("prompt_tokens_details") or {}
         ended = dataclasses.replace(

@@ -44,6 +44,22 @@ def test_a_running_server_is_measured(serve, capsys, tmp_path, transport):
 
 
 @pytest.mark.parametrize("transport", ["grpc", "http"])
+def test_the_share_in_time_is_the_servers_where_no_objectives_are_given(
+    serve, capsys, tmp_path, transport
+):
+    served = serve(FakeReplica(step_seconds=0.001))
+    out = tmp_path / "out.jsonl"
+    command = ["bench", "serve", addresses(served)[transport], "--qps=100", f"--json={out}"]
+    assert cli.main([*command, "--requests=5", "--prompt=4", "--output=4"]) == 0
+    shown = capsys.readouterr().out
+    assert "in time %" in shown and "goodput tok/s" in shown
+    figures = json.loads(out.read_text())["figures"]
+    assert figures["goodput_share"] == 1
+    assert figures["goodput_per_s"] == figures["requests_per_s"]
+    assert figures["goodput_tokens_per_s"] == figures["output_tokens_per_s"]
+
+
+@pytest.mark.parametrize("transport", ["grpc", "http"])
 def test_what_the_server_refuses_is_told_with_the_reason(serve, capsys, transport):
     served = serve(FakeReplica(step_seconds=0.02, max_queue=1))
     command = ["bench", "serve", addresses(served)[transport], "--concurrency=4", "--warmup=0"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 
 import numpy as np
@@ -245,11 +246,27 @@ def test_figures_count_from_the_planned_moment():
 
 @pytest.mark.parametrize(
     "objectives, good",
-    [("ttft:1", 1), ("ttft:5,tpot:1", 2), ("tpot:0.4", 0), ("ttft:1,e2e:2.9", 0)],
+    [
+        ("ttft:1", 1),
+        ("ttft:5,tpot:1", 2),
+        ("tpot:0.4", 0),
+        ("ttft:1,e2e:2.9", 0),
+        ("tbt:0.5", 1),
+    ],
 )
 def test_goodput_counts_what_meets_all_objectives(objectives, good):
     found = figures([ANSWERED, SLOW, REFUSED], parsed_goodput(objectives))
     assert found["goodput_per_s"] == good / 8 and found["goodput_share"] == good / 3
+    tokens = {0: 0, 1: 5, 2: 8}[good]
+    assert found["goodput_tokens_per_s"] == tokens / 8
+
+
+def test_without_objectives_in_time_is_what_the_server_says():
+    said = dataclasses.replace(ANSWERED, in_time=False), dataclasses.replace(SLOW, in_time=True)
+    found = figures([*said, REFUSED], {})
+    assert found["goodput_share"] == 1 / 3
+    assert (found["goodput_per_s"], found["goodput_tokens_per_s"]) == (1 / 8, 3 / 8)
+    assert figures([*said, REFUSED], {"ttft": 1.0})["goodput_tokens_per_s"] == 5 / 8
 
 
 @pytest.mark.parametrize("text", ["ttft", "ttft:0", "latency:1", "ttft:1,ttft:2", "tpot:inf"])

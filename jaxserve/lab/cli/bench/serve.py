@@ -87,7 +87,9 @@ RUNS = [
         "goodput",
         str,
         "",
-        "objectives of a request in seconds, as NAME:X,NAME:X, of " + ", ".join(OBJECTIVES),
+        "objectives of a request in seconds, as NAME:X,NAME:X, of "
+        + ", ".join(OBJECTIVES)
+        + "; default: the server's own, where it says which requests were in time",
     ),
     Option("json", str, None, "file for all figures, a line for each run"),
     Option("plot", str, None, "picture of the latencies' distributions, .png or .svg"),

@@ -11,12 +11,14 @@ from jaxserve.cli.files import figure_class
 from jaxserve.lab.quotients import cell
 from jaxserve.lab.research.generator import OK, Sent
 from jaxserve.lab.research.load import Load
-from jaxserve.lab.research.served_figures import CONFIDENCE, OBJECTIVES, intervals
+from jaxserve.lab.research.served_figures import CONFIDENCE, intervals
 
 TIMES = ("ttft", "tpot", "itl", "e2e")
+DRAWN = ("ttft", "tpot", "e2e")
 SHOWN = {  # figures whose intervals are shown: factor
     **{f"{name}.{point}": 1e3 for name in TIMES for point in ("p50", "p90", "p99")},
-    **dict.fromkeys(("output_tokens_per_s", "requests_per_s", "goodput_per_s"), 1.0),
+    **dict.fromkeys(("output_tokens_per_s", "requests_per_s"), 1.0),
+    **{"goodput_share": 100.0, "goodput_per_s": 1.0, "goodput_tokens_per_s": 1.0},
     "prefix_hit_rate": 100.0,
 }
 
@@ -43,8 +45,10 @@ def report(runs: Sequence[Run]) -> str:
     """The tables of all runs."""
     all_figures = [run.figures for run in runs]
     extra: dict[str, Any] = {}
-    if all_figures[0]["goodput_per_s"] is not None:
-        extra["goodput/s"] = lambda each: f"{each['goodput_per_s']:.2f}"
+    if any(each["goodput_share"] is not None for each in all_figures):
+        extra["in time %"] = lambda each: cell(each["goodput_share"], ".1f", 100)
+        extra["goodput/s"] = lambda each: cell(each["goodput_per_s"], ".2f")
+        extra["goodput tok/s"] = lambda each: cell(each["goodput_tokens_per_s"], ".1f")
     if any(each["prefix_hit_rate"] is not None for each in all_figures):
         extra["hits %"] = lambda each: cell(each["prefix_hit_rate"], ".1%").removesuffix("%")
     headers = ["load", "run", "done", "refused", "failed"]
@@ -123,7 +127,7 @@ def _interval(mean: tuple[float, float] | None, factor: float) -> str:
 def plot(runs: Sequence[Run], file: str) -> None:
     """Draws the share of requests by latency, a curve for each run."""
     figure = figure_class()(figsize=(12, 3.6), layout="constrained")
-    for axes, name in zip(figure.subplots(1, 3), OBJECTIVES):
+    for axes, name in zip(figure.subplots(1, 3), DRAWN):
         for run in runs:
             times = sorted(getattr(each, name) * 1e3 for each in run.sent if each.status == OK)
             shares = [(place + 1) / len(times) for place in range(len(times))]
