@@ -86,8 +86,8 @@ class Finished:
     that ended it, once its text is known. embedding [D] f32: the hidden state of the prompt's last
     token after the model's final norm, where the request wants it; its reason is stop.
     weight_version: of the weights that it was computed with; "" where that is not known. in_time:
-    whether it kept its objectives (`attainment.in_time`); None where there is nothing to say, as
-    of a prompt that was computed for another replica."""
+    whether it kept its objectives (`attainment.in_time`); None where that is not known, and of a
+    prompt that was computed for another replica."""
 
     index: int
     reason: str

@@ -55,7 +55,7 @@ def figures(sent: Sequence[Sent], objectives: Mapping[str, float]) -> dict[str, 
     those of ITL over all gaps between events of a stream; `count` says how many each is over.
     `span` is from the first planned moment to the last token. goodput: requests in time, and their
     tokens: those that met all `objectives`, or, where there are none, of which the server says that
-    they kept its own; None where nobody says. `goodput_share` is of all that were sent.
+    they kept its own; None where neither is known. `goodput_share` is of all that were sent.
     prefix_hit_rate: tokens of prompts that
     the server had, by its own usage, of all tokens of prompts; None where it does not say.
     """

@@ -45,7 +45,7 @@ class RequestRecord:
 
     @property
     def in_time(self) -> bool:
-        """Whether it came to its end and kept all its objectives."""
+        """True if it came to its end and kept all its objectives."""
         promise = Promise(self.due - self.arrival, self.tpot_given, self.tbt_given)
         return bool(in_time(self.reason, promise.kept(self.ttft, self.tpot, self.slow_gaps)))
 
