@@ -101,7 +101,7 @@ export function attained(requests, now) {
   // objectives, and the same of their tokens. A request may have several completions, each with a row; it is in time if all were.
   const ended = new Map(), classes = new Map();
   for (const row of requests) {
-    if (row.ended === undefined || row.ended < now - 60 || row.in_time === null) continue;
+    if (row.ended === undefined || row.ended < now - 60 || typeof row.in_time !== "boolean") continue;
     const key = `${row.id}\n${row.arrival}`, one = ended.get(key) ?? { name: row.class ?? "default", met: true, tokens: 0, good: 0 };
     ended.set(key, Object.assign(one, { met: one.met && row.in_time, tokens: one.tokens + row.generated, good: one.good + (row.in_time ? row.generated : 0) }));
   }

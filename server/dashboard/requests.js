@@ -121,7 +121,7 @@ function factsOf(row, now) {
     ["generated", count(row.generated)], ["age", seconds((row.ended ?? now) - row.arrival)],
     ["first token", seconds(row.ttft), tone(row.ttft, row.ttft_given)], ["given", seconds(row.ttft_given)],
     ["per token", seconds(row.tpot), tone(row.tpot, row.tpot_given)], ["given", seconds(row.tpot_given)],
-    ["both in time", row.in_time === undefined || row.in_time === null ? "–" : row.in_time ? "yes" : "no", row.in_time === false ? "bad" : row.in_time ? "good" : ""],
+    ["both in time", typeof row.in_time !== "boolean" ? "–" : row.in_time ? "yes" : "no", row.in_time === false ? "bad" : row.in_time ? "good" : ""],
     ["longest gap", seconds(row.longest_gap)],
     ["slack", seconds(row.slack), row.slack !== null && row.slack < 0 ? "bad" : ""],
     ["lane", row.lane === null || row.lane === undefined ? "–" : String(row.lane)],
