@@ -141,7 +141,7 @@ def event_message(id: str, prompt_tokens: int, output: Output) -> pb.GenerateEve
 def finished_message(event: Finished) -> pb.Finished:
     usage = event.usage
     timing = event.timing
-    return pb.Finished(
+    message = pb.Finished(
         index=event.index,
         reason=event.reason,
         usage=pb.Usage(prompt=usage.prompt, cached=usage.cached, completion=usage.completion),
@@ -149,8 +149,10 @@ def finished_message(event: Finished) -> pb.Finished:
         prompt_logprobs=map(logprobs_message, event.prompt_logprobs or ()),
         embedding=event.embedding,
         weight_version=event.weight_version,
-        in_time=event.in_time,
     )
+    if event.in_time is not None:
+        message.in_time = event.in_time
+    return message
 
 
 def logprobs_message(logprobs: Logprobs | None) -> pb.Logprobs:
