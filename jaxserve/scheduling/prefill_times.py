@@ -35,7 +35,8 @@ class PrefillTimes:
     def promise(self, request: Request) -> Promise:
         """Returns the latencies that the request is promised."""
         ttft = self.deadline(request) - request.arrival
-        return Promise(ttft, self.objectives(request).tpot_of(request))
+        objectives = self.objectives(request)
+        return Promise(ttft, objectives.tpot_of(request), objectives.tbt_of(request))
 
     def feasible(self, request: Request) -> bool:
         """Returns whether the TTFT objective could be met if the request were alone."""
