@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 BROUGHT = {"pydantic_core": "pydantic"}
 APART = (Path("jaxserve/lab/research"), Path("jaxserve/integrations"))
 TINY = ["--model=random:tiny", "--max_model_len=256", "--max_seqs=2", "--profile=none"]
-BENCHMARKS = ["fidelity", "front", "guided", "h200", "load", "overload", "sharing", "store"]
+BENCHMARKS = "fidelity front guided h200 load mixed_load overload sharing store".split()
 TRACES = (
     "from jaxserve.server.tracing import EXPORTERS; import importlib\n"
     "for name in EXPORTERS.values(): importlib.import_module(name)"
