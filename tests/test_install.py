@@ -21,7 +21,8 @@ ROOT = Path(__file__).parents[1]
 BROUGHT = {"pydantic_core": "pydantic"}
 APART = (Path("jaxserve/lab/research"), Path("jaxserve/integrations"))
 TINY = ["--model=random:tiny", "--max_model_len=256", "--max_seqs=2", "--profile=none"]
-BENCHMARKS = "fidelity front guided h200 load mixed_load overload sharing store".split()
+BENCHMARKS = ["fidelity", "front", "guided", "h200", "load", "overload", "sharing", "store"]
+PEERED = ["mixed_load", "side_by_side"]
 TRACES = (
     "from jaxserve.server.tracing import EXPORTERS; import importlib\n"
     "for name in EXPORTERS.values(): importlib.import_module(name)"
@@ -39,8 +40,7 @@ RUNS: dict[str, list[list[str]]] = {
         ["-m", "jaxserve", "simulate", "--qps=1", "--requests=2"],
         ["-m", "jaxserve", "doctor", *TINY],
         ["-c", "import jaxserve.server.supervisor, jaxserve.cluster.conductor"],
-        *(["-m", f"experiments.benchmarks.{name}", "--help"] for name in BENCHMARKS),
-        ["-m", "experiments.benchmarks.side_by_side", "--help"],
+        *(["-m", f"experiments.benchmarks.{name}", "--help"] for name in BENCHMARKS + PEERED),
         ["-m", "experiments.examples.offline", "--help"],
         ["-m", "experiments.examples.structured_output", "--help"],
     ],

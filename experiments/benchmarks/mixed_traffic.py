@@ -227,6 +227,7 @@ async def _mix(caller: Caller, traffic: Traffic, dice: random.Random, found: Vis
     running = [asyncio.create_task(caller.send(*decode)) for decode in decodes]
     try:
         if not await _all_decode(found.decodes, running):
+            found.ended_early = sum(task.done() for task in running)
             return
         await asyncio.sleep(SETTLED)
         prefilled = asyncio.create_task(_one_by_one(caller, longs, found.longs))

@@ -37,10 +37,11 @@ TRAFFIC = Traffic(
     alone=1,
 )
 SERVER = """
-import http.server, subprocess, sys
+import http.server, subprocess, sys, threading
 print("starts", flush=True)
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 print(child.pid, flush=True)
+threading.Timer(0.5, lambda: print("compiled", flush=True)).start()
 port = int(sys.argv[-1].removeprefix("--port="))
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
@@ -186,10 +187,11 @@ def test_no_server_always_follows_the_same_one():
         chosen("servers", "sglang", names)
 
 
-def test_a_server_ends_with_all_that_it_started(tmp_path):
+def test_a_server_is_waited_for_and_ends_with_all_that_it_started(tmp_path):
     log = tmp_path / "log"
-    server = HttpServer((sys.executable, "-c", SERVER), {}, "/health")
+    server = HttpServer((sys.executable, "-c", SERVER), {}, "/health", settled="compiled")
     with serving(server, log) as (url, pid):
+        assert "compiled" in log.read_text()
         assert urllib.request.urlopen(url).status == 200
         child = int(log.read_text().split()[1])
         os.kill(child, 0)
@@ -209,18 +211,19 @@ def test_a_server_that_does_not_start_says_why(tmp_path):
 
 
 @pytest.mark.matrix
-def test_servers_of_a_tiny_model_are_compared(tmp_path):
+def test_servers_of_a_tiny_model_are_compared_and_a_load_that_is_too_small_fails(tmp_path):
     command = [sys.executable, "-m", "experiments.benchmarks.mixed_load", "--model=random:tiny"]
     flags = [
         *("--servers=jaxserve,jaxserve-fcfs", "--rounds=1", "--foreign=100", "--patience=0"),
-        *("--long=400", "--longs=1", "--alone=1", "--short=16", "--shorts=20", "--every=0.01"),
-        *("--least_shorts=0", f"--json={tmp_path / 'figures'}"),
+        *("--long=400", "--longs=1", "--alone=1", "--short=16", "--shorts=5", "--every=0.01"),
+        *("--decode_output=300", "--least_shorts=1000", f"--json={tmp_path / 'figures'}"),
     ]
     environment = os.environ | {"JAXSERVE_CACHE": str(tmp_path / "cache")}
     done = subprocess.run(
-        [*command, *flags], capture_output=True, text=True, timeout=600, env=environment
+        [*command, *flags], capture_output=True, text=True, timeout=900, env=environment
     )
+    assert done.returncode == 1 and "the figures need 1000" in done.stderr, done.stderr
     kept = json.loads((tmp_path / "figures").read_text())
-    assert [each["server"] for each in kept["turns"]] == ["jaxserve", "jaxserve-fcfs"]
-    assert done.returncode == 0, done.stderr
-    assert "long prompt alone" in done.stdout
+    turns = {each["server"]: each for each in kept["turns"]}
+    assert turns.keys() == {"jaxserve", "jaxserve-fcfs"} and not turns["jaxserve-fcfs"]["faults"]
+    assert {each["server"] for each in kept["figures"]["float32"]} == {"jaxserve-fcfs"}
