@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +32,7 @@ class HttpServer:
     any more."""
 
     command: tuple[str, ...]
-    environment: Mapping[str, str]
+    environment: dict[str, str]
     ready: str
     settled: str = ""
 

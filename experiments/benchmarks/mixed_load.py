@@ -122,7 +122,7 @@ def run(values: dict[str, Any]) -> int:
     conditions = Conditions(values["foreign"], values["patience"], values["least_shorts"])
     work = cache_folder() / "mixed_load"
     (work / "logs").mkdir(mode=0o700, parents=True, exist_ok=True)
-    turns = []
+    report = Report(values, dtypes, [name for name in FLAGS if name in names], python)
     with SignalsExit() as signals, tempfile.TemporaryDirectory(dir=work) as fresh:
         signals.arm()
         for number in range(1, values["rounds"] + 1):
@@ -132,8 +132,8 @@ def run(values: dict[str, Any]) -> int:
                     log = work / "logs" / f"{name}-{dtype}.log"
                     turn = _turn(name, dtype, number, server, log, traffic, vocab, conditions)
                     _tell(f"{turn.place}: {said(turn)}")
-                    turns.append(turn)
-    return _report(values, names, dtypes, turns, python)
+                    report.add(turn)
+    return report.end()
 
 
 def turned(names: list[str], number: int) -> list[str]:
@@ -209,39 +209,48 @@ async def _visit(url: str, traffic: Traffic, vocab: int, seed: int, mixed: bool)
         return await visit(transport, traffic, seed, mixed)
 
 
-def _report(
-    values: dict[str, Any],
-    names: Sequence[str],
-    dtypes: Sequence[str],
-    turns: Sequence[Turn],
-    python: Path,
-) -> int:
-    versions = http_servers.vllm_versions(python) if python.exists() else {}
-    servers = [name for name in FLAGS if name in names]
-    print(described(machine()))
-    print(", ".join(f"{name} {version}" for name, version in versions.items()))
-    print(
-        f"{values['model']}: {values['longs']} prompts of {values['long']} tokens one after the "
-        f"other, {values['decodes']} decodes, prompts of {values['short']} tokens every "
-        f"{values['every']:g} s; in time: TTFT of {TTFT:g} s, of long ones of {STRETCH:g} times "
-        f"their own alone, {TPOT:g} s per token"
-    )
-    results = {dtype: Results(turns, dtype) for dtype in dtypes}
-    for dtype, found in results.items():
-        print(f"\n{dtype}\n{found.shown(servers)}")
-    for turn in turns:
-        if not turn.quiet:
-            print(f"{turn.place}: not counted, others used {turn.foreign:.1f}% of the machine")
-    faults = verdict(turns)
-    keep(
-        values,
-        versions=versions,
-        flags=FLAGS,
-        figures={dtype: found.record(servers) for dtype, found in results.items()},
-        turns=[asdict(turn) for turn in turns],
-        faults=faults,
-    )
-    return exit_code(faults)
+class Report:
+    """All turns so far. The file of --json is written after each, for a run takes an hour."""
+
+    def __init__(
+        self, values: dict[str, Any], dtypes: Sequence[str], servers: Sequence[str], python: Path
+    ):
+        self._values = values
+        self._dtypes = dtypes
+        self._servers = servers
+        self._versions = http_servers.vllm_versions(python) if python.exists() else {}
+        self._turns: list[Turn] = []
+
+    def add(self, turn: Turn) -> None:
+        self._turns.append(turn)
+        keep(
+            self._values,
+            versions=self._versions,
+            flags=FLAGS,
+            figures={
+                dtype: Results(self._turns, dtype).record(self._servers) for dtype in self._dtypes
+            },
+            turns=[asdict(each) for each in self._turns],
+            faults=verdict(self._turns),
+        )
+
+    def end(self) -> int:
+        """Prints the tables and what is wrong with them; returns the exit code."""
+        values = self._values
+        print(described(machine()))
+        print(", ".join(f"{name} {version}" for name, version in self._versions.items()))
+        print(
+            f"{values['model']}: {values['longs']} prompts of {values['long']} tokens one after "
+            f"the other, {values['decodes']} decodes, prompts of {values['short']} tokens every "
+            f"{values['every']:g} s; in time: TTFT of {TTFT:g} s, of long ones of {STRETCH:g} "
+            f"times their own alone, {TPOT:g} s per token"
+        )
+        for dtype in self._dtypes:
+            print(f"\n{dtype}\n{Results(self._turns, dtype).shown(self._servers)}")
+        for turn in self._turns:
+            if not turn.quiet:
+                print(f"{turn.place}: not counted, others used {turn.foreign:.1f}% of the machine")
+        return exit_code(verdict(self._turns))
 
 
 def _tell(text: str) -> None:

