@@ -12,7 +12,7 @@ from experiments.benchmarks.engines import OWN
 from experiments.benchmarks.mixed_traffic import Visit
 from jaxserve.cli.display import table
 
-# figure -> its row in the table; shares are those of SHARES
+# figure -> its row in the table
 SECONDS = {
     "short_alone": "short prompt alone: TTFT",
     "long_alone": "long prompt alone: TTFT",
@@ -30,6 +30,7 @@ SHARES = {
     "longs_in_time": "long prompts in time",
     "decodes_in_time": "decodes in time",
 }
+COUNTS = {"shorts": "short prompts that count"}
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,12 @@ class Results:
             [title, *(_cell(self.figure(server, name), ".0%") for server in servers)]
             for name, title in SHARES.items()
         ]
+        counted = {server: len(self._of.get(server, {})) for server in servers}
+        rows += [
+            [title, *(_cell(self.figure(server, name), ".0f") for server in servers)]
+            for name, title in COUNTS.items()
+        ]
+        rows.append(["rounds that count", *map(str, counted.values())])
         text = table(["seconds: median of rounds (range)", *servers], rows)
         others = [server for server in servers if server != OWN]
         if OWN not in servers or not others:

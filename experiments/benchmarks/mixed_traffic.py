@@ -90,8 +90,8 @@ class Visit:
         ]
 
     def figures(self) -> dict[str, float]:
-        """Figures in seconds, and shares in time; only those of prompts alone where nothing else
-        was asked. There must be no faults."""
+        """Figures in seconds, shares in time, and the count of short prompts; only those of prompts
+        alone where nothing else was asked. There must be no faults."""
         alone = statistics.median(each.ttft for each in self.long_alone)
         found = {
             "short_alone": statistics.median(each.ttft for each in self.short_alone),
@@ -106,6 +106,7 @@ class Visit:
         p50, p90 = np.percentile(ttft, (50, 90)).tolist()
         gap_p50, gap_p99 = np.percentile(np.concatenate(gaps), (50, 99)).tolist()
         return found | {
+            "shorts": len(ttft),
             "short_p50": p50,
             "short_p90": p90,
             "short_max": max(ttft),

@@ -15,7 +15,7 @@ from experiments.benchmarks import mixed_traffic
 from experiments.benchmarks.engines import EngineError
 from experiments.benchmarks.http_servers import HttpServer, serving
 from experiments.benchmarks.mixed_load import chosen, turned
-from experiments.benchmarks.mixed_results import SECONDS, SHARES, Results, Turn, verdict
+from experiments.benchmarks.mixed_results import COUNTS, SECONDS, SHARES, Results, Turn, verdict
 from experiments.benchmarks.mixed_traffic import TTFT, Traffic, Visit, visit
 from jaxserve.api.errors import RequestError
 from jaxserve.lab.research.generator import Sent
@@ -100,7 +100,7 @@ def test_a_server_is_asked_for_prompts_alone_and_then_for_all_at_once(serve, at_
     url = serve(replica)
     found = visited(url)
     assert found.faults(least_shorts=1) == []
-    assert found.figures().keys() == {*SECONDS, *SHARES}
+    assert found.figures().keys() == {*SECONDS, *SHARES, *COUNTS}
     assert (len(found.longs), len(found.decodes), len(found.long_alone)) == (2, 2, 1)
     eventually(lambda: len(replica.cancelled) == 2)  # the decodes, once all else has ended
     prompts = [tuple(request.prompt) for request in replica.submitted]
