@@ -116,12 +116,13 @@ class Results:
                 "figure": name,
                 "rounds": len(self._of.get(server, {})),
                 "seconds" if name in SECONDS else "share": asdict(found),
-                "ratio": asdict(ratio) if name in SECONDS and ratio else None,
+                "ratio": asdict(ratio) if ratio else None,
             }
             for server in servers
             for name in (*SECONDS, *SHARES)
             if (found := self.figure(server, name))
-            for ratio in [self.ratio(server, name) if server != OWN else None]
+            for compared in [name in SECONDS and server != OWN]
+            for ratio in [self.ratio(server, name) if compared else None]
         ]
 
     def shown(self, servers: Sequence[str]) -> str:

