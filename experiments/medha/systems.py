@@ -130,7 +130,7 @@ def _run(name: str, case: LoadCase, settings: MedhaSettings, system: System) -> 
     arrivals = case.arrivals(settings)
     counts = StepCounts()
     if name in OURS:
-        made = system.replica(scheduler, cache)
+        made = system.replica(scheduler, cache, observed=False)
         made.listeners.append(counts)
         outcome = execute(made, arrivals, until=case.seconds)
     else:

@@ -39,6 +39,8 @@ class ReplicaCore:
 
     It takes no lock: a replica with a thread overrides what other threads call. cache: settings of
     the scheduler's cache. workers: readings of the processes that have devices, see `Metrics`.
+    observed: whether steps and requests are kept for `view` and counted in the metrics; where nobody
+    will ask, a simulation saves the time.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class ReplicaCore:
         cache: CacheConfig,
         clock: Clock,
         workers: Callable[[], Sequence[Mapping[str, Any]]] = lambda: (),
+        observed: bool = True,
     ):
         self.scheduler = scheduler
         self.info = info
@@ -58,7 +61,6 @@ class ReplicaCore:
         self.draining = False
         self.registry = Registry()
         self.journal = Journal(info.mesh.spp, clock.now())
-        self.journal.listen(self.bus)
         self.metrics = Metrics(
             info.max_seqs, info.class_names, self._readings, workers, self._transfers
         )
@@ -69,7 +71,9 @@ class ReplicaCore:
             enable_prefix_caching=cache.prefix_caching,
             placement=cache.placement,
         )
-        self.metrics.listen(self.bus, cache.prefix_caching)
+        if observed:
+            self.journal.listen(self.bus)
+            self.metrics.listen(self.bus, cache.prefix_caching)
         self.metrics_registry.register(TenantMetrics(self._tenants))
         self.adapters: LocalAdapters | NoAdapters = NoAdapters()
         self.weights: LocalWeights | NoWeights = NoWeights()

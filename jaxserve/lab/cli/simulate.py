@@ -174,7 +174,7 @@ def run(values: dict[str, Any]) -> int:
     check(names, values)
     check_classes(scheduler, arrivals)
     until = values["duration"] or float("inf")
-    replica = system.replica(scheduler, cache, values["lookahead"])
+    replica = system.replica(scheduler, cache, values["lookahead"], observed=False)
     total = len(arrivals) * (1 + len(names))
     with terminal_bar("simulating", total) as step:
         outcomes = {"jaxserve": execute(replica, _reported(arrivals, step), until=until)}

@@ -66,7 +66,9 @@ def compare(
     check_baseline(name)
     if name in SCHEDULERS:
         return execute(
-            system.replica(dataclasses.replace(scheduler, **SCHEDULERS[name]), cache, lookahead),
+            system.replica(
+                dataclasses.replace(scheduler, **SCHEDULERS[name]), cache, lookahead, observed=False
+            ),
             arrivals,
             slo,
             until,

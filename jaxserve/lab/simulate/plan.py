@@ -275,7 +275,9 @@ class PlanRunner:
         config = dataclasses.replace(
             scheduler, chunking=plan.chunking, chunk_tokens=plan.chunk_tokens
         )
-        replica = question.system(plan.mesh).replica(config, cache, question.lookahead)
+        replica = question.system(plan.mesh).replica(
+            config, cache, question.lookahead, observed=False
+        )
         info = replica.info
         coming = (
             (self._with_objective(request), kind)

@@ -152,7 +152,7 @@ class VirtualReplica(ReplicaCore):
     Tiers below the scheduler's cache must be `VirtualTiers`, by whose clock the replica goes then.
     name, shape, platform: for `info`, the model and the kind of device that `scheduler` has the
     costs of. noise: spread of the times of steps around their prediction, which `scheduler` does
-    not know; the online correction learns from what steps took.
+    not know; the online correction learns from what steps took. observed: see `ReplicaCore`.
     """
 
     clock: VirtualClock
@@ -168,12 +168,13 @@ class VirtualReplica(ReplicaCore):
         shape: ModelConfig = NO_SHAPE,
         platform: str = "virtual",
         noise: Noise = NO_NOISE,
+        observed: bool = True,
     ):
         info = _info(scheduler, cache, mesh, lookahead, name, shape, platform)
         tiers = scheduler.cache.lower
         assert tiers is None or isinstance(tiers, VirtualTiers)
         clock = VirtualClock() if tiers is None else tiers.clock
-        super().__init__(scheduler, info, cache, clock)
+        super().__init__(scheduler, info, cache, clock, observed=observed)
         self._serve_adapters(NoFiles(), AdapterConfig(lora_root="/", max_cpu_loras=MAX_HELD))
         self.listeners: list[StepListener] = []
         self._depth = mesh.spp + lookahead  # batches in flight

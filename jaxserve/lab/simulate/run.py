@@ -260,8 +260,10 @@ class System:
         scheduler: SchedulerConfig,
         cache: CacheConfig,
         lookahead: int = 1,
+        observed: bool = True,
     ) -> VirtualReplica:
         """A virtual replica of this system; without `cache.pages`, as many as fit in memory.
+        observed: see `ReplicaCore`.
         Errors: ConfigError where the model cannot run on the mesh, or the settings
         cannot be."""
         system = self.with_cache(cache)
@@ -289,6 +291,7 @@ class System:
             shape=self.shape,
             platform=self.device,
             noise=self.noise,
+            observed=observed,
         )
         replica.propose(self.guesses)
         return replica
