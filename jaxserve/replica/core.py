@@ -39,8 +39,8 @@ class ReplicaCore:
 
     It takes no lock: a replica with a thread overrides what other threads call. cache: settings of
     the scheduler's cache. workers: readings of the processes that have devices, see `Metrics`.
-    observed: whether steps and requests are kept for `view` and counted in the metrics; where nobody
-    will ask, a simulation saves the time.
+    observed: whether steps and requests are kept for `view` and counted in the metrics; simulations
+    that nobody asks for these save the time.
     """
 
     def __init__(
