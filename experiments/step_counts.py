@@ -3,8 +3,6 @@ ran."""
 
 from __future__ import annotations
 
-import numpy as np
-
 from jaxserve.api.batch import Batch
 from jaxserve.lab.simulate.replica import StagePassage
 
@@ -19,11 +17,11 @@ class StepCounts:
 
     def step_issued(self, batch: Batch, passage: StagePassage) -> None:
         """Counts a step."""
-        chunks = batch.is_chunk
+        first = batch.first_chunk
         self.steps += 1
         self.spread += bool((batch.group_size > 1).any())
-        self.shared += int(np.count_nonzero(chunks)) > 1
-        for sequence, size in zip(batch.seq[chunks].tolist(), batch.group_size[chunks].tolist()):
+        self.shared += len(batch.slot) - first > 1
+        for sequence, size in zip(batch.seq[first:].tolist(), batch.group_size[first:].tolist()):
             self.grown += size > self._groups.get(sequence, size)
             self._groups[sequence] = size
 

@@ -103,6 +103,11 @@ class Batch:
     adapter_loads: np.ndarray = field(default_factory=lambda: NO_COPIES)
 
     @property
+    def first_chunk(self) -> int:
+        """Row of the first part of a prefill, behind decodes and proposed tokens."""
+        return int(np.count_nonzero(self.is_decode)) + len(self.drafts)
+
+    @property
     def is_chunk(self) -> np.ndarray:
         """[n] bool; whether a row is part of a prefill: neither a decode nor a proposed token."""
         out = ~self.is_decode

@@ -147,10 +147,11 @@ class Recorder:
 
     def step_read(self, batch: Batch, now: float) -> None:
         """The tokens of a batch were read."""
-        newest = int(batch.slot.max(initial=-1))
+        newest = int(np.maximum.reduce(batch.slot, initial=-1))
         if newest >= len(self._last_token):
             self._last_token = np.pad(self._last_token, (0, newest + 1 - len(self._last_token)))
-        self.gaps.append(now - self._last_token[batch.slot[batch.is_decode]])
+        decodes = batch.slot[: np.count_nonzero(batch.is_decode)]  # come first
+        self.gaps.append(now - self._last_token[decodes])
         self._last_token[batch.slot[batch.sample]] = now
 
     def outcome(self) -> Outcome:

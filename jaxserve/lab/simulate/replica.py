@@ -98,6 +98,7 @@ class Pipeline:
 
     def __init__(self, predictor: Predictor, stages: int, slots: int, noise: Noise = NO_NOISE):
         self.predictor = predictor
+        self._lanes = predictor.mesh.kvp
         self.free = [0.0] * stages
         self._left = np.zeros(slots)
         self._draw = noise.draws()
@@ -108,12 +109,12 @@ class Pipeline:
         """Puts a batch into the stages."""
         factor = self._factor()
         now += batch.drafting
-        tokens = int(batch.length.sum())
-        hop = self.predictor.hop(tokens)
-        head = self.predictor.head(int(np.bincount(batch.lane[~batch.is_chunk]).max(initial=0)))
-        began = at = max(
-            now, self.free[0], float(self._left[batch.slot[batch.is_decode]].max(initial=0.0))
-        )
+        hop = self.predictor.hop(int(np.add.reduce(batch.length)))
+        samples = batch.first_chunk
+        if self._lanes > 1:
+            samples = int(np.bincount(batch.lane[:samples]).max(initial=0))
+        head = self.predictor.head(samples)
+        began = at = max(now, self.free[0], self._fed(batch))
         for stage, free in enumerate(self.free):
             last = stage + 1 == len(self.free)
             begun = max(at, free)
@@ -128,14 +129,18 @@ class Pipeline:
         """Puts one of `parts` equal parts of a batch into the only stage, the `first` or another.
         Returns the passage of the batch up to the end of this part."""
         if first:
-            fed = self._left[batch.slot[batch.is_decode]]
-            began = max(now, self.free[0], float(fed.max(initial=0.0)))
+            began = max(now, self.free[0], self._fed(batch))
             self._partial = StagePassage(began, began, batch.seconds * self._factor())
         passage = self._partial
         end = max(now, self.free[0], passage.start) + passage.seconds / parts
         self.free[0] = end
         self._left[batch.slot[batch.sample]] = end
         return StagePassage(passage.start, end, passage.seconds)
+
+    def _fed(self, batch: Batch) -> float:
+        """Clock second at which the last tokens of all that a batch decodes are there."""
+        decodes = np.count_nonzero(batch.is_decode)  # come first
+        return float(np.maximum.reduce(self._left[batch.slot[:decodes]], initial=0.0))
 
     def _factor(self) -> float:
         """Draws what a step takes, over what is predicted for it now."""
@@ -201,9 +206,12 @@ class VirtualReplica(ReplicaCore):
         if not self._started:
             return NEVER
         read = self._flights[0][0].end if self._flights else NEVER
+        if self._fetched:
+            read = min(read, self._fetched[0][0])
         issue = self._issue_due
-        fetch = self._fetched[0][0] if self._fetched else NEVER
-        return min(read, fetch, max(issue, self.now()) if issue > self._asked_at else NEVER)
+        if issue > self._asked_at:
+            return min(read, max(issue, self.now()))
+        return read
 
     def advance(self, to: float, *, through: bool = True) -> None:
         """Moves the clock to the second `to` and runs what is due by then; infinity: until nothing
@@ -225,7 +233,9 @@ class VirtualReplica(ReplicaCore):
             self._read(now)
         while self._fetched and self._fetched[0][0] <= now:
             self._take_in(heapq.heappop(self._fetched), now)
-        self._notify(self.scheduler.expire(now))
+        expired = self.scheduler.expire(now)
+        if expired:
+            self._notify(expired)
         self._issue()
 
     def _take_in(self, fetched: tuple[float, int, int], now: float) -> None:
@@ -295,7 +305,8 @@ class VirtualReplica(ReplicaCore):
     def _issued(self, batch: Batch, passage: StagePassage) -> None:
         """Takes in a batch of which all is issued."""
         self._flights.append((passage, batch))
-        self.bus.publish(StepIssued(batch, None, self.clock.now()))
+        if self.bus.hears(StepIssued):
+            self.bus.publish(StepIssued(batch, None, self.clock.now()))
         for listener in self.listeners:
             listener.step_issued(batch, passage)
 
@@ -304,7 +315,8 @@ class VirtualReplica(ReplicaCore):
         for listener in self.listeners:
             listener.step_read(batch, now)
         self.scheduler.predictor.seen(batch.seconds, passage.seconds)
-        self.bus.publish(StepRead(batch, now, passage.seconds, comparable=True))
+        if self.bus.hears(StepRead):
+            self.bus.publish(StepRead(batch, now, passage.seconds, comparable=True))
         results = StepResults(self._sampler.tokens(batch))
         self._notify(self.scheduler.finish(batch, results, now))
         self.adapters.settle()
