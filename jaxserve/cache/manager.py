@@ -345,6 +345,9 @@ class CacheManager:
         """Gives the slot pages for its next `blocks` blocks, which must be available."""
         layout = self.layouts[slot]
         per_lane = self.pages.per_lane
+        if self.pages.lanes == 1 and not self.windows:
+            self._extend_alone(layout, blocks)
+            return
         available: list[int] = []
         if self.pages.lanes > 1:
             available = self.pages.available()
@@ -367,6 +370,15 @@ class CacheManager:
             on_lane = [each - lane * per_lane for each in (page, *further)]
             self.table_updates.add(lane, slot, index, on_lane[0], block, *on_lane[1:])
             new += [page, *(each for each, sees in zip(further, seen) if sees)]
+        self._changed(layout, taken=new)
+
+    def _extend_alone(self, layout: SequenceLayout, blocks: int) -> None:
+        """Does what `extend` does where one lane has all pages, of one page group."""
+        first = len(layout.pages)
+        new = [_take(self, 0) for _ in range(blocks)]
+        layout.extend(new)
+        for block, page in enumerate(new, first):
+            self.table_updates.add(0, layout.slot, block, page, block)
         self._changed(layout, taken=new)
 
     def regroup(self, slot: int, group: tuple[int, ...]) -> None:

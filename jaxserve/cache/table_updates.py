@@ -17,6 +17,7 @@ class TableUpdates:
 
     def __init__(self, further: int = 0) -> None:
         self._columns = FURTHER + further
+        self._none = np.zeros((0, self._columns), np.int32)
         self._many: list[np.ndarray] = []  # [m, columns] each
         self._single: list[int] = []  # the numbers of one entry after the other
 
@@ -43,6 +44,8 @@ class TableUpdates:
 
     def take(self) -> np.ndarray:
         """Returns the entries [m, columns] int32 since the last call, none twice."""
+        if not self._single and not self._many:
+            return self._none
         entries = np.array(self._single, np.int32).reshape(-1, self._columns)
         if self._many:
             entries = np.concatenate([*self._many, entries])

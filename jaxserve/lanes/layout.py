@@ -156,6 +156,11 @@ class SequenceLayout:
         self.last_lane = lane
         return index
 
+    def extend(self, pages: Sequence[int]) -> None:
+        """Puts the next blocks on pages of the only lane, of the only page group."""
+        self.pages += pages
+        self.by_lane[0] += len(pages)
+
     def pass_before(self, group: int, block: int) -> list[int]:
         """Takes the pages of the blocks before number `block` from a further group, which sees them
         no more; returns them."""

@@ -11,6 +11,8 @@ import numpy as np
 
 from jaxserve.lanes.layout import SequenceLayout
 
+NO_MOVES = np.zeros((0, 4), np.int32)
+
 
 class PageMoves:
     """Pages that the next batch copies from lane to lane, all at once: all are read before any is
@@ -50,14 +52,15 @@ class PageMoves:
 
     def take(self) -> np.ndarray:
         """Returns moves [m, 4] int32 since the last call: lane, page, to lane, to page."""
+        if not self._source:
+            return NO_MOVES
         moves = np.empty((len(self._source), 4), np.int32)
-        if self._source:
-            moves[:, 0], moves[:, 1] = divmod(
-                np.fromiter(self._source.values(), np.int64), self._per_lane
-            )
-            moves[:, 2], moves[:, 3] = divmod(np.fromiter(self._source, np.int64), self._per_lane)
-            self._source = {}
-            self._count.clear()
+        moves[:, 0], moves[:, 1] = divmod(
+            np.fromiter(self._source.values(), np.int64), self._per_lane
+        )
+        moves[:, 2], moves[:, 3] = divmod(np.fromiter(self._source, np.int64), self._per_lane)
+        self._source = {}
+        self._count.clear()
         return moves
 
 
