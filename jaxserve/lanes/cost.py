@@ -86,8 +86,10 @@ class LaneCosts:
         """Loads of chunks of one token: context [n] tokens, home lane [n], group_size [n] lanes
         that meet, blocks [n, lanes] on each."""
         count = len(context)
-        longest = float(context.max(initial=0))
-        return [LaneLoad(count, float(context.sum()), longest, samples=count)]
+        if not count:
+            return [LaneLoad()]
+        longest = float(np.maximum.reduce(context))
+        return [LaneLoad(count, float(np.add.reduce(context)), longest, samples=count)]
 
     def decodes_ahead(self, count: int, context: float, mean: float, longest: float) -> LaneLoad:
         """The load of a lane with an even share of decodes to come: `count` of them, and `context`

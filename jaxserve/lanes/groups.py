@@ -71,6 +71,11 @@ class ChunkPlace(NamedTuple):
     dealt: range | None = None
 
     @property
+    def is_local(self) -> bool:
+        """Returns whether the home lane alone has the blocks, and computes all tokens."""
+        return self.blocks is None and self.dealt is None
+
+    @property
     def group(self) -> range:
         """The lanes that meet: those of the smallest group that has home and all blocks."""
         return lanes_of(self.home, self.blocks)

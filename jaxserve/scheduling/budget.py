@@ -54,6 +54,8 @@ class StepBudget:
         self.paced = paced
         self.saving = 0.0
         self.objective = target if paced is None else paced.objective
+        # tokens that `adaptive` has found since a chunk was added, by what it was asked
+        self.found: dict[tuple[int, int, int, float], int] = {}
         self.target = target
         least = (1 + MIN_PREFILL_SHARE) * max(self.decode_seconds)
         self.long_target = min(target, max(long_target, least))
@@ -75,18 +77,23 @@ class StepBudget:
     def capacity(self, place: ChunkPlace) -> int:
         """Returns the most tokens of a chunk: as many as its lanes can still take; none where the
         home lane, which computes the last of them, takes no more."""
-        if not self.tokens_left[place.home]:
-            return 0
+        left = self.tokens_left[place.home]
+        if not left or place.is_local:
+            return left
         return sum(self.tokens_left[lane] for lane in place.lanes)
 
     def seconds(self, place: ChunkPlace) -> float:
         """Returns seconds so far of the lanes that a chunk would bear on."""
+        if place.is_local:
+            return self.lane_seconds[place.home]
         return max(self.lane_seconds[lane] for lane in place.group)
 
     def seconds_with(self, place: ChunkPlace, cached: int, new: int) -> float:
         """Predicts seconds of these lanes with a chunk of `new` tokens after `cached` ones."""
-        group = place.group
         with_chunk = self._with((place, cached, new))
+        if place.is_local:
+            return with_chunk[0][2]
+        group = place.group
         return max(seconds for lane, _, seconds in with_chunk if lane in group)
 
     def affords(self, seconds: float) -> bool:
@@ -123,7 +130,11 @@ class StepBudget:
             self.lanes[index] = lane
             self.lane_seconds[index] = seconds
         self._tried = (None, [])
+        self.found.clear()
         tiles = -(-new // self.tile)
+        if place.is_local:
+            self._take(place.home, tiles)
+            return
         self._take(place.home, 1)
         for _ in range(tiles - 1):
             self._take(max(place.lanes, key=self.tokens_left.__getitem__), 1)
@@ -144,6 +155,17 @@ def static(budget: StepBudget, place: ChunkPlace, cached: int, tokens: int, limi
 def adaptive(budget: StepBudget, place: ChunkPlace, cached: int, tokens: int, limit: float) -> int:
     """Takes the most tokens, in whole tiles or all of `tokens`, with which the step takes no longer
     than `limit`; 0 where one tile is too much."""
+    if not place.is_local:
+        return _most_tokens(budget, place, cached, tokens, limit)
+    asked = (place.home, cached, tokens, limit)
+    if asked not in budget.found:
+        budget.found[asked] = _most_tokens(budget, place, cached, tokens, limit)
+    return budget.found[asked]
+
+
+def _most_tokens(
+    budget: StepBudget, place: ChunkPlace, cached: int, tokens: int, limit: float
+) -> int:
     below = budget.seconds(place)
     if limit <= below:
         return 0
