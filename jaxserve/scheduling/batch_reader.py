@@ -19,6 +19,7 @@ from jaxserve.scheduling.slots import ENDED, SlotTable
 
 Events = list[tuple[str, Event]]  # request id, event
 NOT_FINITE = RequestError("", "the model's logits were not finite", "INTERNAL")
+NO_SLOTS = np.empty(0, np.intp)
 NO_EMBEDDING = RequestError("", "the prompt's embedding was not finite", "INTERNAL")
 
 
@@ -78,10 +79,12 @@ class BatchReader:
 
     def _publish_decoded(self, batch: Batch, live: np.ndarray) -> None:
         """Publishes the blocks that decodes filled, now that all their tokens were read."""
-        stop = batch.start + 1
-        rows = np.flatnonzero(live & batch.is_decode & (stop % self.cache.block_size == 0))
-        for slot, tokens in zip(batch.slot[rows].tolist(), stop[rows].tolist()):
-            self._publish_last(slot, tokens)
+        decodes = np.count_nonzero(batch.is_decode)  # come first
+        stop = batch.start[:decodes] + 1
+        full = stop % self.cache.block_size == 0
+        for row in full.nonzero()[0].tolist():
+            if live[row]:
+                self._publish_last(int(batch.slot[row]), int(stop[row]))
 
     def _publish_last(self, slot: int, tokens: int) -> None:
         """Publishes the last block of a slot's first tokens, which fill it."""
@@ -101,7 +104,9 @@ class BatchReader:
     ) -> Events:
         """Returns how far prompts are, and the ends of those that are embedded."""
         events: Events = []
-        for row in np.flatnonzero(live & ~batch.sample).tolist():
+        if batch.sample.all():
+            return events
+        for row in (live & ~batch.sample).nonzero()[0].tolist():
             sequence = self.slots.by_slot[batch.slot[row]]
             if sequence.output:
                 continue
@@ -129,7 +134,7 @@ class BatchReader:
     ) -> Events:
         """Returns the sampled tokens of the rows that count [n], and the ends of completions whose
         last ones they are."""
-        rows = np.flatnonzero(counts & batch.sample)
+        rows = (counts & batch.sample).nonzero()[0]
         slots = batch.slot[rows]
         with_token = slots[~np.isin(rows, batch.drafts)] if batch.drafts else slots
         further: list[int] = []
@@ -139,8 +144,9 @@ class BatchReader:
         logprobs = results.logprobs
         sampled = np.asarray(results.tokens)[rows].tolist()
         events: Events = []
+        drafts = batch.drafts
         for row, slot, token in zip(rows.tolist(), slots.tolist(), sampled):
-            proposed = row in batch.drafts
+            proposed = row in drafts
             if proposed and not self._goes_on(batch, row, slot):
                 continue
             number += 1
@@ -169,7 +175,8 @@ class BatchReader:
             if reason:
                 events.append((sequence.id, self.requests.end(sequence, reason, now, error)))
                 ended += 1
-        self.bus.publish(Tokens(batch, with_token, np.array(further, np.intp), number, ended, now))
+        others = np.array(further, np.intp) if further else NO_SLOTS
+        self.bus.publish(Tokens(batch, with_token, others, number, ended, now))
         return events
 
     def _goes_on(self, batch: Batch, row: int, slot: int) -> bool:

@@ -33,12 +33,19 @@ class DecodeReserve:
 
     def by_slot(self) -> np.ndarray:
         """Pages [slots] of the sequences that run, beside those of their prompts."""
+        running, growth = self.of_running()
+        pages = np.zeros(len(self._slots.phase), growth.dtype)
+        pages[running] = growth
+        return pages
+
+    def of_running(self) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the slots [n] of the sequences that run, and their pages [n]."""
         slots = self._slots
+        runs = ((slots.phase == DECODE) | (slots.phase == PREFILL)).nonzero()[0]
         start = slots.issued.copy()
         for sequence in slots.prefilling:
             start[sequence.slot] = sequence.prefill_len
-        runs = (slots.phase == DECODE) | (slots.phase == PREFILL)
-        return np.where(runs, self._growth(start, slots.max_positions), 0)
+        return runs, self._growth(start[runs], slots.max_positions[runs])
 
     def of(self, sequence: Sequence) -> int:
         """Pages of a sequence that waits, beside those of its prompt."""

@@ -153,7 +153,11 @@ class EventBus:
         """Ends a subscription. Errors: ValueError without one."""
         self._handlers[kind].remove(handler)
 
+    def hears(self, kind: type) -> bool:
+        """Returns whether events of this kind have a subscriber: else none need be made."""
+        return bool(self._handlers.get(kind))
+
     def publish(self, event: object) -> None:
         """Passes an event to its subscribers."""
-        for handler in self._handlers[type(event)]:
+        for handler in self._handlers.get(type(event), ()):
             handler(event)

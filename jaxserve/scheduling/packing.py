@@ -82,18 +82,24 @@ class BatchPacker:
         self.turns.begin()
         picked = self._pick_decodes(number)
         decodes = self.turns.going(picked)
-        budget = self._budget(decodes, now)
-        chunks = self.prefill.pack(self.config, now, budget)
+        chunks: list[PrefillChunk] = []
+        budget = None
+        if self.prefill.begins(self.config, now):
+            budget = self._budget(decodes, now)
+            chunks = self.prefill.pack(self.config, now, budget)
+            self.pacer.save_for(budget.saving)
         self.turns.end(chunks)
-        self.pacer.save_for(budget.saving)
-        if not chunks and decodes.size < picked.size:
-            decodes = picked
+        if not chunks:
+            if decodes.size < picked.size:
+                decodes = picked
+                budget = None
+            if not decodes.size and self.mesh.spp > 1:
+                decodes = self._pick_decodes(number, hurry=True)
+                budget = None
+            if not decodes.size:
+                return None
+        if budget is None:
             budget = self._budget(decodes, now)
-        if not chunks and not decodes.size and self.mesh.spp > 1:
-            decodes = self._pick_decodes(number, hurry=True)
-            budget = self._budget(decodes, now)
-        if not chunks and not decodes.size:
-            return None
         if not chunks and self._awaits_tokens(decodes, budget):
             return None
         return self._packed(number, now, decodes, chunks, budget)
@@ -187,12 +193,10 @@ class BatchPacker:
         slots = self.slots
         cache = self.cache
         config = self.config
-        lanes = self.predictor.lane_costs.decodes(
-            slots.issued[decodes],
-            cache.home[decodes],
-            cache.group_size[decodes],
-            cache.blocks_per_lane[decodes],
-        )
+        where = [NOTHING] * 3  # all on the only lane
+        if self.mesh.kvp > 1:
+            where = [cache.home[decodes], cache.group_size[decodes], cache.blocks_per_lane[decodes]]
+        lanes = self.predictor.lane_costs.decodes(slots.issued[decodes], *where)
         running = self.turns.going(slots.decoding)
         target = longest = config.step_time / self.mesh.spp
         paced = None
@@ -214,15 +218,17 @@ class BatchPacker:
         `hurry` also those whose last token is on its way through the stages, of one batch only."""
         slots = self.slots
         stages = self.mesh.spp
-        ready = slots.decodable
-        share = -(-slots.decoding.size // stages)
+        ready = decoding = slots.decoding
+        if self.drafting is not None:
+            ready = slots.without_proposed(decoding)
+        share = -(-decoding.size // stages)
         if hurry:
             ready = ready[slots.in_flight[ready] < 2]
         elif stages > 1:
             passed = slots.last_batch[ready] <= number - stages
             ready = ready[passed | (slots.in_flight[ready] == 0)]
         ready = self._with_pages(ready)
-        if stages == 1:
+        if stages == 1 or (ready.size <= share and not hurry):
             return ready
         picked = ready[np.argsort(slots.last_batch[ready], kind="stable")[:share]]
         if hurry and picked.size:  # else all would wait for the newest of their tokens
@@ -256,7 +262,7 @@ class BatchPacker:
         that has no page where there are not enough for all."""
         slots = self.slots
         cache = self.cache
-        ready = slots.decodable
+        ready = slots.without_proposed(slots.decoding)
         ready = ready[~np.isin(ready, partial.slot)]
         short = ready[slots.issued[ready] == cache.capacity[ready]]
         self._pass_windows(short)
@@ -315,12 +321,14 @@ class BatchPacker:
         slots = self.slots
         cache = self.cache
         singles = decodes.size + drafts.slot.size
-        chunk_slots = np.array([chunk.slot for chunk in chunks], np.intp)
-        slot = np.concatenate([decodes, drafts.slot, chunk_slots])
+        slot = decodes
+        if chunks or drafts.slot.size:
+            chunk_slots = np.array([chunk.slot for chunk in chunks], np.intp)
+            slot = np.concatenate([decodes, drafts.slot, chunk_slots])
         start = slots.issued[slot]
-        start[decodes.size : singles] = drafts.start
         length = np.ones(slot.size, np.int32)
-        is_decode = np.arange(slot.size) < decodes.size
+        is_decode = np.ones(slot.size, bool)
+        is_decode[decodes.size :] = False
         tokens = drafts.tokens
         block_lane = NOTHING
         sample = np.ones(slot.size, bool)
@@ -333,14 +341,17 @@ class BatchPacker:
                 slots.by_slot[chunk.slot].history(chunk.start, chunk.stop) for chunk in chunks
             ]
             tokens = np.concatenate([tokens, *of_chunks])
-            block_lane = self._block_lane(chunks)
+            if self.mesh.kvp > 1:
+                block_lane = self._block_lane(chunks)
             sample[singles:] = [
                 slots.phase[chunk.slot] == DECODE and not slots.by_slot[chunk.slot].request.embed
                 for chunk in chunks
             ]
         slots.issued[decodes] += 1
-        np.add.at(slots.issued, drafts.slot, 1)
-        np.add.at(slots.proposed, drafts.slot, 1)
+        if drafts.slot.size:
+            start[decodes.size : singles] = drafts.start
+            np.add.at(slots.issued, drafts.slot, 1)
+            np.add.at(slots.proposed, drafts.slot, 1)
         slots.in_flight[slot] += 1
         slots.last_batch[slot] = number
         copies = StateCopies()

@@ -51,7 +51,7 @@ class SmallPromptPages:
     """
 
     def __init__(self, cache: CacheManager):
-        self.is_small = [False] * len(cache.layouts)
+        self.is_small = np.zeros(len(cache.layouts), bool)
         self.count = 0
         self._holders = [0] * cache.total  # small sequences that hold a page
         cache.watchers.append(self)
@@ -115,6 +115,7 @@ class PageAdmission:
         self._held_by_small = SmallPromptPages(cache)
         self.allows: Callable[[Sequence], bool] | None = None
         self._open = ALL
+        self._tpot = math.inf  # the tightest objective per token, where `max_running` asks for it
         self._room = 0  # pages beyond those that the sequence matched last takes
         self._claimant: Sequence | None = None  # the large prompt that claims pages
 
@@ -139,14 +140,15 @@ class PageAdmission:
             if self._held_by_small.is_small[sequence.slot]:
                 promised_to_small += pages
         self._reserve = reserve
-        growth = self.decode_reserve.by_slot()
+        running, growth = self.decode_reserve.of_running()
         kept = self.decode_reserve.bounded(int(growth.sum()))
         apart = cache.total - cache.usable  # on lanes with too few for a block of all page groups
         self._spare = cache.available_unlocked - apart - max(reserve, kept) - promised
         # pages held, promised or expected
         self._of_small = self._held_by_small.count + promised_to_small
-        self._of_small += int(growth[self._held_by_small.is_small].sum())
-        self._tpot = self.slots.tightest()
+        self._of_small += int(growth[self._held_by_small.is_small[running]].sum())
+        if self.max_running is not None:
+            self._tpot = self.slots.tightest()
         self._open = ALL if self._has_slot() else NONE
         claimant = self._claimant
         if claimant is not None and not (self._waits(claimant) and self._allows(claimant)):

@@ -62,7 +62,7 @@ class PrefillOrder:
             chosen = chosen & (self._turn <= self.turn(beside))
         indices = chosen.nonzero()[0]
         count = len(self._running)
-        running_left = int(np.searchsorted(indices, count))
+        running_left = np.count_nonzero(chosen[:count])
         for place in smallest_first(self._key[indices]):
             index = int(indices[place])
             if index < count:
@@ -79,9 +79,11 @@ class PrefillOrder:
 
     def _first_large(self) -> np.ndarray:
         """[n] bool: True for the first large prompt that waits, if there is any."""
-        large = self._left & (self._tokens > self.admission.small_tokens)
-        large[: len(self._running)] = False
-        first = np.zeros_like(large)
-        if large.any():
-            first[np.argmin(np.where(large, self._key, math.inf))] = True
+        count = len(self._running)
+        first = np.zeros(self._left.size, bool)
+        large = self._left[count:] & (self._tokens[count:] > self.admission.small_tokens)
+        places = large.nonzero()[0]
+        if places.size:
+            places += count
+            first[places[self._key[places].argmin()]] = True
         return first

@@ -60,14 +60,17 @@ class PrefillPacker:
         self.pool = pool
         self.scheduler = scheduler
 
+    def begins(self, config: SchedulerConfig, now: float) -> bool:
+        """Begins a step. Returns whether there is a prompt of which it may compute something."""
+        slots = self.slots
+        self.chunks.prefetch.look(POLICIES[config.policy], now)
+        return bool(slots.prefilling or (slots.queue and slots.free))
+
     def pack(self, config: SchedulerConfig, now: float, budget: StepBudget) -> list[PrefillChunk]:
         """Packs chunks of prefilling and of newly admitted sequences, in the order of the policy,
-        as far as the budget and the pages go."""
+        as far as the budget and the pages go; to be called where the step `begins`."""
         slots = self.slots
         policy = POLICIES[config.policy]
-        self.chunks.prefetch.look(policy, now)
-        if not (slots.prefilling or (slots.queue and slots.free)):
-            return []
         step = self._begin(config, now, budget)
         order = PrefillOrder(policy, now, slots, self.admission)
         if self.pool is None:

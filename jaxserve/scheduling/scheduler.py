@@ -341,7 +341,7 @@ class Scheduler:
         issued now. If it is `partial` then, it is issued by groups of its layers: the first one
         now, the others with `go_on`. No other is started before the last of them."""
         assert self.partial is None, "the newest batch is not issued to its end"
-        backlog = self.slots.backlog
+        backlog = self._backlog_heard
         packed = self.packer.pack(self._batches, now)
         if packed is None:
             return None
@@ -354,9 +354,15 @@ class Scheduler:
             self._publish_blocks(chunks)
         return batch
 
+    @property
+    def _backlog_heard(self) -> float:
+        """The predicted seconds of prefill that are left to do; 0 where nobody hears of it."""
+        return self.slots.backlog if self.bus.hears(BatchPacked) else 0.0
+
     def _publish_packed(self, batch: Batch, backlog: float, now: float) -> None:
         self._charge(batch, now)
-        self.bus.publish(BatchPacked(batch, backlog))
+        if self.bus.hears(BatchPacked):
+            self.bus.publish(BatchPacked(batch, backlog))
         self._batches += 1
         for row in batch.admitted:
             slot = int(batch.slot[row])
@@ -390,7 +396,7 @@ class Scheduler:
         prompts = self.interruption_rule.prompts(step, begins, now)
         if not prompts:
             return None
-        backlog = self.slots.backlog
+        backlog = self._backlog_heard
         packed = self.packer.pack_beside(self._batches, now, step.batch, prompts)
         if packed is None:
             return None

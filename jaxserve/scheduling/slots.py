@@ -87,12 +87,11 @@ class SlotTable:
         certain = self.issued - self.proposed
         return ((self.phase == DECODE) & (certain < self.max_positions)).nonzero()[0]
 
-    @property
-    def decodable(self) -> np.ndarray:
-        """Slots [n] of which another token may be decoded in the next batch, ascending: not while
-        proposed tokens are on their way, behind which its position is not known."""
-        slots = self.decoding
-        return slots[self.proposed[slots] == 0]
+    def without_proposed(self, decoding: np.ndarray) -> np.ndarray:
+        """Returns those of the slots `decoding` [n] of which a token may be decoded in the next
+        batch: not while proposed tokens are on their way, behind which its position is not
+        known."""
+        return decoding[self.proposed[decoding] == 0]
 
     @property
     def backlog(self) -> float:
@@ -184,7 +183,10 @@ class SlotTable:
     def finish(self, slots: np.ndarray) -> None:
         """Gives back those slots [n] of a batch that was read, any of them more than once, which no
         other batch in flight contains and whose sequences have ended or leave."""
-        over = slots[(self.in_flight[slots] == 0) & (self.phase[slots] >= LEAVING)]
+        gone = self.phase[slots] >= LEAVING
+        if not gone.any():
+            return
+        over = slots[gone & (self.in_flight[slots] == 0)]
         for slot in dict.fromkeys(over.tolist()):
             self.vacate(slot)
 

@@ -63,12 +63,14 @@ class WaitingQueue:
     ) -> PromptView:
         """Returns the waiting prompts at clock second `now`, with others at the front and at the
         end."""
-        rows = [self._rows[:, : len(self)]]
-        if first:
-            rows.insert(0, self._columns(first))
-        if last:
-            rows.append(self._columns(last))
-        arrival, deadline, work, tokens, priority, class_index, tenant = np.concatenate(rows, 1)
+        count = len(first) + len(self)
+        rows = np.empty((len(COLUMNS), count + len(last)))
+        rows[:, len(first) : count] = self._rows[:, : len(self)]
+        for place, sequence in enumerate(first):
+            rows[:, place] = self._column(sequence)
+        for place, sequence in enumerate(last, count):
+            rows[:, place] = self._column(sequence)
+        arrival, deadline, work, tokens, priority, class_index, tenant = rows
         names = tuple(self._class_index)
         classes = class_index.astype(np.intp)
         tenants = tenant.astype(np.intp)
@@ -91,11 +93,6 @@ class WaitingQueue:
         assert self._sequences.pop(at) is sequence
         self._rows[:, at : count - 1] = self._rows[:, at + 1 : count]
 
-    def _columns(self, sequences: Sequenced[Sequence]) -> np.ndarray:
-        """Returns the columns [7, n] of these sequences."""
-        columns = np.array([self._column(sequence) for sequence in sequences])
-        return columns.reshape(-1, len(COLUMNS)).T
-
     def _column(self, sequence: Sequence) -> tuple[float, ...]:
         request = sequence.request
         name = request.slo.class_name
@@ -113,11 +110,11 @@ class WaitingQueue:
 def smallest_first(key: np.ndarray, few: int = 16) -> Iterator[int]:
     """Yields indices of `key` [n], smallest first, of equal ones the lower index. Callers usually
     take only the first few: others are sorted when they are needed."""
-    if len(key) > 2 * few:
-        last = np.partition(key, few)[few]
-        front = np.flatnonzero(key <= last)
-        yield from front[np.argsort(key[front], kind="stable")].tolist()
-        others = np.flatnonzero(~(key <= last))
-    else:
-        others = np.arange(len(key))
+    if len(key) <= 2 * few:
+        yield from key.argsort(kind="stable").tolist()
+        return
+    last = np.partition(key, few)[few]
+    front = np.flatnonzero(key <= last)
+    yield from front[np.argsort(key[front], kind="stable")].tolist()
+    others = np.flatnonzero(~(key <= last))
     yield from others[np.argsort(key[others], kind="stable")].tolist()
