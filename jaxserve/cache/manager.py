@@ -335,6 +335,8 @@ class CacheManager:
     def pass_windows(self, slot: int, start: int) -> None:
         """Takes back the pages that no token of a slot's sequence from position `start` on sees
         through the windows of their groups. Batches with tokens before it are issued already."""
+        if not self.windows:
+            return
         layout = self.layouts[slot]
         passed = self.needs.passed(layout, start)
         if passed:

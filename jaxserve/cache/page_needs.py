@@ -29,6 +29,8 @@ class PageNeeds:
         while it runs: those of all blocks, and in further groups those of as many as a token
         sees."""
         blocks = -(-tokens // self.block_size)
+        if not self.seen:
+            return blocks
         return blocks + sum(np.minimum(blocks, seen) for seen in self.seen)
 
     def left(self, layout: SequenceLayout, tokens: int) -> int:

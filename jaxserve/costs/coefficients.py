@@ -125,9 +125,7 @@ class Costs:
     def layer(self, load: LaneLoad, messages: float) -> float:
         """Seconds of one layer on one lane. messages: of these, those that no attention is part
         of."""
-        shape = None
-        if self.shapes:
-            shape = self.compiled(load)
+        shape = self.compiled(load) if self.shapes else None
         exchanged = load.exchanged
         if exchanged is not None and self.spread_shapes:
             layer = self._spread(load, exchanged.strategy, exchanged.chunks.group_size)

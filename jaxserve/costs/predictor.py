@@ -55,8 +55,10 @@ class Predictor:
 
     def lane(self, load: LaneLoad) -> float:
         """Seconds of a step on one lane."""
-        layer = self.costs.layer(load, self.lane_costs.messages(load))
-        return (self.costs.launch + self.layers * layer) * self.scale + self.head(load.samples)
+        costs = self.costs
+        layer = costs.layer(load, self.lane_costs.messages(load))
+        head = self.head(load.samples) if load.samples else 0.0
+        return (costs.launch + self.layers * layer) * self.scale + head
 
     def head(self, samples: int) -> float:
         """Seconds by which the last stage, where tokens are sampled, is slower than the others."""

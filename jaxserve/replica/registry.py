@@ -52,16 +52,21 @@ class Registry:
         requests whose last completion ended. Returns the ids of requests whose sinks raised: they
         are called no more."""
         by_request: dict[str, list[Event]] = {}
+        ended: list[str] = []
         for request_id, event in events:
-            by_request.setdefault(request_id, []).append(event)
+            mine = by_request.get(request_id)
+            if mine is None:
+                by_request[request_id] = [event]
+            else:
+                mine.append(event)
+            if isinstance(event, Finished):
+                ended.append(request_id)
         live_events = [(self._live[request_id], mine) for request_id, mine in by_request.items()]
-        for (
-            live,
-            mine,
-        ) in live_events:  # before any sink is called: it may ask for requests of the others
-            live.unfinished -= sum(isinstance(event, Finished) for event in mine)
+        for request_id in ended:  # before any sink is called: it may ask for requests of the others
+            live = self._live[request_id]
+            live.unfinished -= 1
             if not live.unfinished:
-                del self._live[live.request.id]
+                del self._live[request_id]
         return [live.request.id for live, mine in live_events if not _deliver(live, mine)]
 
 

@@ -142,11 +142,12 @@ class BatchReader:
         ended = 0
         by_slot = self.slots.by_slot
         logprobs = results.logprobs
+        event = Token(0, 0)
         sampled = np.asarray(results.tokens)[rows].tolist()
         events: Events = []
         drafts = batch.drafts
         for row, slot, token in zip(rows.tolist(), slots.tolist(), sampled):
-            proposed = row in drafts
+            proposed = bool(drafts) and row in drafts
             if proposed and not self._goes_on(batch, row, slot):
                 continue
             number += 1
@@ -162,7 +163,8 @@ class BatchReader:
             if proposed:
                 further.append(slot)
                 sequence.without_gap += 1
-            event = Token(sequence.index, token, logprobs[row] if logprobs else None)
+            if logprobs or token != event.id or sequence.index != event.index:
+                event = Token(sequence.index, token, logprobs[row] if logprobs else None)
             events.append((sequence.id, event))
             if sequence.first_token_at is None:
                 self.requests.note_first_token(sequence, now)

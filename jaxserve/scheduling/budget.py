@@ -116,11 +116,9 @@ class StepBudget:
 
     def _with(self, chunk: Chunk) -> list[tuple[int, LaneLoad, float]]:
         if self._tried[0] != chunk:
+            predict = self.predictor.lane
             joined = self.predictor.lane_costs.joined(self.lanes, *chunk)
-            self._tried = (
-                chunk,
-                [(index, lane, self.predictor.lane(lane)) for index, lane in joined],
-            )
+            self._tried = (chunk, [(index, load, predict(load)) for index, load in joined])
         return self._tried[1]
 
     def add(self, place: ChunkPlace, cached: int, new: int) -> None:

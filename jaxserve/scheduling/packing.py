@@ -41,6 +41,7 @@ from jaxserve.scheduling.slots import DECODE, LEAVING, PREFILL, SlotTable
 from jaxserve.settings.schema import SchedulerConfig
 
 NOTHING = np.empty(0, np.int32)
+NO_STATES = StateCopies()
 
 
 class BatchPacker:
@@ -326,12 +327,14 @@ class BatchPacker:
             chunk_slots = np.array([chunk.slot for chunk in chunks], np.intp)
             slot = np.concatenate([decodes, drafts.slot, chunk_slots])
         start = slots.issued[slot]
-        length = np.ones(slot.size, np.int32)
-        is_decode = np.ones(slot.size, bool)
-        is_decode[decodes.size :] = False
+        length = np.empty(slot.size, np.int32)
+        length.fill(1)
+        is_decode = np.zeros(slot.size, bool)
+        is_decode[: decodes.size] = True
         tokens = drafts.tokens
         block_lane = NOTHING
-        sample = np.ones(slot.size, bool)
+        sample = np.zeros(slot.size, bool)
+        sample[:singles] = True
         group_size = cache.group_size[slot]
         if chunks:
             group_size[singles:] = [chunk.group_size for chunk in chunks]
@@ -354,7 +357,7 @@ class BatchPacker:
             np.add.at(slots.proposed, drafts.slot, 1)
         slots.in_flight[slot] += 1
         slots.last_batch[slot] = number
-        copies = StateCopies()
+        copies = NO_STATES
         if self.checkpoints is not None:
             copies = self.checkpoints.copies(decodes, chunks)
         return Batch(
@@ -386,6 +389,8 @@ class BatchPacker:
     def _dealt(self, first: int, chunks: list[PrefillChunk]) -> Mapping[int, range]:
         """Returns the lanes over which chunks are dealt, of those for which a plan says so, by row
         from `first` on."""
+        if self.mesh.kvp == 1:
+            return {}
         rows = enumerate(chunks, first)
         return {row: chunk.dealt for row, chunk in rows if chunk.dealt is not None}
 

@@ -55,13 +55,15 @@ class PrefillOrder:
         """Sequences that have not come yet, of at most `most_work` seconds of prefill, and the
         first large prompt that waits: it may claim pages. beside: only those whose tenants' turns
         are not after this one's."""
+        count = len(self._running)
+        if not (self.admission.open or np.count_nonzero(self._left[:count])):
+            return
         chosen = self._left
         if most_work < math.inf:
             chosen = self._left & (self._work <= most_work) | self._first_large()
         if beside is not None and self._turn.size:
             chosen = chosen & (self._turn <= self.turn(beside))
         indices = chosen.nonzero()[0]
-        count = len(self._running)
         running_left = np.count_nonzero(chosen[:count])
         for place in smallest_first(self._key[indices]):
             index = int(indices[place])

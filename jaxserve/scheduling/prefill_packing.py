@@ -161,8 +161,10 @@ class PrefillPacker:
     def _new_step(self, config: SchedulerConfig, now: float, budget: StepBudget) -> PrefillStep:
         reserve = int(np.count_nonzero(self.slots.phase == DECODE)) * self.cache.needs.per_block
         step = PrefillStep(config, now, budget, reserve, [0.0] * len(budget.lanes))
-        for sequence in self.slots.prefilling:
-            step.count_pending(sequence, self.cache.prefill_lanes(sequence.slot))
+        # on one lane nothing is chosen by what is pending
+        if len(budget.lanes) > 1 or self.chunks.planner is not None:
+            for sequence in self.slots.prefilling:
+                step.count_pending(sequence, self.cache.prefill_lanes(sequence.slot))
         self.admission.begin(reserve)
         return step
 
@@ -222,8 +224,9 @@ class PrefillPacker:
         a share of it, but not those of tenants whose turn is later.
         """
         long = candidate.sequence
-        self.chunks.admit(step, candidate)
-        candidate = self.chunks.find(step, long) or candidate._replace(first=None)
+        if candidate.first is not None:
+            self.chunks.admit(step, candidate)
+            candidate = self.chunks.find(step, long) or candidate._replace(first=None)
         if len(candidate.place.group) < len(step.budget.lanes):
             self._add_sharers(step, candidate, order.ranked(), order)
         work = SHARER_WORK_RATIO * long.prefill_seconds_left
