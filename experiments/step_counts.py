@@ -19,7 +19,7 @@ class StepCounts:
         """Counts a step."""
         first = batch.first_chunk
         self.steps += 1
-        self.spread += bool((batch.group_size > 1).any())
+        self.spread += max(batch.group_size.tolist(), default=1) > 1
         self.shared += len(batch.slot) - first > 1
         for sequence, size in zip(batch.seq[first:].tolist(), batch.group_size[first:].tolist()):
             self.grown += size > self._groups.get(sequence, size)

@@ -81,11 +81,12 @@ class BlockHashes:
         self._keys = [root]
 
     def __getitem__(self, block: int) -> bytes:
-        while len(self._keys) < block + 2:
-            first = (len(self._keys) - 1) * self._block_size
+        keys = self._keys
+        while len(keys) < block + 2:
+            first = (len(keys) - 1) * self._block_size
             tokens = self._tokens(first, first + self._block_size)
-            self._keys.append(block_key(self._keys[-1], tokens))
-        return self._keys[block + 1]
+            keys.append(block_key(keys[-1], tokens))
+        return keys[block + 1]
 
     def keys(self, first: int, last: int) -> Iterator[bytes]:
         """Yields the keys of the blocks `first` to before `last`, each computed when it is asked

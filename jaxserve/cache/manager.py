@@ -377,7 +377,9 @@ class CacheManager:
     def _extend_alone(self, layout: SequenceLayout, blocks: int) -> None:
         """Does what `extend` does where one lane has all pages, of one page group."""
         first = len(layout.pages)
-        new = [_take(self, 0) for _ in range(blocks)]
+        allocate = self.pages.allocate
+        new = [allocate(0) for _ in range(blocks)]  # to no page a block moves: there is one lane
+        self.stores.renewed_all(new)
         layout.extend(new)
         for block, page in enumerate(new, first):
             self.table_updates.add(0, layout.slot, block, page, block)

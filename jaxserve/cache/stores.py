@@ -104,6 +104,13 @@ class PendingStores:
         self._renewed.add(page)
         self._retention.pop(page, None)
 
+    def renewed_all(self, pages: Sequence[int]) -> None:
+        """Does what `renewed` does for each of these pages."""
+        self._renewed.update(pages)
+        if self._retention:
+            for page in pages:
+                self._retention.pop(page, None)
+
     def moved(self, pages: Sequence[int], targets: Sequence[int]) -> None:
         """Notes that blocks move from these pages to the targets with the next command."""
         self._renewed.update(targets)

@@ -60,6 +60,24 @@ class Predictor:
         head = self.head(load.samples) if load.samples else 0.0
         return (costs.launch + self.layers * layer) * self.scale + head
 
+    def lane_with(self, load: LaneLoad, cached: int, new: int) -> float:
+        """Seconds of a step on the only lane with a chunk of `new` tokens after `cached` ones:
+        those of `lane` for the load with it, where no compiled shapes are known, without making
+        that load."""
+        costs = self.costs
+        layer = costs.linear(load.decodes + load.tokens + new)
+        layer += costs.attention(
+            load.attention + costs.attend_chunk(cached, new) + load.spread_seconds,
+            costs.attend_decodes(load.decodes, load.context),
+        )
+        head = self.head(load.samples) if load.samples else 0.0
+        return (costs.launch + self.layers * layer) * self.scale + head
+
+    @property
+    def plain(self) -> bool:
+        """Returns whether `lane_with` may be asked."""
+        return self.lane_costs.lanes == 1 and not (self.costs.shapes or self.costs.longest)
+
     def head(self, samples: int) -> float:
         """Seconds by which the last stage, where tokens are sampled, is slower than the others."""
         if not samples:

@@ -67,18 +67,16 @@ class Registry:
             live.unfinished -= 1
             if not live.unfinished:
                 del self._live[request_id]
-        return [live.request.id for live, mine in live_events if not _deliver(live, mine)]
-
-
-def _deliver(live: LiveRequest, events: list[Event]) -> bool:
-    try:
-        live.sink(events)
-    except Exception:
-        id = live.request.id
-        log.exception("the sink of request %r failed", id, extra={"request_id": id})
-        live.sink = _ignore
-        return False
-    return True
+        failed = []
+        for live, mine in live_events:
+            try:
+                live.sink(mine)
+            except Exception:
+                id = live.request.id
+                log.exception("the sink of request %r failed", id, extra={"request_id": id})
+                live.sink = _ignore
+                failed.append(id)
+        return failed
 
 
 def _ignore(events: object) -> None:

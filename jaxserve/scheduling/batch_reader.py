@@ -57,7 +57,7 @@ class BatchReader:
 
     def read(self, batch: Batch, results: StepResults, now: float) -> Events:
         """Returns the events of a batch that was read at clock second `now`."""
-        live = self.slots.phase[batch.slot] != ENDED
+        live = self.slots.phase[batch.slot.astype(np.intp)] != ENDED
         counts = live
         if batch.drafts:
             right = _right(batch, np.asarray(results.tokens))
@@ -80,11 +80,10 @@ class BatchReader:
     def _publish_decoded(self, batch: Batch, live: np.ndarray) -> None:
         """Publishes the blocks that decodes filled, now that all their tokens were read."""
         decodes = np.count_nonzero(batch.is_decode)  # come first
-        stop = batch.start[:decodes] + 1
-        full = stop % self.cache.block_size == 0
-        for row in full.nonzero()[0].tolist():
+        size = self.cache.block_size
+        for row in (batch.start[:decodes] % size == size - 1).nonzero()[0].tolist():
             if live[row]:
-                self._publish_last(int(batch.slot[row]), int(stop[row]))
+                self._publish_last(int(batch.slot[row]), int(batch.start[row]) + 1)
 
     def _publish_last(self, slot: int, tokens: int) -> None:
         """Publishes the last block of a slot's first tokens, which fill it."""
@@ -104,7 +103,7 @@ class BatchReader:
     ) -> Events:
         """Returns how far prompts are, and the ends of those that are embedded."""
         events: Events = []
-        if batch.sample.all():
+        if np.count_nonzero(batch.sample) == batch.sample.size:
             return events
         for row in (live & ~batch.sample).nonzero()[0].tolist():
             sequence = self.slots.by_slot[batch.slot[row]]

@@ -49,6 +49,7 @@ class StepBudget:
         self.tokens_left = [tokens] * len(lanes)
         self.decode_seconds = [predictor.lane(lane) for lane in lanes]
         self.lane_seconds = self.decode_seconds.copy()
+        self._plain = predictor.plain
         # the last chunk asked about, and the lanes that it bears on: number, load, seconds
         self._tried: tuple[Chunk | None, list[tuple[int, LaneLoad, float]]] = (None, [])
         self.paced = paced
@@ -90,6 +91,8 @@ class StepBudget:
 
     def seconds_with(self, place: ChunkPlace, cached: int, new: int) -> float:
         """Predicts seconds of these lanes with a chunk of `new` tokens after `cached` ones."""
+        if self._plain:
+            return self.predictor.lane_with(self.lanes[0], cached, new)
         with_chunk = self._with((place, cached, new))
         if place.is_local:
             return with_chunk[0][2]

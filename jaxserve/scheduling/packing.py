@@ -234,7 +234,8 @@ class BatchPacker:
         picked = ready[np.argsort(slots.last_batch[ready], kind="stable")[:share]]
         if hurry and picked.size:  # else all would wait for the newest of their tokens
             picked = picked[slots.last_batch[picked] == slots.last_batch[picked[0]]]
-        return np.sort(picked)
+        picked.sort()
+        return picked
 
     def _with_pages(self, ready: np.ndarray) -> np.ndarray:
         """Gives decoding slots a page for their next token; returns those that have one. Others are
@@ -370,7 +371,7 @@ class BatchPacker:
             is_decode=is_decode,
             sample=sample,
             group_size=group_size,
-            blocks_per_lane=cache.blocks_per_lane[slot],
+            blocks_per_lane=cache.blocks_per_lane.take(slot, 0),
             block_lane=block_lane,
             tokens=tokens,
             moves=cache.moves.take(),

@@ -141,12 +141,12 @@ class PageAdmission:
                 promised_to_small += pages
         self._reserve = reserve
         running, growth = self.decode_reserve.of_running()
-        kept = self.decode_reserve.bounded(int(growth.sum()))
+        kept = self.decode_reserve.bounded(int(np.add.reduce(growth)))
         apart = cache.total - cache.usable  # on lanes with too few for a block of all page groups
         self._spare = cache.available_unlocked - apart - max(reserve, kept) - promised
         # pages held, promised or expected
         self._of_small = self._held_by_small.count + promised_to_small
-        self._of_small += int(growth[self._held_by_small.is_small[running]].sum())
+        self._of_small += int(np.add.reduce(growth[self._held_by_small.is_small[running]]))
         if self.max_running is not None:
             self._tpot = self.slots.tightest()
         self._open = ALL if self._has_slot() else NONE

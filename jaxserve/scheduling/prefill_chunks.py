@@ -75,6 +75,8 @@ class PrefillChunks:
             return None
         start = int(self.slots.issued[slot])
         part = sequence.plan_at(start)
+        if self.cache.pages.lanes == 1:
+            return ChunkCandidate(sequence, ChunkPlace(home), start, part)
         lanes = part.lanes or self.cache.layouts[slot].group
         dealt = self._dealt(step, home, part, sequence)
         place = self._place(home, self.cache.blocks_per_lane[slot], lanes, dealt)

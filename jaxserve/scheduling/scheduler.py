@@ -426,9 +426,10 @@ class Scheduler:
         if not self._flight or self._flight[0] is not batch:
             raise ValueError(f"batch {batch.number} is not the oldest one in flight")
         self._flight.popleft()
-        self.slots.in_flight[batch.slot] -= 1
+        slots = batch.slot.astype(np.intp)  # by which numpy looks up fastest
+        self.slots.in_flight[slots] -= 1
         events = self._reader.read(batch, results, now)
-        self.slots.finish(batch.slot)
+        self.slots.finish(slots)
         return events
 
     # --- requests end

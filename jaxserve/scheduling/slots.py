@@ -184,7 +184,7 @@ class SlotTable:
         """Gives back those slots [n] of a batch that was read, any of them more than once, which no
         other batch in flight contains and whose sequences have ended or leave."""
         gone = self.phase[slots] >= LEAVING
-        if not gone.any():
+        if not np.count_nonzero(gone):
             return
         over = slots[gone & (self.in_flight[slots] == 0)]
         for slot in dict.fromkeys(over.tolist()):
