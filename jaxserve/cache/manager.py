@@ -169,7 +169,10 @@ class CacheManager:
     @property
     def available_blocks(self) -> int:
         """Blocks for which pages of all page groups can be had on one lane each."""
-        return sum(pages // self.needs.per_block for pages in self.pages.available())
+        available = self.pages.available()
+        if len(available) == 1:
+            return available[0] // self.needs.per_block
+        return sum(pages // self.needs.per_block for pages in available)
 
     @property
     def available_unlocked(self) -> int:

@@ -84,8 +84,11 @@ class PageAllocator:
     def available(self) -> list[int]:
         """Counts the pages that can be allocated on each lane: free ones, and cached ones by
         eviction, locked ones among them."""
-        lanes = zip(self.available_unlocked(), self.locked)
-        return [available + len(locked) for available, locked in lanes]
+        lanes = zip(self.free, self.cached, self.unreachable, self.locked)
+        return [
+            len(free) + len(cached) + len(behind) + len(locked)
+            for free, cached, behind, locked in lanes
+        ]
 
     def available_unlocked(self) -> list[int]:
         """Counts the pages that can be allocated on each lane while all locks stay."""

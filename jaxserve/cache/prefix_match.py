@@ -63,6 +63,8 @@ class ReachablePrefix(NamedTuple):
     @property
     def on_pages(self) -> np.ndarray:
         """All pages of it that are there."""
+        if not self.further and not self.states:
+            return self.pages
         further = [page for pages in self.further for page in pages if page is not None]
         return np.concatenate([self.pages, np.array(further + self.states, np.intp)])
 
@@ -95,10 +97,11 @@ def find_prefix(
     """Finds the pages of a sequence's first blocks, at most `blocks`. last: what was found before
     for the same sequence: only what changed since is looked up again. choose: which of several
     pages with a block is taken; one that was taken before stays as long as it has the block."""
-    unchanged = pages.generation[last.published] == last.generation
     known = len(last.published)
-    if not unchanged.all():
-        known = int(unchanged.argmin())
+    if known:
+        unchanged = pages.generation[last.published] == last.generation
+        if not unchanged.all():
+            known = int(unchanged.argmin())
     new: list[int] = []
     for key in hashes.keys(known, blocks):
         copies = pages.with_key.get(key)

@@ -168,7 +168,8 @@ class Costs:
         and of the new ones."""
         if part is None:
             part = new
-        return self.attend((cached + part / 2) * new, cached + part, new)
+        attended = self.attended((cached + part / 2) * new, cached + part, new)
+        return self.chunk + self.chunk_token * new + attended
 
     def attend(self, pairs: float, read: float, queries: float) -> float:
         """Seconds of one layer's attention of `queries` new tokens in `pairs` pairs of query and

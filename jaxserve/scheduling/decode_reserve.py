@@ -4,7 +4,6 @@ has to be preempted for want of a page (medha.md M8)."""
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 
@@ -49,19 +48,26 @@ class DecodeReserve:
 
     def of(self, sequence: Sequence) -> int:
         """Pages of a sequence that waits, beside those of its prompt."""
-        return self.bounded(int(self._growth(sequence.prefill_len, sequence.max_positions)))
+        start, limit = sequence.prefill_len, sequence.max_positions
+        end = limit if self._certain else min(start + self._tokens, limit)
+        pages = self._cache.needs.of
+        return self.bounded(int(max(pages(end) - pages(start), 0)))
 
     def bounded(self, pages: int) -> int:
         """Returns the part of these pages that is kept free at most."""
         return min(pages, self._most)
 
-    def _growth(self, start: Any, limit: Any) -> Any:
-        """Predicts pages from position `start` to the end of a sequence, at `limit` at last."""
+    def _growth(self, start: np.ndarray, limit: np.ndarray) -> np.ndarray:
+        """Predicts pages [n] from positions `start` [n] to the ends of sequences, at `limit` [n] at
+        last."""
         pages = self._cache.needs.of
         end = limit
         if not self._certain:
-            tokens = self._lengths.remaining
-            if tokens == math.inf:
-                tokens = UNKNOWN_TOKENS
-            end = np.minimum(start + tokens, limit)
+            end = np.minimum(start + self._tokens, limit)
         return np.maximum(pages(end) - pages(start), 0)
+
+    @property
+    def _tokens(self) -> float:
+        """Tokens that a sequence is taken to put out yet."""
+        tokens = self._lengths.remaining
+        return UNKNOWN_TOKENS if tokens == math.inf else tokens

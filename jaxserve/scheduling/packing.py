@@ -338,19 +338,17 @@ class BatchPacker:
         sample[:singles] = True
         group_size = cache.group_size[slot]
         if chunks:
-            group_size[singles:] = [chunk.group_size for chunk in chunks]
-            start[singles:] = [chunk.start for chunk in chunks]
-            length[singles:] = [chunk.stop - chunk.start for chunk in chunks]
-            of_chunks = [
-                slots.by_slot[chunk.slot].history(chunk.start, chunk.stop) for chunk in chunks
-            ]
+            of_chunks = []
+            for row, chunk in enumerate(chunks, singles):
+                sequence = slots.by_slot[chunk.slot]
+                group_size[row] = chunk.group_size
+                start[row] = chunk.start
+                length[row] = chunk.stop - chunk.start
+                sample[row] = slots.phase[chunk.slot] == DECODE and not sequence.request.embed
+                of_chunks.append(sequence.history(chunk.start, chunk.stop))
             tokens = np.concatenate([tokens, *of_chunks])
             if self.mesh.kvp > 1:
                 block_lane = self._block_lane(chunks)
-            sample[singles:] = [
-                slots.phase[chunk.slot] == DECODE and not slots.by_slot[chunk.slot].request.embed
-                for chunk in chunks
-            ]
         slots.issued[decodes] += 1
         if drafts.slot.size:
             start[decodes.size : singles] = drafts.start

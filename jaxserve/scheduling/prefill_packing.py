@@ -227,7 +227,8 @@ class PrefillPacker:
         if candidate.first is not None:
             self.chunks.admit(step, candidate)
             candidate = self.chunks.find(step, long) or candidate._replace(first=None)
-        if len(candidate.place.group) < len(step.budget.lanes):
+        lanes = len(step.budget.lanes)
+        if lanes > 1 and len(candidate.place.group) < lanes:
             self._add_sharers(step, candidate, order.ranked(), order)
         work = SHARER_WORK_RATIO * long.prefill_seconds_left
         self._add_sharers(step, candidate, order.ranked(work, beside=long), order)
@@ -256,7 +257,8 @@ class PrefillPacker:
         most_work = SHARER_WORK_RATIO * long.sequence.prefill_seconds_left
         for tried, other in enumerate(self._computable(step, others), 1):
             apart = (
-                other.place.home not in long.place.group
+                len(step.budget.lanes) > 1
+                and other.place.home not in long.place.group
                 and long.place.home not in other.place.group
             )
             if apart or (
