@@ -118,10 +118,13 @@ class ReplicaCore:
 
     # --- requests
 
-    def _enter(self, request: Request, sink: Sink, seed: int, received: int = 0) -> None:
-        """Adds a request, with the KV of its first `received` tokens. Errors: RequestError."""
+    def _enter(
+        self, request: Request, sink: Sink, seed: int, received: int = 0, quiet: bool = False
+    ) -> None:
+        """Adds a request, with the KV of its first `received` tokens. quiet: its sink hears neither
+        of progress nor of tokens. Errors: RequestError."""
         request = self.adapters.current(request)
-        events = self.scheduler.add(request, self.now(), received)
+        events = self.scheduler.add(request, self.now(), received, quiet)
         self.registry.add(request, sink, seed)
         self._notify((request.id, event) for event in events)
 

@@ -107,7 +107,7 @@ class BatchReader:
             return events
         for row in (live & ~batch.sample).nonzero()[0].tolist():
             sequence = self.slots.by_slot[batch.slot[row]]
-            if sequence.output:
+            if sequence.output or (sequence.quiet and not sequence.request.embed):
                 continue
             done = int(batch.start[row] + batch.length[row])
             event: Event
@@ -141,7 +141,6 @@ class BatchReader:
         ended = 0
         by_slot = self.slots.by_slot
         logprobs = results.logprobs
-        event = Token(0, 0)
         sampled = np.asarray(results.tokens)[rows].tolist()
         events: Events = []
         drafts = batch.drafts
@@ -162,9 +161,9 @@ class BatchReader:
             if proposed:
                 further.append(slot)
                 sequence.without_gap += 1
-            if logprobs or token != event.id or sequence.index != event.index:
+            if not sequence.quiet:
                 event = Token(sequence.index, token, logprobs[row] if logprobs else None)
-            events.append((sequence.id, event))
+                events.append((sequence.id, event))
             if sequence.first_token_at is None:
                 self.requests.note_first_token(sequence, now)
             try:

@@ -187,14 +187,21 @@ class Scheduler:
 
     # --- requests come
 
-    def add(self, request: Request, now: float | None = None, received: int = 0) -> list[Event]:
+    def add(
+        self,
+        request: Request,
+        now: float | None = None,
+        received: int = 0,
+        quiet: bool = False,
+    ) -> list[Event]:
         """Queues a request that comes now (None: at its arrival).
 
         received: tokens of its prompt, not all, whose KV comes with it: its first completion gets
-        pages for them, and they are not computed unless it is preempted. Errors: RequestError for
-        an id in use, an adapter that is not loaded, a full queue, a request that can never fit,
-        and, with admission control, one that could not be in time. One with a continuation was
-        accepted before: neither a full queue nor admission control refuses it.
+        pages for them, and they are not computed unless it is preempted. quiet: of its events
+        `finish` returns only ends. Errors: RequestError for an id in use, an adapter that is not
+        loaded, a full queue, a request that can never fit, and, with admission control, one that
+        could not be in time. One with a continuation was accepted before: neither a full queue nor
+        admission control refuses it.
         """
         if request.id in self.requests.entries:
             raise RequestError("request_id", f"{request.id!r} is in use", "ALREADY_EXISTS")
@@ -207,6 +214,8 @@ class Scheduler:
         if begins:
             self._check_queue(ahead, request.tenant)
         sequences = self._sequences(request, received)
+        for sequence in sequences:
+            sequence.quiet = quiet
         leader, *later = sequences
         first = None
         if begins:

@@ -89,6 +89,7 @@ class Sequence:
         self.plan: tuple[PlanPart, ...] = ()
         self.prefill_seconds_left = 0.0  # predicted seconds of the rest of its prefill
         self.slot = NO_SLOT
+        self.quiet = False  # whether only its end is an event: neither progress nor tokens are
         self.cached_tokens = 0
         # tiers below were asked for its blocks while it waited, and until when it waits for that
         self.lookup: Lookup | None = None

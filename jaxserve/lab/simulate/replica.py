@@ -331,13 +331,21 @@ class VirtualReplica(ReplicaCore):
     def submit(self, request: Request, sink: Sink) -> None:
         self.submit_prefilled(request, sink, 0)
 
+    def submit_quiet(self, request: Request, sink: Sink) -> None:
+        """Takes a request as `submit` does, whose sink hears only that it was accepted and how it
+        ends: nothing is made of its progress and its tokens."""
+        self._submit(request, sink, 0, quiet=True)
+
     def submit_prefilled(self, request: Request, sink: Sink, received: int) -> None:
         """Takes a request as `submit` does, with the KV of its first `received` tokens, not all of
         its prompt: these are not computed here."""
+        self._submit(request, sink, received)
+
+    def _submit(self, request: Request, sink: Sink, received: int, quiet: bool = False) -> None:
         if self.draining or self._closed:
             raise RequestError("", "the replica takes no requests", "UNAVAILABLE")
         try:
-            self._enter(request, sink, 0, received)
+            self._enter(request, sink, 0, received, quiet)
         finally:
             self._issue()
 

@@ -331,7 +331,7 @@ def submit(
     deadline = deadline or times.deadline
     sink = recorder.sink(request, kind, deadline(request), times.promise(request))
     try:
-        replica.submit(request, sink)
+        replica.submit_quiet(request, sink)
     except RequestError as error:
         recorder.refused(request, kind, error)
 
