@@ -239,6 +239,30 @@ def test_asking_what_a_chunk_would_cost_and_adding_it_agree(cached, new, held):
     assert asked == pytest.approx(predictor.stage(lanes))
 
 
+@settings(max_examples=examples(200))
+@given(
+    decodes=st.integers(0, 300),
+    context=st.integers(0, 10**7),
+    before=st.lists(st.tuples(st.integers(0, 10**6), st.integers(1, 8192)), max_size=3),
+    cached=st.integers(0, 10**7),
+    new=st.integers(1, 65536),
+    windowed=st.sampled_from([0.0, 0.5]),
+    mixed=st.sampled_from([-0.5, 0.0, 0.5]),
+)
+def test_a_chunk_asked_about_takes_to_the_last_digit_what_it_takes_once_it_is_added(
+    decodes, context, before, cached, new, windowed, mixed
+):
+    priced = dataclasses.replace(REAL, window=4096, windowed=windowed, mixed=mixed)
+    predictor = Predictor(priced, MeshConfig(spp=2))
+    lanes = [LaneLoad(decodes, float(context), samples=decodes)]
+    for chunk in before:
+        predictor.add_chunk(lanes, ChunkPlace(0), *chunk)
+    assert predictor.plain
+    asked = predictor.lane_with(lanes[0], cached, new)
+    predictor.add_chunk(lanes, ChunkPlace(0), cached, new)
+    assert asked == predictor.lane(lanes[0])
+
+
 def test_local_decodes_burden_their_home_and_spread_ones_every_lane_by_its_blocks():
     predictor = Predictor(Costs(layers=1), MeshConfig(kvp=2))
     context = np.array([100, 40, 1000])

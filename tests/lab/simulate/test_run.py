@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import json
+import random
 
 import numpy as np
 import pytest
 
-from jaxserve.api.events import Finished
+from jaxserve.api.events import Finished, Token
 from jaxserve.api.request import Request, Slo
 from jaxserve.api.sampling import SamplingParams
 from jaxserve.checkpoint.model import ModelConfig
 from jaxserve.checkpoint.zoo import MODELS
 from jaxserve.costs.profiles import devices
 from jaxserve.lab.simulate.arrival import Arrival
-from jaxserve.lab.simulate.recorder import RequestRecord
-from jaxserve.lab.simulate.run import MEMORY_SHARE, Outcome, System, execute, outcome_summary
+from jaxserve.lab.simulate.noise import Noise
+from jaxserve.lab.simulate.recorder import Recorder, RequestRecord
+from jaxserve.lab.simulate.run import (
+    MEMORY_SHARE,
+    Outcome,
+    System,
+    execute,
+    outcome_summary,
+    requests,
+)
 from jaxserve.lab.simulate.workload import parse
 from jaxserve.scheduling.events import CompletionEnded
 from jaxserve.settings.schema import CacheConfig, ConfigError, MeshConfig, SchedulerConfig
@@ -284,3 +293,62 @@ def test_figures_of_nothing():
         )
         and said["tokens_per_s"] == 0
     )
+
+
+# --- what nobody asks for
+
+
+def watched(system: System, arrivals: list[Arrival], *settings) -> Outcome:
+    """Runs the arrivals with all metrics and views, and with callers that hear every token: each
+    request gets as many as are recorded of it."""
+    replica = system.replica(*settings)
+    recorder = Recorder(keep_steps=True)
+    replica.listeners.append(recorder)
+    heard: dict[str, list[Token]] = {}
+    replica.start()
+    for request, kind in requests(arrivals, replica.info.max_model_len, Slo()):
+        replica.advance(request.arrival, through=False)
+        record = recorder.sink(request, kind, replica.scheduler.times.deadline(request))
+        tokens = heard[request.id] = []
+
+        def hear(events, record=record, tokens=tokens):
+            tokens += [event for event in events if isinstance(event, Token)]
+            record(events)
+
+        replica.submit(request, hear)
+    replica.advance(float("inf"))
+    outcome = recorder.outcome()
+    assert {r.id: r.output for r in outcome.records} == {id: len(all) for id, all in heard.items()}
+    return outcome
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_run_is_the_same_to_the_last_digit_whether_or_not_anybody_looks_on(seed):
+    """Metrics, journal and events of tokens are left out of a run of which only the ends are asked
+    for; over random settings."""
+    dice = random.Random(seed)
+    drafts = dice.random() < 0.3
+    scheduler = SchedulerConfig(
+        policy=dice.choice(["fcfs", "edf", "relative-slack", "slack"]),
+        chunking=dice.choice(["adaptive", "adaptive", "static"]),
+        chunk_tokens=dice.choice([512, 2048]),
+        max_seqs=dice.choice([4, 32]),
+        decode_reserve=dice.choice([0.0, 0.5]),
+        drafts="ngram" if drafts else "none",
+        admission=dice.choice(["queue", "predict"]),
+    )
+    cache = CacheConfig(block_size=64, pages=dice.choice([None, 2500]))
+    mesh = MeshConfig(tp=4, spp=dice.choice([1, 2, 4]), kvp=dice.choice([1, 1, 2]))
+    groups = dice.choice([1, 4])
+    system = System(MODELS["llama3-8b"], "a100", mesh, noise=Noise(0.2, seed), layer_groups=groups)
+    arrivals = parse(
+        "burst:prompt=lognormal:1500:1.2:50:40000,output=exponential:20,prefix=300,groups=3",
+        qps=dice.choice([2.0, 8.0]),
+        requests=40,
+        seed=seed,
+    )
+    alone = execute(system.replica(scheduler, cache, observed=False), arrivals, keep_steps=True)
+    beside = watched(system, arrivals, scheduler, cache)
+    assert alone.records == beside.records
+    assert alone.steps == beside.steps
+    assert alone.gaps.tolist() == beside.gaps.tolist()
