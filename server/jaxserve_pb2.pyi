@@ -119,16 +119,18 @@ class SamplingParams(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., seed: _Optional[int] = ..., n: _Optional[int] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
 
 class Slo(_message.Message):
-    __slots__ = ("ttft_ms", "tbt_ms", "priority", "class_name")
+    __slots__ = ("ttft_ms", "tbt_ms", "priority", "class_name", "gap_ms")
     TTFT_MS_FIELD_NUMBER: _ClassVar[int]
     TBT_MS_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     CLASS_NAME_FIELD_NUMBER: _ClassVar[int]
+    GAP_MS_FIELD_NUMBER: _ClassVar[int]
     ttft_ms: float
     tbt_ms: float
     priority: int
     class_name: str
-    def __init__(self, ttft_ms: _Optional[float] = ..., tbt_ms: _Optional[float] = ..., priority: _Optional[int] = ..., class_name: _Optional[str] = ...) -> None: ...
+    gap_ms: float
+    def __init__(self, ttft_ms: _Optional[float] = ..., tbt_ms: _Optional[float] = ..., priority: _Optional[int] = ..., class_name: _Optional[str] = ..., gap_ms: _Optional[float] = ...) -> None: ...
 
 class KvOptions(_message.Message):
     __slots__ = ("cache_salt", "bypass_prefix_cache", "cache_retention", "session")

@@ -50,6 +50,7 @@ def submit_message(number: int, request: Request, now: float) -> pb.Submit:
         age=now - request.arrival,
         ttft=slo.ttft,
         tpot=slo.tpot,
+        tbt=slo.tbt,
         class_name=slo.class_name,
         job=request.job,
         probe=request.probe,
@@ -91,7 +92,7 @@ def request_of(message: pb.Submit, info: ReplicaInfo, now: float) -> Request:
 def _options_of(message: pb.Submit) -> dict[str, Any]:
     """The request's options by name, as `RequestOptions` has them."""
     options = {name: getattr(message, name) for name in RequestOptions().options() if name != "slo"}
-    slo = Slo(*(value_in(message, name) for name in ("ttft", "tpot", "class_name")))
+    slo = Slo(*(value_in(message, name) for name in ("ttft", "tpot", "class_name", "tbt")))
     return {**options, "slo": slo}
 
 

@@ -157,7 +157,7 @@ class Alive(_message.Message):
     def __init__(self) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("number", "request_id", "prompt", "sampling", "age", "time_left", "ttft", "tpot", "class_name", "priority", "cache_salt", "bypass_prefix_cache", "guided", "kv_source", "cache_retention", "embed", "continuation", "job", "tenant", "adapter", "session", "probe")
+    __slots__ = ("number", "request_id", "prompt", "sampling", "age", "time_left", "ttft", "tpot", "class_name", "priority", "cache_salt", "bypass_prefix_cache", "guided", "kv_source", "cache_retention", "embed", "continuation", "job", "tenant", "adapter", "session", "probe", "tbt")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
@@ -180,6 +180,7 @@ class Submit(_message.Message):
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     PROBE_FIELD_NUMBER: _ClassVar[int]
+    TBT_FIELD_NUMBER: _ClassVar[int]
     number: int
     request_id: str
     prompt: bytes
@@ -202,7 +203,8 @@ class Submit(_message.Message):
     adapter: str
     session: str
     probe: bool
-    def __init__(self, number: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt: _Optional[bytes] = ..., sampling: _Optional[_Union[_jaxserve_pb2.SamplingParams, _Mapping]] = ..., age: _Optional[float] = ..., time_left: _Optional[float] = ..., ttft: _Optional[float] = ..., tpot: _Optional[float] = ..., class_name: _Optional[str] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., bypass_prefix_cache: bool = ..., guided: _Optional[_Union[_jaxserve_pb2.Guided, _Mapping]] = ..., kv_source: _Optional[_Union[KvSource, _Mapping]] = ..., cache_retention: _Optional[int] = ..., embed: bool = ..., continuation: _Optional[_Union[Continuation, _Mapping]] = ..., job: bool = ..., tenant: _Optional[str] = ..., adapter: _Optional[str] = ..., session: _Optional[str] = ..., probe: bool = ...) -> None: ...
+    tbt: float
+    def __init__(self, number: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt: _Optional[bytes] = ..., sampling: _Optional[_Union[_jaxserve_pb2.SamplingParams, _Mapping]] = ..., age: _Optional[float] = ..., time_left: _Optional[float] = ..., ttft: _Optional[float] = ..., tpot: _Optional[float] = ..., class_name: _Optional[str] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., bypass_prefix_cache: bool = ..., guided: _Optional[_Union[_jaxserve_pb2.Guided, _Mapping]] = ..., kv_source: _Optional[_Union[KvSource, _Mapping]] = ..., cache_retention: _Optional[int] = ..., embed: bool = ..., continuation: _Optional[_Union[Continuation, _Mapping]] = ..., job: bool = ..., tenant: _Optional[str] = ..., adapter: _Optional[str] = ..., session: _Optional[str] = ..., probe: bool = ..., tbt: _Optional[float] = ...) -> None: ...
 
 class Continuation(_message.Message):
     __slots__ = ("completions", "first_token_age", "weight_version", "last_token_age")

@@ -309,10 +309,11 @@ class AdmissionController:
 
     def max_running(self, tpot: float) -> int:
         """Returns how many sequences may have a slot, so that a step of their decodes leaves some
-        of `tpot` to prompts; one in any case."""
+        of `tpot` to prompts; as many as there are slots where not even one decode does: nothing
+        can be kept then, and each would wait for the end of the one before it."""
         if not self.predictor.calibrated:
             return self.config.max_seqs
-        return max(1, self.load.most_decodes(tpot))
+        return self.load.most_decodes(tpot) or self.config.max_seqs
 
     # --- what happens, to learn from
 

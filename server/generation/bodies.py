@@ -182,6 +182,11 @@ class GenerateRequest(PromptRequest):
     tpot_ms: float | None = Field(
         None, description="objective: milliseconds per output token; also x-llm-d-slo-tpot-ms"
     )
+    tbt_ms: float | None = Field(
+        None,
+        description="objective: milliseconds between two output tokens, which 99 of 100 are to "
+        "keep",
+    )
     slo_class: str | None = Field(
         None, description="request class of this server that gives the objectives left out"
     )
@@ -297,7 +302,7 @@ class GenerateRequest(PromptRequest):
         """The objectives of the body, or else of its headers. Errors: RequestError."""
         ttft = _seconds("ttft_ms", self.ttft_ms, headers.get("x-llm-d-slo-ttft-ms"))
         tpot = _seconds("tpot_ms", self.tpot_ms, headers.get("x-llm-d-slo-tpot-ms"))
-        return Slo(ttft, tpot, self.slo_class or None)
+        return Slo(ttft, tpot, self.slo_class or None, _seconds("tbt_ms", self.tbt_ms, None))
 
     def stream_mode(self) -> StreamMode:
         """Returns the form of the response."""

@@ -78,6 +78,7 @@ _LIMITS: dict[str, JsonObject] = {  # by field
     "cache_retention": KEPT_SECONDS.json_schema(),
     "ttft_ms": MILLISECONDS.json_schema(),
     "tpot_ms": MILLISECONDS.json_schema(),
+    "tbt_ms": MILLISECONDS.json_schema(),
     "deadline_ms": MILLISECONDS.json_schema(),
 }
 

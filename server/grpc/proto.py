@@ -38,7 +38,8 @@ def slo_of(message: pb.Slo) -> Slo:
     """Latency objectives in seconds. Errors: RequestError."""
     ttft = seconds_of("slo.ttft_ms", value_in(message, "ttft_ms"))
     tpot = seconds_of("slo.tbt_ms", value_in(message, "tbt_ms"))
-    return Slo(ttft, tpot, message.class_name or None)
+    tbt = seconds_of("slo.gap_ms", value_in(message, "gap_ms"))
+    return Slo(ttft, tpot, message.class_name or None, tbt)
 
 
 def generate_call(

@@ -308,7 +308,8 @@ def watched(system: System, arrivals: list[Arrival], *settings) -> Outcome:
     replica.start()
     for request, kind in requests(arrivals, replica.info.max_model_len, Slo()):
         replica.advance(request.arrival, through=False)
-        record = recorder.sink(request, kind, replica.scheduler.times.deadline(request))
+        times = replica.scheduler.times
+        record = recorder.sink(request, kind, times.deadline(request), times.promise(request))
         tokens = heard[request.id] = []
 
         def hear(events, record=record, tokens=tokens):
