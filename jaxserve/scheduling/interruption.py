@@ -15,8 +15,8 @@ import math
 import numpy as np
 
 from jaxserve.api.batch import Batch
-from jaxserve.costs.predictor import Predictor
 from jaxserve.policies import POLICIES
+from jaxserve.scheduling.pacing import Pacer
 from jaxserve.scheduling.prefill_step import PrefillChunk
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.slots import LEAVING, SlotTable
@@ -50,9 +50,11 @@ class PartialStep:
 class InterruptionRule:
     """Decides which steps are issued by groups of layers, and which prompts interrupt them."""
 
-    def __init__(self, config: SchedulerConfig, slots: SlotTable, predictor: Predictor):
+    def __init__(self, config: SchedulerConfig, slots: SlotTable, pacer: Pacer):
+        predictor = pacer.predictor
         self.config = config
         self.slots = slots
+        self.pacer = pacer
         self.predictor = predictor
         self.policy = POLICIES[config.policy]
         # with several stages another batch is in each of them
@@ -125,6 +127,5 @@ class InterruptionRule:
         before `position`: its next token is due then, or what is left of its prompt must begin."""
         later_tokens = position - len(sequence.request.prompt)
         if later_tokens > 0 and sampled:
-            first = now if sequence.first_token_at is None else sequence.first_token_at
-            return first + later_tokens * sequence.tpot
+            return self.pacer.due(sequence.slot, now)
         return sequence.ttft_deadline - sequence.prefill_seconds_left

@@ -108,6 +108,7 @@ class Pacer:
         self._reads: deque[tuple[float, float]] = deque(maxlen=self._stages)
         self._free = [0.0] * self._stages  # clock seconds at which stages are free, without `_late`
         self._late = 0.0  # by which the last batch was read later than predicted
+        self._least = 0.0  # time per token that leaves something to prompts, of the last batch
         self._saved_for = 0.0  # seconds of a token for which decodes save
 
     def listen(self, bus: EventBus) -> None:
@@ -122,7 +123,8 @@ class Pacer:
         decode_seconds: predicted, of the step with its decodes alone, in a stage."""
         slots = self._slots
         tpot = slots.tpot[running]
-        objective = np.maximum(tpot, self._least(decode_seconds))
+        self._least = self._least_of(decode_seconds)
+        objective = np.maximum(tpot, self._least)
         tightest = float(objective.min())
         seconds = tightest / self._stages
         own = float(tpot.min()) / self._stages
@@ -142,8 +144,17 @@ class Pacer:
         most = min(LONGEST_STEP * tightest / scale, gap / (high * self._stages))
         return StepTarget(own, seconds, min(allowed, most), most, allowed)
 
-    def _least(self, decode_seconds: float) -> float:
-        """Returns the least time per token that leaves something to prompts."""
+    def due(self, slot: int, now: float) -> float:
+        """Returns the clock second at which the newest issued token of a decode is due. now: at
+        which the token before it is read, if that is its first."""
+        due = float(self._due[slot])
+        return now + float(self._slots.tpot[slot]) if math.isnan(due) else due
+
+    def _least_of(self, decode_seconds: float) -> float:
+        """Returns the least time per token that leaves something to prompts: that of the batch
+        before where this one has no decodes."""
+        if not decode_seconds:
+            return self._least
         return (1 + MIN_PREFILL_SHARE) * decode_seconds * self._stages
 
     def save_for(self, seconds: float) -> None:
@@ -155,8 +166,8 @@ class Pacer:
     def issued(self, batch: Batch, decode_seconds: float, now: float) -> None:
         """Notes a batch that was packed at clock second `now`. decode_seconds: as of `target`."""
         decodes = batch.slot[batch.is_decode]
-        least = self._least(decode_seconds)
-        self._due[decodes] += np.maximum(self._slots.tpot[decodes], least)
+        self._least = self._least_of(decode_seconds)
+        self._due[decodes] += np.maximum(self._slots.tpot[decodes], self._least)
         built = self._built[decodes] + 1 / self._build_tokens()
         self._built[decodes] = np.minimum(built, 1.0)
         end = self._passage(batch, now - self._late)
@@ -201,13 +212,14 @@ class Pacer:
             np.add.at(self._due, event.further, slots.tpot[event.further])
         due = self._due[read]
         tpot = slots.tpot[read]
-        behind = slots.in_flight[read] * tpot  # of tokens that are issued behind this one
+        each = np.maximum(tpot, self._least)
+        behind = slots.in_flight[read] * each  # of tokens that are issued behind this one
         first = np.isnan(due)
         if first.any():
             for place in first.nonzero()[0].tolist():
                 due[place] = behind[place] + self._first_due(int(read[place]), now)
-        most = np.maximum(MOST_AHEAD * tpot, self._saved_for)
-        ahead = np.minimum(np.maximum(due - behind - now, -MOST_BEHIND * tpot), most)
+        most = np.maximum(MOST_AHEAD * each, self._saved_for)
+        ahead = np.minimum(np.maximum(due - behind - now, -MOST_BEHIND * each), most)
         self._due[read] = now + ahead + behind
 
     def _first_due(self, slot: int, now: float) -> float:

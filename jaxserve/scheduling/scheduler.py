@@ -138,7 +138,7 @@ class Scheduler:
             drafting,
         )
         self._reader = BatchReader(cache, self.slots, self.requests, self.times, self.bus)
-        self.interruption_rule = InterruptionRule(config, self.slots, self.predictor)
+        self.interruption_rule = InterruptionRule(config, self.slots, pacer)
         self.partial: PartialStep | None = None
         self.interruptions = 0
         self._planner = None if isinstance(planner, PoolScheduler) else planner

@@ -362,7 +362,8 @@ def test_who_comes_before_a_step_is_decided_late_hears_as_soon_as_without_a_step
     beside, long, part, prompt, costs, policy, chunking
 ):
     """Who comes after that, one step later at most. By slack also others, since the order depends
-    on when it is asked for."""
+    on when it is asked for; beside paced decodes in stages too, since so does what a step may
+    take."""
     costs, mesh = costs[0], MeshConfig(spp=costs[1])
     arrival = part * 20 * (1 if costs.linear_token else 10)
     at_once, late = compared(
@@ -380,7 +381,8 @@ def test_who_comes_before_a_step_is_decided_late_hears_as_soon_as_without_a_step
     early = Predictor(costs, mesh).early
     free = [(step.start + step.pace, early(step.pace)) for step in late.steps]
     decided = any(-1e-9 <= end - arrival <= ahead + 1e-9 for end, ahead in free)
-    assert decided or "slack" in policy or then == pytest.approx(first)
+    depends = "slack" in policy or (chunking == "adaptive" and mesh.spp > 1)
+    assert decided or depends or then == pytest.approx(first)
 
 
 # --- ends
@@ -626,8 +628,8 @@ QUADRATIC = Costs(layers=2, launch=0.002, linear_token=2e-5, pair=2e-9, decode_s
 @pytest.mark.parametrize("tpot", [0.03, 0.06, 0.1])
 @pytest.mark.parametrize("stages", [1, 2])
 def test_adaptive_chunks_keep_every_gap_within_the_objective(tpot, stages):
-    """A decode has a token within its objective, whatever is prefilled beside it; the later a
-    chunk, the more it attends to. With stages one token is late, by half of the time at most: the
+    """A decode whose gaps are limited has each token within that, whatever is prefilled beside it;
+    the later a chunk, the more it attends to. With stages one token is late, by half of the time at most: the
     one that was on its way when the prompt came."""
     replica = made(
         QUADRATIC,
@@ -636,6 +638,7 @@ def test_adaptive_chunks_keep_every_gap_within_the_objective(tpot, stages):
         chunking="adaptive",
         chunk_tokens=4096,
         tpot=tpot,
+        tbt=tpot,
         max_seqs=8,
     )
     found = record(replica, (0.0, 10, 400), (0.5, 16_000, 2))
