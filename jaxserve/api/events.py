@@ -57,7 +57,7 @@ class Accepted:
     """The request waits or runs.
 
     queue_position: requests before it. predicted_ttft: seconds from arrival to the first token as
-    the queue stands; later requests may be served before it.
+    the queue stands, or 0 where nothing was measured; later requests may be served before it.
     """
 
     queue_position: int

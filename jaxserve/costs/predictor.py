@@ -39,6 +39,13 @@ class Predictor:
         self.scale = 1.0
         self.calibrated = costs != NOMINAL  # whether its costs are seconds: NOMINAL counts work
 
+    def use(self, costs: Costs, lanes: LaneCosts) -> None:
+        """Predicts by other costs from now on. lanes: what lanes add to them."""
+        self.costs = costs
+        self.lane_costs = lanes
+        self.scale = 1.0
+        self.calibrated = costs != NOMINAL
+
     def early(self, seconds: float) -> float:
         """Seconds before a step's predicted end at which its successor is decided, so that it is
         issued in time: later, and the devices may wait; earlier, and requests that come in between

@@ -17,6 +17,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.executor import CommandExecutor
 from jaxserve.engine.loading import cache_identity, hello_of, make_worker
 from jaxserve.engine.profiling.profile_file import profile_for, replica_sizes
+from jaxserve.engine.profiling.repair import trust_of
 from jaxserve.engine.sampling_rows import VARIANTS
 from jaxserve.engine.sizing import (
     for_this_machine,
@@ -75,6 +76,9 @@ def build(
     if profiled:
         profile = profile_for(config, worker, max_length(config, worker.plan.model), progress)
     engine = make_engine(config, worker, model, profile, draft_model)
+    if profile is not None:
+        sampled = engine.steps.sampled_elsewhere
+        engine.trust = trust_of(config, worker, engine.scheduler, profile, sampled)
     if config.compile_all:
         worker.compile_others()
     return engine

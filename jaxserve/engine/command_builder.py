@@ -59,6 +59,11 @@ class CommandBuilder:
         self._sampled_at[:] = 0
         return StepCommand(number=-1, reset=True)
 
+    def skip(self, count: int) -> None:
+        """Counts what the devices sampled by `count` commands from elsewhere, while no sequence had
+        a slot."""
+        self._version += count
+
     def step(
         self,
         batch: Batch,

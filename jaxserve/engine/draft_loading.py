@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from jaxserve.checkpoint.fetch import local_files
 from jaxserve.costs.coefficients import NOMINAL
 from jaxserve.costs.predictor import Predictor
@@ -19,6 +21,7 @@ from jaxserve.settings.schema import ConfigError, EngineConfig
 from jaxserve.text import Tokenizer
 from jaxserve.weights import open_checkpoint
 
+log = logging.getLogger(__name__)
 SAMPLING = VARIANTS[:2]  # what its tokens are sampled by: greedily, or drawn
 
 
@@ -53,6 +56,8 @@ def open_draft_model(
         profile = profile_for(replica, worker, capacity, progress)
         if profile is not None:
             costs = profile.costs
+            if profile.doubt:
+                log.warning("times of the draft model cannot be trusted: %s", profile.doubt)
     return DraftModel(
         worker,
         DraftSteps(worker, -(-capacity // replica.cache.block_size)),

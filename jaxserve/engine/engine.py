@@ -32,6 +32,7 @@ from jaxserve.engine.description import replica_info, tier_readings, transfer_re
 from jaxserve.engine.device_drafter import DeviceDrafter, WeightsWithDraft
 from jaxserve.engine.executor import CommandExecutor
 from jaxserve.engine.fetched_pieces import Arrival
+from jaxserve.engine.profiling.repair import ProfileRepair, ProfileTrust
 from jaxserve.engine.steps import Steps
 from jaxserve.engine.watchdog import RESTARTING, lost_error, request_error
 from jaxserve.engine.weight_loop import WeightLoop
@@ -42,6 +43,7 @@ from jaxserve.replica.kv_pool import KvPool
 from jaxserve.replica.protocol import Sink
 from jaxserve.replica.weights import LocalWeights
 from jaxserve.scheduling import Load, Scheduler
+from jaxserve.scheduling.prefill_facts import prefill_facts
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.settings.schema import EngineConfig
 from jaxserve.store.peers import BlockExporter, PartedExporter
@@ -91,6 +93,7 @@ class Engine(ReplicaCore):
             self.block_exporter = worker.exporter(
                 BlockWishes(scheduler.cache, worker.lower_tiers, self.registry, self.post)
             )
+        self.trust: ProfileTrust | None = None
         self._posted: deque[Callable[[], object]] = deque()
         self._wake = threading.Event()
         self._closing = False
@@ -189,6 +192,12 @@ class Engine(ReplicaCore):
         fingerprint = self.scheduler.cache.identity.fingerprint
         self.info = dataclasses.replace(self.info, cache_fingerprint=fingerprint)
 
+    @property
+    def doubt(self) -> str:
+        """The reason why predicted times cannot be trusted, for people; "" where they can, or where
+        none are predicted."""
+        return "" if self.trust is None else self.trust.doubt
+
     def kv_fetched(self) -> list[Fetched]:
         """Counts of KV that came from other replicas; see `store.peers.FetchesBlocks`."""
         tiers = self.worker.lower_tiers
@@ -219,6 +228,7 @@ class Engine(ReplicaCore):
         return {
             **super()._readings(),
             **tier_readings(self.worker.lower_tiers),
+            "predictions_doubtful": float(bool(self.doubt)),
             "draft_model_seconds": 0.0 if self.draft_model is None else self.draft_model.spent,
             "xla_compiles": self.worker.compiles,
             "xla_recompiles": self.worker.recompiles,
@@ -232,6 +242,7 @@ class Engine(ReplicaCore):
         the dashboard: see observe.view."""
         return {
             **super().view(since),
+            "doubt": self.doubt,
             "workers": self.worker.members(),
             "kv": kv_view(self.worker.lower_tiers, self.metrics.hit_tokens, self.info.block_size),
         }
@@ -262,7 +273,7 @@ class Engine(ReplicaCore):
         try:
             while not self._closing:
                 self._wake.clear()
-                if not self._safe_step():
+                if not self._safe_step() and not self.measure_again():
                     waits = self.scheduler.slots.waiting and not self.weights.stopped
                     self._wake.wait(timeout=TICK if waits else IDLE_WAIT)
         except Exception:
@@ -294,6 +305,31 @@ class Engine(ReplicaCore):
                 self.steps.lose(self._ended_by_loss, lost_error(lost))
             self._wait_for_workers()
         return True
+
+    def measure_again(self) -> bool:
+        """Measures a step, while there are no requests, where the profile is in doubt. False where
+        there was nothing to measure."""
+        if not isinstance(self.trust, ProfileRepair):
+            return False
+        with self._lock:
+            flying = len(self.steps.in_flight) or self.steps.in_flight.partial is not None
+            busy = flying or self.scheduler.sequences or self.scheduler.cache.stores
+            if busy or self._posted or self._closing or self.weights.stopped:
+                return False
+            if self.config.compile_all and self.worker.uncompiled:
+                return False
+            costs = self.scheduler.predictor.costs
+            try:
+                worked = self.trust.work()
+            except DeviceError:
+                log.exception("steps could not be measured again")
+                self.trust.give_up()
+                self.steps.reset_devices()
+                self.steps.lose(lambda sequence: False, RequestError("", "", "INTERNAL"))
+                return True
+            if self.scheduler.predictor.costs is not costs:
+                self.info = dataclasses.replace(self.info, prefill=prefill_facts(self.scheduler))
+            return worked
 
     def _ended_by_loss(self, sequence: Sequence) -> bool:
         """Returns whether a request ends when workers are lost: see the setting `replay`."""

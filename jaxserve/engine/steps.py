@@ -236,6 +236,12 @@ class Steps:
         if step.comparable:
             self._scheduler.predictor.seen(step.batch.seconds, step.seconds)
 
+    # --- measuring
+
+    def sampled_elsewhere(self, count: int) -> None:
+        """Takes note of `count` steps that sampled made-up tokens, while no sequence had a slot."""
+        self._builder.skip(count)
+
     # --- losing
 
     def reset_devices(self) -> None:

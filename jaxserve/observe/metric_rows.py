@@ -30,6 +30,10 @@ READ_GAUGES: Mapping[str, str] = {
     "predictor_scale": (
         "What the profile's times are multiplied by after what steps really took; 1: as measured"
     ),
+    "predictions_doubtful": (
+        "1 while predicted times cannot be trusted: their profile was measured beside other work, "
+        "or steps stay off it; else 0"
+    ),
     "kv_blocks_promised": "KV blocks that are kept for prompts that wait",
     "kv_blocks_leased": "KV blocks that stay for as long as operators asked",
     "kv_blocks_of_sessions": "KV blocks that are kept for the next turns of conversations",

@@ -173,6 +173,7 @@ class ReplicaCore:
             "model": self.info.model,
             "mesh": str(self.info.mesh),
             "alive": self.alive,
+            "timed": self.scheduler.predictor.calibrated,
             **self.snapshot(since).shown(),
         }
 

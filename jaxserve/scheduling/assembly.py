@@ -38,7 +38,8 @@ class ReplicaProfile:
     lane, or where `costs` say what messages take. improvement: the best improvement rate by
     requests per second, for each planner that was searched. corrections, decode_corrections: by
     exchange, from measured steps: see `ExchangeChooser`. move_times: of pages that change lanes;
-    None where no such steps were measured, or links say as much."""
+    None where no such steps were measured, or links say as much. doubt: why its times may be wrong,
+    for people; "" where they are right as far as is known."""
 
     costs: Costs
     links: GroupLinks
@@ -46,6 +47,7 @@ class ReplicaProfile:
     corrections: Mapping[str, Correction] = dataclasses.field(default_factory=dict)
     decode_corrections: Mapping[str, Correction] = dataclasses.field(default_factory=dict)
     move_times: MoveTimes | None = None
+    doubt: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ are issued and read.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -167,6 +168,13 @@ class Scheduler:
         assert self.packer.drafting is not None, "the settings ask for no proposed tokens"
         self.packer.drafting.drafter = drafter
 
+    def predict_by(self, costs: Costs) -> None:
+        """Predicts by other costs from now on, with one lane and while no request waits or runs:
+        what is known of one was predicted before."""
+        assert self.predictor.mesh.kvp == 1 and not self.sequences
+        costs = dataclasses.replace(costs, layer_groups=self.predictor.costs.layer_groups)
+        self.predictor.use(costs, lane_costs(costs, 1, None, self.cache.prompt_lanes))
+
     def load(self) -> Load:
         """Returns how busy the replica is."""
         slots = self.slots
@@ -232,6 +240,8 @@ class Scheduler:
         if self._planner is not None:
             self._planner.arrived(request.arrival)
         if first is None:
+            if not self.predictor.calibrated:
+                return [Accepted(ahead)]
             begun = self._flight[-1].seconds / 2 if self._flight else 0.0
             return [Accepted(ahead, self.times.waiting(leader, self.slots, begun))]
         return [Accepted(ahead, first - request.arrival)]

@@ -170,7 +170,8 @@ class Page {
     if (ill) this.fault("broken", "The engine has stopped. The server's log tells why.");
     else {
       if (!this.paused) this.state(told.state === "serving" ? "live" : told.state, told.state === "serving" ? "good" : "");
-      find("banner").hidden = true;
+      find("banner").hidden = !told.doubt;
+      if (told.doubt) set(find("banner"), `Predicted times cannot be trusted: ${told.doubt}.`);
       delete document.body.dataset.stale;
     }
     this.draw();

@@ -77,7 +77,7 @@ export class Detail {
 
   draw(feed, selected) {
     const { find } = this, row = feed.requests.find((row) => keyOf(row) === selected);
-    const chunks = selected === null ? [] : chunksOf(feed.steps, selected);
+    const chunks = selected === null ? [] : chunksOf(feed.steps, selected, feed.view.timed !== false);
     const known = Boolean(row) || chunks.length > 0;
     find("detail-body").hidden = !known;
     find("detail-empty").hidden = known;
@@ -128,13 +128,13 @@ function factsOf(row, now) {
   ];
 }
 
-function chunksOf(steps, number) {
+function chunksOf(steps, number, timed) {
   // Rows of text, latest first; decodes one after the other are one row.
   const out = [];
   let run = null;
   const close = () => {
     if (run) out.push([run.count > 1 ? `decode × ${run.count}` : "decode", `${count(run.from)}–${count(run.to)}`, run.first === run.last ? String(run.first) :
-      `${run.first}–${run.last}`, run.lanes, seconds(run.predicted / run.count), seconds(run.took / run.count)]);
+      `${run.first}–${run.last}`, run.lanes, seconds(timed ? run.predicted / run.count : null), seconds(run.took / run.count)]);
     run = null;
   };
   for (const step of steps) {
@@ -143,7 +143,7 @@ function chunksOf(steps, number) {
     const [, lanes, start, length, decode] = chunk;
     if (!decode) {
       close();
-      out.push(["prefill", `${count(start)}–${count(start + length - 1)}`, String(step.number), lanes.join(", "), seconds(step.predicted), seconds(step.took)]);
+      out.push(["prefill", `${count(start)}–${count(start + length - 1)}`, String(step.number), lanes.join(", "), seconds(timed ? step.predicted : null), seconds(step.took)]);
       continue;
     }
     run ??= { count: 0, from: start, first: step.number, lanes: lanes.join(", "), predicted: 0, took: 0 };

@@ -196,7 +196,9 @@ export class Timeline {
   lines({ step, row, cell }) {
     const { feed } = this, lane = Math.floor(row / feed.stages), stage = row % feed.stages;
     const place = `step ${step.number}, lane ${lane}${feed.stages > 1 ? `, stage ${stage}` : ""}`;
-    const time = step.flying ? `in flight, ${seconds(step.predicted)} predicted` : `predicted ${seconds(step.predicted)}, took ${seconds(step.took)}`;
+    const timed = feed.view.timed !== false, took = `took ${seconds(step.took)}`;
+    const predicted = timed ? `${seconds(step.predicted)} predicted` : "nothing predicted";
+    const time = `${step.flying ? "in flight" : took}, ${predicted}`;
     if (!cell.chunk) {
       const few = cell.decodes.slice(0, 4).map((chunk) => feed.name(chunk[0]));
       return [`${cell.running} decodes`, `${few.join(", ")}${cell.running > few.length ? ", …" : ""}`, place, time];

@@ -13,12 +13,10 @@ import pytest
 from jaxserve.engine.build import build
 from jaxserve.engine.profiling import profile_file as profile
 from jaxserve.engine.profiling.measure import (
-    MeasuredStep,
     MeasurePoint,
     StepTimer,
     batch_of,
     grid,
-    measure,
     move_grid,
     spread_decode_grid,
     spread_grid,
@@ -26,7 +24,6 @@ from jaxserve.engine.profiling.measure import (
 from jaxserve.engine.step_shapes import shapes
 from jaxserve.lanes.exchange import EXCHANGES, decode_exchanges
 from jaxserve.lanes.groups import group_sizes
-from jaxserve.scheduling.assembly import ReplicaProfile
 from jaxserve.settings.schema import (
     CacheConfig,
     ConfigError,
@@ -91,27 +88,14 @@ def test_a_point_that_fits_nowhere_is_refused(real):
         StepTimer(real.worker).measure(MeasurePoint(decodes=1, context=10_000))
 
 
-def test_points_are_measured_in_rounds_and_the_median_counts(real, monkeypatch):
-    """Disturbs one of three rounds: each point has one time of it, which is not its median."""
-    times = iter([1.0, 2.0, 50.0, 60.0, 3.0, 4.0])
-    batch, shape = batch_of(MeasurePoint(decodes=1), 1, 16), real.worker.plan.shapes[0]
-    once = lambda timer, point: MeasuredStep(point, batch, shape, next(times))
-    monkeypatch.setattr(StepTimer, "measure", once)
-    points = [MeasurePoint(decodes=1, context=1), MeasurePoint(decodes=2, context=1)]
-    said: list[str] = []
-    steps = measure(real.worker, points, said.append, 3)
-    assert [step.point for step in steps] == points
-    assert [step.seconds for step in steps] == [3.0, 4.0]
-    assert said == [str(point) for point in points] * 3
-
-
 def test_a_profile_is_written_read_and_refused_by_another_engine(real, found, tmp_path):
     file = tmp_path / "deep" / "profile.json"
     identity = profile.identity_of(real.worker, real.info.max_model_len)
     profile.write(file, identity, found)
-    assert profile.read(
-        file, profile.identity_of(real.worker, real.info.max_model_len)
-    ) == ReplicaProfile(found.profile.costs, {})
+    assert (
+        profile.read(file, profile.identity_of(real.worker, real.info.max_model_len))
+        == found.profile
+    )
     assert not [left for left in file.parent.iterdir() if left != file]
     other = json.loads(file.read_text()) | {"model": "another"}
     file.write_text(json.dumps(other))

@@ -93,6 +93,7 @@ GAUGES = {
     "num_requests_waiting",
     "kv_cache_usage_perc",
     "queued_prefill_seconds",
+    "predictions_doubtful",
     "predictor_scale",
     "cache_config_info",
 }

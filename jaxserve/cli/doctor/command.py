@@ -398,9 +398,37 @@ def _profile(patient: Patient) -> Iterator[Check]:
             "`jaxserve profile` with the same flags; else the first start measures",
         )
         return
-    costs = profile.read(file, identity).costs
-    patient.forecast = forecast.forecast(_scheduler(patient, costs))
-    yield Check("profile", OK, f"predicts by {file}")
+    kept = profile.read(file, identity)
+    patient.forecast = forecast.forecast(_scheduler(patient, kept.costs))
+    if kept.doubt:
+        yield Check(
+            "profile",
+            WARNING,
+            f"predictions cannot be trusted: {kept.doubt} ({file})",
+            "`jaxserve profile` with the same flags while nothing else runs; a server of one "
+            "process and one lane measures again while no request runs",
+        )
+    else:
+        yield Check("profile", OK, f"predicts by {file}")
+    yield from _objective(patient)
+
+
+def _objective(patient: Patient) -> Iterator[Check]:
+    """The time per token that requests are to have, against that of one which decodes alone."""
+    assert patient.engine is not None
+    if patient.forecast is None:
+        return
+    alone = {length: time for (batch, length), time in patient.forecast.tpot.items() if batch == 1}
+    if not alone:
+        return
+    shortest = min(alone)
+    target = patient.engine.scheduler.tpot
+    said = (
+        f"{forecast.seconds(alone[shortest])} predicted for one request of "
+        f"{forecast.shown(shortest)} tokens alone; the objective is {forecast.seconds(target)}"
+    )
+    state = WARNING if alone[shortest] > target else OK
+    yield Check.of("time per token", state, said, "a longer --tpot, or a faster machine or mesh")
 
 
 def _scheduler(patient: Patient, costs: Any) -> Any:

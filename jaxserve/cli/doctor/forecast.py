@@ -104,12 +104,17 @@ def launch_lines(engine: Any) -> list[str]:
         f"capacity: {info['capacity_tokens']} tokens of KV in pages of {info['block_size']}, "
         f"{info['max_seqs']} sequences at once, "
         f"{info['max_model_len']} tokens in each at most",
-        str(
-            expected
-            or "nothing predicted: without a profile the costs of steps are unknown (`jaxserve "
-            "profile` measures one)"
-        ),
+        _predicted(expected, engine.doubt),
     ]
+
+
+def _predicted(expected: Forecast | None, doubt: str) -> str:
+    if expected is None:
+        return (
+            "nothing predicted: without a profile the costs of steps are unknown (`jaxserve "
+            "profile` measures one)"
+        )
+    return f"{expected} (not to be trusted: {doubt})" if doubt else str(expected)
 
 
 def _ends(ids: Sequence[int]) -> str:

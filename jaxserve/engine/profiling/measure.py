@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -166,9 +165,15 @@ def first_token(
 
 
 class StepTimer:
-    """Measures points on a worker that serves no requests."""
+    """Measures points on a worker that serves no requests. Made-up tokens are written to `pages`,
+    at first all of each lane. sampled: notes how many steps sampled tokens, for the writer of
+    other commands."""
 
-    def __init__(self, worker: CommandExecutor):
+    def __init__(
+        self, worker: CommandExecutor, sampled: Callable[[int], None] = lambda count: None
+    ):
+        self.pages = np.arange(worker.plan.pages)
+        self._sampled = sampled
         self._worker = worker
         self._plan = worker.plan
         self._mesh = worker.plan.mesh
@@ -178,6 +183,11 @@ class StepTimer:
         self._tables: dict[int, int] = {}
         # blocks that follow each other on a lane
         self._stripe = max(1, worker.plan.tile // worker.plan.block_size)
+
+    def use(self, pages: np.ndarray) -> None:
+        """Uses these pages [n] of each lane from now on, after other steps may have run."""
+        self.pages = pages
+        self._tables.clear()
 
     def measure(self, point: MeasurePoint) -> MeasuredStep:
         """Measures one point once. Errors: ValueError for a point that no compiled shape or no page
@@ -239,6 +249,8 @@ class StepTimer:
         began = time.perf_counter()
         for _ in range(steps):
             self._worker.execute(command)
+        if command.variant != NO_SAMPLING:
+            self._sampled(steps)
         self._worker.settle()
         return time.perf_counter() - began
 
@@ -253,7 +265,7 @@ class StepTimer:
         for lane in range(self._mesh.kvp):
             blocks = np.flatnonzero(block_lane == lane % group_size)
             at = np.arange(len(blocks))
-            pages = (slot * plan.width + at * 7919) % plan.pages
+            pages = self.pages[(slot * plan.width + at * 7919) % len(self.pages)]
             columns = [np.full_like(at, lane), np.full_like(at, slot), at, pages, blocks]
             columns += [pages] * (len(plan.windows))
             updates = np.stack(columns, 1).astype(np.int32)
@@ -397,30 +409,3 @@ def move_grid(
         for step, count in itertools.product(steps, counts):
             if step.pairs() <= pairs:
                 yield dataclasses.replace(step, moves=count)
-
-
-def measure(
-    worker: CommandExecutor,
-    points: list[MeasurePoint],
-    done: Callable[[str], None],
-    repeats: int = 3,
-) -> list[MeasuredStep]:
-    """Measures all points in order, `repeats` times over, and takes the median of each, so that
-    what else the machine does for a while counts in one time of a point at most. `done` is called
-    with each point of each round."""
-    timer = StepTimer(worker)
-    rounds = []
-    for _ in range(repeats):
-        steps = []
-        for point in points:
-            steps.append(timer.measure(point))
-            done(str(point))
-        rounds.append(steps)
-    return [_median(steps) for steps in zip(*rounds)]
-
-
-def _median(steps: Sequence[MeasuredStep]) -> MeasuredStep:
-    """Returns one step with the median times of the same one, measured several times."""
-    seconds = statistics.median(step.seconds for step in steps)
-    unmoved = statistics.median(step.unmoved for step in steps)
-    return dataclasses.replace(steps[0], seconds=seconds, unmoved=unmoved)

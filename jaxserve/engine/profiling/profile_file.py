@@ -35,12 +35,13 @@ from jaxserve.engine.executor import CommandExecutor
 from jaxserve.engine.memory import sizes as memory_sizes
 from jaxserve.engine.profiling.measure import (
     MeasuredStep,
+    MeasurePoint,
     grid,
-    measure,
     move_grid,
     spread_decode_grid,
     spread_grid,
 )
+from jaxserve.engine.profiling.repeats import ROUNDS, Measured, measure
 from jaxserve.engine.stage_plan import StagePlan
 from jaxserve.engine.step_shapes import StepShape
 from jaxserve.files import write_whole
@@ -108,39 +109,47 @@ def profile_for(
     file = Path(config.profile) if config.profile != "auto" else safe_file(identity)
     if config.profile != "auto" or file.exists():
         return read(file, identity)
-    return write(file, identity, measure_costs(worker, max_len, 1, progress, QUICK))
+    return write(file, identity, measure_costs(worker, max_len, ROUNDS, progress, QUICK))
 
 
-def measure_costs(
-    worker: CommandExecutor, longest: int, repeats: int, progress: bool, pairs: float = float("inf")
-) -> MeasuredProfile:
-    """Measures steps on a worker that serves no requests, with sequences of up to `longest` tokens
-    and steps of up to `pairs` pairs of tokens that attend and are attended to, and links between
-    lanes; fits what steps cost."""
+def points_of(
+    worker: CommandExecutor, longest: int, pairs: float = float("inf")
+) -> list[MeasurePoint]:
+    """Lists the points that tell the costs of a worker's steps: sequences of up to `longest`
+    tokens, and steps of up to `pairs` pairs of tokens that attend and are attended to."""
     plan = worker.plan
     longest = min(longest, plan.width * plan.block_size)
     shapes = [shape for shape in plan.shapes if shape not in worker.uncompiled]
     slots = max(1, plan.slots // plan.mesh.kvp)
-    points = [
+    return [
         *grid(shapes, longest, slots, pairs),
         *spread_grid(shapes, plan.mesh.kvp, longest, slots, pairs),
         *spread_decode_grid(shapes, longest, slots, pairs),
         *move_grid(shapes, longest, slots, plan.pages, pairs),
     ]
+
+
+def measure_costs(
+    worker: CommandExecutor, longest: int, repeats: int, progress: bool, pairs: float = float("inf")
+) -> MeasuredProfile:
+    """Measures `points_of` a worker that serves no requests, and links between lanes; fits what
+    steps cost."""
+    points = points_of(worker, longest, pairs)
     with progress_bar("measuring steps", repeats * len(points), progress) as done:
-        steps = measure(worker, points, done, repeats)
-    return fitted(plan, worker.measure_links(), steps, worker.platform == "cpu")
+        measured = measure(worker, points, done, repeats)
+    return fitted(worker.plan, worker.measure_links(), measured, worker.platform == "cpu")
 
 
 def fitted(
-    plan: StagePlan, links: GroupLinks, steps: list[MeasuredStep], on_cpu: bool
+    plan: StagePlan, links: GroupLinks, measured_steps: Measured, on_cpu: bool
 ) -> MeasuredProfile:
     """Fits a profile to measured steps: to local ones, then to those with spread chunks, those with
     spread decodes and those that move pages."""
-    local = [_sample(one) for one in steps if one.point.group_size == 1]
+    steps = measured_steps.steps
+    local = [sample_of(one) for one in steps if one.point.group_size == 1]
     shapes = [_extent(shape) for shape in plan.shapes if not shape.spread]
     fit = fit_costs(local, plan.model.layers, plan.mesh, on_cpu, shapes)
-    profile = ReplicaProfile(fit.costs, links)
+    profile = ReplicaProfile(fit.costs, links, doubt=measured_steps.doubt)
     measured = MeasuredProfile(profile, steps, fit.fitted, fit.held_out)
     longest = plan.width * plan.block_size
     sizes = replica_sizes(plan, CacheConfig(), SchedulerConfig(exchange="auto"), longest)
@@ -186,7 +195,8 @@ def _spread_shapes(shapes: list[StepShape]) -> tuple[SpreadShape, ...]:
     return tuple(dict.fromkeys(described))  # programs differ in the exchange of decodes
 
 
-def _sample(one: MeasuredStep) -> StepSample:
+def sample_of(one: MeasuredStep) -> StepSample:
+    """Describes a measured step of local sequences as costs are fitted to it."""
     point = one.point
     samples = point.decodes + point.chunks if point.sample else 0
     return StepSample(
@@ -280,6 +290,7 @@ def write(
             "spread_held_out_error": _by_name(measured.spread_held_out),
             "decode_held_out_error": _by_name(measured.decode_held_out),
             "move_held_out_error": _by_name(measured.move_held_out),
+            "doubt": profile.doubt,
             "costs": to_json(profile.costs),
             "links": links_to_json(profile.links),
             "corrections": _corrections_to_json(profile.corrections),
@@ -318,13 +329,14 @@ def read(file: Path, identity: dict[str, Any]) -> ReplicaProfile:
             for name, rates in content["improvement"].items()
         }
         move_times = _move_times_from_json(content["move_times"])
+        doubt = str(content.get("doubt", ""))  # earlier files do not say
     except ConfigError:
         raise
     except OSError as error:
         raise ConfigError("profile", f"{file}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError("profile", f"{file} is not a profile: {error!r}") from None
-    return ReplicaProfile(costs, links, improvement, corrections, of_decodes, move_times)
+    return ReplicaProfile(costs, links, improvement, corrections, of_decodes, move_times, doubt)
 
 
 def _check_identity(file: Path, identity: dict[str, Any], given: dict[str, Any]) -> None:

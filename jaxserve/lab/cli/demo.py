@@ -198,15 +198,19 @@ def summary(talks: Sequence[Talk]) -> str:
     return "\n".join(lines)
 
 
+def accepted(expected: float) -> str:
+    """Says that a request was accepted. expected: seconds to its first token; 0 where nothing was
+    measured."""
+    return f"accepted, first token expected after {expected:.2f} s" if expected else "accepted"
+
+
 async def _ask(client: Any, talk: Talk, sampling: SamplingParams, view: Streams) -> None:
     began = time.monotonic()
     async for output in client.generate([{"role": "user", "content": talk.question}], sampling):
         now = time.monotonic() - began
         match output:
             case Accepted():
-                view.note(
-                    talk.name, f"accepted, first token expected after {output.predicted_ttft:.2f} s"
-                )
+                view.note(talk.name, accepted(output.predicted_ttft))
             case Progress() if output.total > 1000:
                 view.note(
                     talk.name,

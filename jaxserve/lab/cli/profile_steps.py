@@ -84,6 +84,8 @@ def run(values: dict[str, Any]) -> int:
         f"\nmean error of the fit {measured.fitted:.1%}, of points left out of it "
         f"{measured.held_out:.1%}; written to {file}"
     )
+    if measured.profile.doubt:
+        print(f"these times cannot be trusted: {measured.profile.doubt}; measure again")
     spread = {
         "chunks": measured.spread_held_out,
         "decodes": measured.decode_held_out,
