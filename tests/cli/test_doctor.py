@@ -448,6 +448,24 @@ def test_the_doctor_predicts_what_the_engine_does(capsys, seen, engine):
     )
 
 
+def test_a_doubtful_profile_and_an_objective_that_it_misses_are_warned_of(capsys, seen, engine):
+    """A profile that was measured beside other work, and by which one decode alone takes 8 ms."""
+    seen(dataclasses.replace(CPU, kind=jax.devices()[0].device_kind))
+    identity = profile.identity_of(engine.worker, engine.info.max_model_len)
+    file = profile.kept_file(identity)
+    write_profile(file, engine)
+    _, found, _ = examined(capsys, *FLAGS)
+    assert found["profile"]["state"] == found["time per token"]["state"] == "ok"
+    busy = ReplicaProfile(COSTS, {}, doubt="other processes kept 1.0 of 2 cores busy")
+    profile.write(file, identity, profile.MeasuredProfile(busy))
+    code, found, _ = examined(capsys, *FLAGS, "--tpot=0.004")
+    assert code == 0
+    assert found["profile"]["state"] == found["time per token"]["state"] == "warning"
+    assert "cannot be trusted: other processes kept 1.0 of 2" in found["profile"]["said"]
+    assert "8.13 ms predicted for one request" in found["time per token"]["said"]
+    assert "the objective is 4 ms" in found["time per token"]["said"]
+
+
 def test_a_profile_of_something_else_is_a_fault(capsys, seen, engine, tmp_path):
     write_profile(tmp_path / "other.json", engine)
     code, found, _ = examined(
