@@ -171,6 +171,9 @@ class ProfileRepair(ProfileTrust):
                 self._busy = True
                 self._not_before = now + BUSY_PAUSE
                 return False
+        if not self._take_pages(served=now - self._worked_at > LOOK):
+            self._put_off(now, "pages are leased")
+            return False
         self._go_on(now, quiet if self._waits else None)
         return True
 
@@ -195,7 +198,6 @@ class ProfileRepair(ProfileTrust):
 
     def _go_on(self, now: float, quiet: bool | None) -> None:
         """Measures the next point."""
-        self._take_pages()
         if self._steps is None:
             log.info("steps are measured again, while no request runs: %s", self.doubt)
             self._busy = False
@@ -208,15 +210,19 @@ class ProfileRepair(ProfileTrust):
             self._end(end.value, self.clock())
         self._worked_at = self.clock()
 
-    def _take_pages(self) -> None:
+    def _take_pages(self, served: bool) -> bool:
         """Has made-up tokens written where nothing is kept. Where too few pages are free, those
-        that are only kept for reuse are given up."""
-        pages = self.scheduler.cache.pages
-        if len(pages.free[0]) < LEAST_FREE * pages.per_lane:
-            self.scheduler.cache.flush()
-        free = np.array(sorted(pages.free[0]))
-        if not np.array_equal(free, self.timer.pages):
+        that are only kept for reuse are given up, unless some are leased: then it returns False.
+        served: requests may have run since the last point."""
+        cache = self.scheduler.cache
+        if len(cache.pages.free[0]) < LEAST_FREE * cache.pages.per_lane:
+            if len(cache.leases):
+                return False
+            cache.flush()
+        free = np.array(sorted(cache.pages.free[0]))
+        if served or not np.array_equal(free, self.timer.pages):
             self.timer.use(free)
+        return True
 
     def _end(self, measured: Measured, now: float) -> None:
         """Fits a profile to what was measured, in a thread: a request may come meanwhile."""
