@@ -62,7 +62,8 @@ class CommandBuilder:
     def skip(self, count: int) -> None:
         """Counts what the devices sampled by `count` commands from elsewhere, while no sequence had
         a slot."""
-        self._version += count
+        if not self._begins:  # else they forget it
+            self._version += count
 
     def step(
         self,

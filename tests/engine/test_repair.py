@@ -36,7 +36,7 @@ from jaxserve.settings.schema import (
     ModelSource,
     SchedulerConfig,
 )
-from tests.engine.harness import Runner, assert_empty
+from tests.engine.harness import Runner, assert_empty, engine
 
 MAX_LEN = 300
 NOISE = 0.03  # of each time, without a neighbour
@@ -280,18 +280,13 @@ def test_a_right_profile_is_not_touched(real, caplog):
     assert "which stays as it is" in caplog.text
 
 
-def test_measuring_again_leaves_kept_blocks_and_tokens_as_they_are(real):
-    """An engine that has served measures real steps on pages that hold nothing: the same prompt
-    finds its blocks, and its tokens are the same."""
-    runner = Runner(real)
-    runner.submit(range(1, 80), "r", max_tokens=8, ignore_eos=True)
-    runner.run()
+def measure_all_again(real) -> ProfileRepair:
+    """Has an engine measure real steps again, in a world where others leave the cores alone."""
     doubtful = ReplicaProfile(real.scheduler.predictor.costs, {}, doubt="it is to be measured")
-    config = dataclasses.replace(real.config, profile="none")
-    repairer = trust_of(config, real.worker, real.scheduler, doubtful, real.steps.sampled_elsewhere)
-    repairer.others = World(real.worker)  # this machine is never quiet
-    kept = real.scheduler.cache.counts().cached
-    assert kept
+    repairer = trust_of(
+        real.config, real.worker, real.scheduler, doubtful, real.steps.sampled_elsewhere
+    )
+    repairer.others = World(real.worker)
     second = [0.0]
     repairer.clock = lambda: second[0]
     real.trust = repairer
@@ -299,12 +294,29 @@ def test_measuring_again_leaves_kept_blocks_and_tokens_as_they_are(real):
         second[0] += 5.0
         real.measure_again()
     real.trust = None
-    assert real.scheduler.cache.counts().cached == kept
-    assert len(repairer.timer.pages) == real.scheduler.cache.counts().free
-    again = Runner(real)
-    again.submit(range(1, 80), "r", max_tokens=8, ignore_eos=True)
-    again.run()
-    assert again.ids("r") == runner.ids("r")
+    return repairer
+
+
+@pytest.mark.parametrize("mesh", ["", "spp=2"])
+def test_measuring_again_leaves_kept_blocks_and_tokens_as_they_are(mesh):
+    """An engine measures real steps before its first request and after one, on pages that hold
+    nothing: the same prompt finds its blocks, and its tokens are those of another engine."""
+    sizes = dict(chunk=32, seqs=4, pages=80, max_len=MAX_LEN)
+    plain = Runner(engine("random:tiny", **sizes))
+    plain.submit(range(1, 80), "r", max_tokens=8, ignore_eos=True)
+    plain.run()
+    real = engine("random:tiny", mesh, **sizes)
+    measure_all_again(real)
+    for _ in range(2):
+        runner = Runner(real)
+        runner.submit(range(1, 80), "r", max_tokens=8, ignore_eos=True)
+        runner.run()
+        assert runner.ids("r") == plain.ids("r")
+        kept = real.scheduler.cache.counts()
+        assert kept.cached
+        repairer = measure_all_again(real)
+        assert real.scheduler.cache.counts() == kept
+        assert len(repairer.timer.pages) == kept.free
     assert_empty(real)
 
 

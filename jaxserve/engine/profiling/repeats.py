@@ -4,6 +4,7 @@ cores, and says whether they can be trusted."""
 from __future__ import annotations
 
 import dataclasses
+import logging
 import statistics
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -14,6 +15,7 @@ from jaxserve.engine.executor import CommandExecutor
 from jaxserve.engine.profiling.measure import MeasuredStep, MeasurePoint, StepTimer
 from jaxserve.engine.profiling.other_work import MOST, OtherWork
 
+log = logging.getLogger(__name__)
 ROUNDS = 2  # in which all points are measured
 FURTHER = 3  # rounds for points whose times do not agree
 AGREEING = 2  # times of a step that are to agree
@@ -127,6 +129,11 @@ def measuring(
             numbers = found.open() if repeats > 1 else ()
             if not numbers:
                 break
+            log.info(
+                "%d of %d steps are to be measured again: others had the cores, or times differ",
+                len(numbers),
+                len(points),
+            )
             quiet = yield None
             if not quiet:
                 break
