@@ -21,6 +21,7 @@ from jaxserve.engine.profiling.other_work import OtherWork
 from jaxserve.engine.profiling.profile_file import MeasuredProfile, points_of
 from jaxserve.engine.profiling.repair import (
     ProfileRepair,
+    ProfileTrust,
     distance,
     profile_again,
     trust_of,
@@ -318,6 +319,18 @@ def test_measuring_again_leaves_kept_blocks_and_tokens_as_they_are(mesh):
         assert real.scheduler.cache.counts() == kept
         assert len(repairer.timer.pages) == kept.free
     assert_empty(real)
+
+
+def test_a_doubt_is_on_the_live_page_and_in_the_metrics(real):
+    def gauge() -> float | None:
+        return real.metrics_registry.get_sample_value("jaxserve:predictions_doubtful")
+
+    assert not real.view()["doubt"] and not real.view()["timed"], "nothing was measured"
+    assert gauge() == 0
+    doubtful = ReplicaProfile(real.scheduler.predictor.costs, {}, doubt="others had the cores")
+    real.trust = ProfileTrust(real.scheduler, doubtful)
+    assert real.view()["doubt"] == "others had the cores" and gauge() == 1
+    real.trust = None
 
 
 def test_a_doubt_is_kept_in_the_file_and_earlier_files_have_none(real, tmp_path):
