@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.policies import LAST, PATIENCE, POLICIES, PromptView, relative_slack
+from jaxserve.scheduling.prefill_line import FADING, PrefillLine
 from jaxserve.scheduling.waiting_queue import WaitingQueue, smallest_first
 from jaxserve.settings.options import options_of
 from jaxserve.settings.schema import SchedulerConfig
@@ -60,15 +61,16 @@ def test_all_policies_have_a_choice_in_the_settings():
 
 
 @settings(deadline=None)
-@given(given_=SECONDS, used=st.floats(0, 1), work=st.floats(0, 1), factor=st.floats(0.01, 100))
-def test_a_long_request_and_a_short_one_of_the_same_shape_press_alike(given_, used, work, factor):
-    """Relative slack has no unit: all times of a request made longer by a factor give the same
-    key."""
+@given(given_=SECONDS, used=st.floats(0, 1), part=st.floats(0, 0.999), factor=st.floats(0.01, 100))
+def test_a_long_request_and_a_short_one_of_the_same_shape_press_alike(given_, used, part, factor):
+    """Relative slack has no unit: all times of a request in time made longer by a factor give the
+    same key."""
+    work = part * (1 - used)
     small, large = (
         slack(used * size, np.zeros(1), np.array([size]), np.array([work * size]))[0]
         for size in (given_, given_ * factor)
     )
-    assert small == pytest.approx(large, rel=1e-6, abs=1e-6) or abs(used + work - 1) < 1e-6
+    assert small == pytest.approx(large, rel=1e-6, abs=1e-6) or used + work > 1 - 1e-6
 
 
 def test_late_prompts_make_way_under_slack_and_go_first_under_relative_slack():
@@ -88,43 +90,150 @@ def test_a_view_may_lack_what_its_caller_does_not_know():
     assert view.at(np.array([2, 0])).work.tolist() == [3.0, 1.0]
 
 
-def late(need: float) -> np.ndarray:
-    """Keys of a request that needs `need` times its 10 seconds, and of one that has just come and
-    can be in time."""
-    return slack(5.0, np.array([0.0, 5.0]), np.array([10.0, 6.0]), np.array([10 * need - 5, 0.9]))
-
-
-@settings(deadline=None)
-@given(st.floats(1.001, PATIENCE - 0.001))
-def test_one_that_is_too_late_is_behind_those_that_can_be_in_time(need):
-    too_late, fresh = late(need)
-    assert too_late > fresh
-
-
-@settings(deadline=None)
-@given(st.floats(PATIENCE + 0.001, 1000))
-def test_one_that_has_waited_beyond_patience_goes_first(need):
-    too_late, fresh = late(need)
-    assert too_late < 0 <= fresh
-
-
-def test_beyond_patience_the_one_that_has_waited_most_goes_first():
-    keys = slack(
-        100.0, np.array([0.0, 50.0, 0.0]), np.array([1.0, 51.0, 200.0]), np.array([1.0, 1.0, 1.0])
+def in_line(passed: list[float], late: list[bool], longest: float = 10.0) -> PromptView:
+    """Prompts of 2 s of prefill each, of a second to the first token, or of a thousand, since each
+    of which so much was prefilled."""
+    count = len(passed)
+    due = 1 + np.where(late, 0.0, 1000.0)
+    return PromptView(
+        5.0,
+        np.zeros(count),
+        due,
+        np.full(count, 2.0),
+        passed=np.array(passed),
+        longest=np.full(count, longest),
     )
-    assert list(smallest_first(keys)) == [0, 1, 2]
+
+
+def first_to_last(key: np.ndarray) -> list[int]:
+    return list(smallest_first(key))
+
+
+def test_late_prompts_go_by_age_behind_those_in_time():
+    view = in_line([3.0, 7.0, 1.0, 5.0], [True, True, False, True])
+    assert first_to_last(POLICIES["slack"].rank(view)) == [2, 1, 3, 0]
+
+
+def test_a_late_prompt_goes_first_when_its_patience_is_needed_for_those_before_it():
+    """With a line of 10 s it is to be prefilled before PATIENCE times that, after an older one of
+    2 s; the younger one can still be put off."""
+    longest = 10.0
+    last_call = PATIENCE * longest - 4.0
+    for passed, order in ((last_call - 0.1, [3, 0, 1, 2]), (last_call + 0.1, [0, 1, 3, 2])):
+        view = in_line([passed + 1, passed, 0.0, 0.0], [True, True, True, False], longest)
+        assert first_to_last(POLICIES["slack"].rank(view)) == order
+
+
+def test_a_late_prompt_is_forecast_before_those_in_time_that_it_cannot_wait_for():
+    longest = 10.0
+    for passed, last in ((1.0, True), (PATIENCE * longest - 3.0, False)):
+        view = in_line([passed, 0.0], [True, False], longest)
+        key = POLICIES["slack"].forecast(view)
+        assert (key[0] > key[1]) == (key[0] >= LAST / 2) == last
+
+
+def test_what_others_wait_in_debt_hurries_nobody_of_an_earlier_turn():
+    """The second one has used up its patience; where its turn is the same, the first one goes
+    before it, and with it."""
+    view = in_line([11.0, 10.5, 0.0], [True, True, False])
+    view = view._replace(longest=np.array([100.0, 10.0, 100.0]))
+    assert first_to_last(POLICIES["slack"].order(view)) == [0, 1, 2]
+    view = view._replace(turn=np.array([0, 1, 0]))
+    assert first_to_last(POLICIES["slack"].order(view)) == [2, 0, 1]
+
+
+class OneServer:
+    """Prefills a quantum at a time by the policy's rank; its clock counts seconds of prefill."""
+
+    def __init__(self, quantum: float):
+        self.quantum = quantum
+        self.now = 0.0
+        self.line = PrefillLine()
+        # of each that waits: when it came, when it is due, and seconds left
+        self.prompts: list[list[float]] = []
+        self.longest: dict[float, float] = {}  # line while it waits, by when it came
+
+    def come(self, budget: float, work: float) -> float:
+        """Returns the line that it finds, with its own work."""
+        self.prompts.append([self.now, self.now + budget, work])
+        found = sum(left for _, _, left in self.prompts)
+        self.line.found(0, found)
+        self.longest[self.now] = 0.0
+        for came, _, _ in self.prompts:
+            self.longest[came] = max(self.longest[came], float(self.line.longest(NO_TENANT)[0]))
+        return found
+
+    def run(self, until: float) -> list[tuple[float, float]]:
+        """Runs to a clock second; returns when each came that has ended, and when it ended."""
+        ended = []
+        while self.prompts and self.now < until:
+            arrival, due, work = np.array(self.prompts).T
+            view = PromptView(
+                self.now,
+                arrival,
+                due,
+                work,
+                passed=self.now - arrival,
+                longest=self.line.longest(np.zeros(len(work), int)),
+            )
+            place = next(smallest_first(POLICIES["slack"].rank(view)))
+            chosen = self.prompts[place]
+            seconds = min(self.quantum, chosen[2])
+            chosen[2] -= seconds
+            self.now += seconds
+            self.line.done += seconds
+            if chosen[2] <= 1e-9:
+                ended.append((self.prompts.pop(place)[0], self.now))
+        self.now = max(self.now, until)
+        return ended
+
+
+NO_TENANT = np.zeros(1, int)
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(st.integers(0, 2**32), st.floats(0.5, 3.0), st.floats(0.1, 1.0))
+def test_no_prompt_waits_much_longer_than_the_unluckiest_would_by_age(seed, load, stretch):
+    """Whatever comes, at up to three times of what can be prefilled: each is done before PATIENCE
+    times the longest line was prefilled, or its own line and what its budget let go before it."""
+    draw = np.random.default_rng(seed)
+    server = OneServer(quantum=0.1)
+    bounds = {}
+    ended = []
+    for _ in range(80):
+        ended += server.run(server.now + 0.01 + draw.exponential(1 / load))
+        work = draw.lognormal(-0.5, 1.0)
+        budget = max(1.0, work) + stretch * work
+        bounds[server.now] = server.come(budget, work) + budget
+    ended += server.run(np.inf)
+    assert len(ended) == 80
+    for came, end in ended:
+        bound = max(PATIENCE * server.longest[came], bounds[came])
+        assert end - came <= bound + 3 * server.quantum
+
+
+def test_beside_those_in_time_the_late_ones_are_served_too():
+    """A stream of prompts that could all be in time, and take all there is."""
+    server = OneServer(quantum=0.1)
+    for _ in range(10):
+        server.come(1.0, 1.0)  # all but one are late
+    ended = []
+    for _ in range(400):
+        server.now += 1e-6  # a name for each
+        server.come(2.0, 0.1)
+        ended += server.run(server.now + 0.1)
+    first = [came for came, _ in ended if came == 0.0]
+    assert len(first) == 10
 
 
 @settings(deadline=None)
-@given(arrival=st.floats(0, 100), given_=SECONDS, work=SECONDS)
-def test_whoever_waits_goes_first_in_the_end(arrival, given_, work):
-    """Whatever the work and the deadline, there is a moment from which on the key is below that of
-    any request in time."""
-    after = arrival + PATIENCE * given_ * np.linspace(1.001, 3, 5)
-    assert all(
-        slack(now, np.array([arrival]), np.array([arrival + given_]), np.array([work]))[0] < 0
-        for now in after
-    )
+@given(st.lists(st.tuples(st.integers(0, 50), st.booleans()), min_size=2, max_size=12))
+def test_of_late_ones_the_older_goes_first(prompts):
+    passed, late = (list(column) for column in zip(*prompts))
+    view = in_line(passed, late)
+    order = first_to_last(POLICIES["slack"].rank(view))
+    ages = [passed[place] for place in order if late[place]]
+    assert ages == sorted(ages, reverse=True)
 
 
 # --- the line
@@ -168,6 +277,7 @@ def sequence(number: int) -> SimpleNamespace:
         prefill_len=number + 1,
         prefill_seconds_left=number * 7.0,
         tenant=number % 4,
+        came=number / 8,
     )
 
 
@@ -176,6 +286,10 @@ def sequence(number: int) -> SimpleNamespace:
 def test_the_line_keeps_the_order_of_age_with_what_a_policy_looks_at(numbers):
     """A number that is not there joins, one that is leaves."""
     line = WaitingQueue()
+    for tenant in range(4):
+        line.line.joined(tenant)
+        line.line.found(tenant, 10.0 + tenant)
+    line.line.done = 100.0
     there = {}
     for number in numbers:
         if number in there:
@@ -198,6 +312,8 @@ def test_the_line_keeps_the_order_of_age_with_what_a_policy_looks_at(numbers):
     assert view.tokens.tolist() == [number + 1.0 for number in everyone]
     assert view.priority.tolist() == [number % 3 for number in everyone]
     assert view.tenant.tolist() == [number % 4 for number in everyone]
+    assert view.passed.tolist() == [100 - number / 8 for number in everyone]
+    assert view.longest.tolist() == [10 + number % 4 - 100 * FADING for number in everyone]
     names = [view.class_names[int(index)] for index in view.class_index]
     assert names == [(None, "chat")[number % 2] for number in everyone]
 

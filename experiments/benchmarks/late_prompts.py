@@ -28,7 +28,7 @@ from jaxserve.lab.cli.simulate import configs, scheduling_options
 from jaxserve.lab.simulate.recorder import RequestRecord
 from jaxserve.lab.simulate.run import System, execute, shape_of
 from jaxserve.lab.simulate.workload import parse
-from jaxserve.policies import PATIENCE, POLICIES, Policy, PromptView
+from jaxserve.policies import LAST, POLICIES, Policy, PromptView
 from jaxserve.progress import progress_bar
 from jaxserve.settings.flags import Command
 from jaxserve.settings.options import Option
@@ -36,6 +36,8 @@ from jaxserve.settings.schema import ConfigError, MeshConfig
 
 SYSTEM = System(shape_of("llama3-8b"), "a100", MeshConfig(tp=8, spp=2))
 POLICY = POLICIES["slack"]
+# multiple of its TTFT budget after which a late prompt goes first, under the rules of this file
+PATIENCE = 8.0
 LOG_PATIENCE = 5.66
 SPARED_SHARE = 0.1
 # settings of the scheduler by the name of a way of sharing; ramped: over the whole TTFT budget
@@ -46,11 +48,26 @@ SHARING: Mapping[str, Mapping[str, float]] = {
 }
 
 
+def behind(view: PromptView) -> np.ndarray:
+    """Late ones behind those in time, by their slack against twice the budget, then four times, and
+    so on; first once they need PATIENCE times their budget."""
+    relative = view.relative_slack
+    need = np.maximum(1 - relative, 1.0)
+    against, _ = np.frexp(need)
+    return np.where(relative >= 0, relative, np.where(need < PATIENCE, 2 - against, -need))
+
+
+def behind_in_the_end(view: PromptView) -> np.ndarray:
+    """By deadline, and the late ones behind all others."""
+    left = view.deadline - view.now
+    return np.where(left < view.work, left + LAST, left)
+
+
 def spared(view: PromptView) -> np.ndarray:
     """Late ones first where those in time can spare it: the shortest, as many as take at most
     SPARED_SHARE of the seconds by which each of those in time could wait longer and not be late, if
     the first that is due went first. The others as under the policy."""
-    keys = POLICY.rank(view)
+    keys = behind(view)
     due = view.deadline
     work = view.work
     relative = view.relative_slack
@@ -83,10 +100,11 @@ def logarithmic(view: PromptView) -> np.ndarray:
 
 
 RULES: Mapping[str, Policy] = {
-    "behind": POLICY,
-    "logarithmic": Policy(POLICY.help, logarithmic, POLICY.forecast),
-    "in-turns": Policy(POLICY.help, in_turns, POLICY.forecast),
-    "spared": Policy(POLICY.help, spared, POLICY.forecast),
+    "patient": POLICY,
+    "behind": Policy(POLICY.help, behind, behind_in_the_end),
+    "logarithmic": Policy(POLICY.help, logarithmic, behind_in_the_end),
+    "in-turns": Policy(POLICY.help, in_turns, behind_in_the_end),
+    "spared": Policy(POLICY.help, spared, behind_in_the_end),
     "first": POLICIES["relative-slack"],
 }
 

@@ -12,7 +12,8 @@ contains it. Nothing here knows text, devices or threads.
     admission        AdmissionController: refuses requests that would be late, by `forecast`
     prefill_times    PrefillTimes: predicted and due first tokens
     request_table    RequestTable: live requests and how they end; `sequence`: one completion
-    slots            SlotTable: running sequences, and `waiting_queue` those that wait
+    slots            SlotTable: running sequences, and `waiting_queue` those that wait;
+                     `prefill_line` says how long, in seconds of prefill
     packing          BatchPacker: decodes, preemption, and the batch as arrays
     prefill_packing  PrefillPacker: prefill chunks, in the order of `prefill_order` and `policies`;
                      `prefill_chunks` finds where one would run, and gives it pages

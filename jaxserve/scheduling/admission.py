@@ -222,7 +222,7 @@ class AdmissionController:
         if config.chunking == "adaptive" and config.sharing > 0:
             steps = np.maximum(prompts.work * (1 / forecast.prefill_per_step), 1.0)
             size_class = (np.log(steps) * (1 / math.log(1 / SHARER_WORK_RATIO))).astype(np.int16)
-            # late ones have a key some seconds below or above LAST
+            # late ones have a key some seconds from LAST
             size_class[key >= LAST / 2] += LAST_CLASS
             order = order[np.argsort(size_class[order], kind="stable")]
         if prompts.turn.size:

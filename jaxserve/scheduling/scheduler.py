@@ -100,6 +100,8 @@ class Scheduler:
         self.slots = SlotTable(
             config.max_seqs, cache, self.times.seconds, self.shares, config.max_loras
         )
+        self.line = self.slots.queue.line
+        self.shares.joined.append(self.line.joined)
         self.sequences = self.slots.by_number
         self.requests = RequestTable(self.slots, self.bus)
         self.fetches = Fetches(cache, self.slots, self.predictor)
@@ -224,6 +226,7 @@ class Scheduler:
         sequences = self._sequences(request, received)
         for sequence in sequences:
             sequence.quiet = quiet
+        self.line.came(sequences)
         leader, *later = sequences
         first = None
         if begins:
@@ -235,6 +238,7 @@ class Scheduler:
         had_token = any(sequence.output for sequence in sequences)
         self.requests.add(LiveEntry(request, leader, alive, later, had_token))
         self.slots.wait(leader)
+        self._note_line(leader, now)
         self.page_admission.promise(leader)
         self.requests.sessions.began(leader, request.arrival)
         if self._planner is not None:
@@ -245,6 +249,15 @@ class Scheduler:
             begun = self._flight[-1].seconds / 2 if self._flight else 0.0
             return [Accepted(ahead, self.times.waiting(leader, self.slots, begun))]
         return [Accepted(ahead, first - request.arrival)]
+
+    def _note_line(self, leader: Sequence, now: float) -> None:
+        """Notes the line in which the youngest waiting sequence stands: all prompts but those of
+        tenants whose turn is later."""
+        prompts = self.slots.prompts(now)
+        ahead = prompts.work
+        if prompts.turn.size:
+            ahead = ahead[prompts.turn <= prompts.turn[-1]]
+        self.line.found(leader.tenant, float(ahead.sum()))
 
     def _check_version(self, request: Request) -> None:
         """Checks that a request goes on with the weights that it began with. Errors:
@@ -360,7 +373,7 @@ class Scheduler:
         issued now. If it is `partial` then, it is issued by groups of its layers: the first one
         now, the others with `go_on`. No other is started before the last of them."""
         assert self.partial is None, "the newest batch is not issued to its end"
-        backlog = self._backlog_heard
+        backlog = self.slots.backlog
         packed = self.packer.pack(self._batches, now)
         if packed is None:
             return None
@@ -373,13 +386,9 @@ class Scheduler:
             self._publish_blocks(chunks)
         return batch
 
-    @property
-    def _backlog_heard(self) -> float:
-        """The predicted seconds of prefill that are left to do; 0 where nobody hears of it."""
-        return self.slots.backlog if self.bus.hears(BatchPacked) else 0.0
-
     def _publish_packed(self, batch: Batch, backlog: float, now: float) -> None:
         self._charge(batch, now)
+        self.line.done += max(0.0, backlog - self.slots.backlog)
         if self.bus.hears(BatchPacked):
             self.bus.publish(BatchPacked(batch, backlog))
         self._batches += 1
@@ -415,7 +424,7 @@ class Scheduler:
         prompts = self.interruption_rule.prompts(step, begins, now)
         if not prompts:
             return None
-        backlog = self._backlog_heard
+        backlog = self.slots.backlog
         packed = self.packer.pack_beside(self._batches, now, step.batch, prompts)
         if packed is None:
             return None

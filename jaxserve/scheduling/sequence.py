@@ -88,6 +88,7 @@ class Sequence:
         # the last part ends where the prompt does; empty: the cache chooses lanes block by block
         self.plan: tuple[PlanPart, ...] = ()
         self.prefill_seconds_left = 0.0  # predicted seconds of the rest of its prefill
+        self.came = 0.0  # predicted seconds of prefill that were done when its request came
         self.slot = NO_SLOT
         self.quiet = False  # whether only its end is an event: neither progress nor tokens are
         self.cached_tokens = 0

@@ -11,20 +11,23 @@ from operator import attrgetter
 import numpy as np
 
 from jaxserve.policies import PromptView
+from jaxserve.scheduling.prefill_line import PrefillLine
 from jaxserve.scheduling.sequence import Sequence
 
 age = attrgetter("number")  # sequences are numbered as they come
-# of a PromptView
-COLUMNS = ("arrival", "deadline", "work", "tokens", "priority", "class_index", "tenant")
+# of a PromptView; came: see `Sequence`
+COLUMNS = ("arrival", "deadline", "work", "tokens", "priority", "class_index", "tenant", "came")
 WORK = COLUMNS.index("work")
 TOKENS = COLUMNS.index("tokens")
 TENANT = COLUMNS.index("tenant")
 
 
 class WaitingQueue:
-    """Waiting sequences, oldest first, and what policies look at."""
+    """Waiting sequences, oldest first, and what policies look at. `line` says how long they have
+    been standing in line, in seconds of prefill."""
 
     def __init__(self) -> None:
+        self.line = PrefillLine()
         self._sequences: list[Sequence] = []
         # a row per array of PromptView; has room for more sequences than there are
         self._rows = np.empty((len(COLUMNS), 64))
@@ -70,11 +73,23 @@ class WaitingQueue:
             rows[:, place] = self._column(sequence)
         for place, sequence in enumerate(last, count):
             rows[:, place] = self._column(sequence)
-        arrival, deadline, work, tokens, priority, class_index, tenant = rows
+        arrival, deadline, work, tokens, priority, class_index, tenant, came = rows
         names = tuple(self._class_index)
         classes = class_index.astype(np.intp)
         tenants = tenant.astype(np.intp)
-        return PromptView(now, arrival, deadline, work, tokens, priority, classes, names, tenants)
+        return PromptView(
+            now,
+            arrival,
+            deadline,
+            work,
+            tokens,
+            priority,
+            classes,
+            names,
+            tenants,
+            passed=self.line.done - came,
+            longest=self.line.longest(tenants),
+        )
 
     def add(self, sequence: Sequence) -> None:
         """Adds a sequence at the place of its age."""
@@ -104,6 +119,7 @@ class WaitingQueue:
             request.priority,
             self._class_index.setdefault(name, len(self._class_index)),
             sequence.tenant,
+            sequence.came,
         )
 
 

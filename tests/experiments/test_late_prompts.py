@@ -8,10 +8,18 @@ import json
 import numpy as np
 import pytest
 
-from experiments.benchmarks.late_prompts import COMMAND, RULES, Case, check, shown, summary
+from experiments.benchmarks.late_prompts import (
+    COMMAND,
+    PATIENCE,
+    RULES,
+    Case,
+    check,
+    shown,
+    summary,
+)
 from experiments.script import command_line
 from jaxserve.lab.simulate.recorder import RequestRecord
-from jaxserve.policies import PATIENCE, PromptView
+from jaxserve.policies import PromptView
 from jaxserve.settings.schema import ConfigError
 
 
@@ -44,12 +52,14 @@ def test_every_rule_keeps_the_order_of_those_in_time_and_lets_none_wait_for_ever
     due = np.array([10.0, 10.0, 10.0, 10.0])
     arrival = np.array([0.0, 0.0, 0.0, 9.0])
     work = np.array([5.0, 9.0, 10.0, 1 + PATIENCE * 2])
-    keys = rule.rank(PromptView(0.0, arrival, due, work))
+    passed = np.array([0.0, 0.0, 0.0, 100.0])
+    view = PromptView(0.0, arrival, due, work, passed=passed, longest=np.full(4, 50.0))
+    keys = rule.rank(view)
     assert keys[0] > keys[1] > keys[2] > keys[3]
 
 
 def test_unknown_rules_are_refused():
-    with pytest.raises(ConfigError, match="rules: soon: known are behind"):
+    with pytest.raises(ConfigError, match="rules: soon: known are patient"):
         check([Case("medha-5", 0.5, "shared", "soon")])
 
 
