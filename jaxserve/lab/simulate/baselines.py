@@ -14,7 +14,13 @@ from typing import Any
 from jaxserve.api.request import Slo
 from jaxserve.costs.profiles import devices
 from jaxserve.lab.simulate.arrival import Arrival
-from jaxserve.lab.simulate.loongserve import LoongPool, LoongServe
+from jaxserve.lab.simulate.loongserve import (
+    FREE,
+    PUBLISHED,
+    Elasticity,
+    LoongPool,
+    LoongServe,
+)
 from jaxserve.lab.simulate.recorder import Outcome
 from jaxserve.lab.simulate.run import System, execute
 from jaxserve.policies import POLICIES
@@ -30,10 +36,13 @@ SCHEDULERS: Mapping[str, Mapping[str, Any]] = {
         for policy in POLICIES
     },
 }
-# LoongServe: ranks of an instance, share of the instances kept for short prompts
+# LoongServe: ranks of an instance, share of the instances kept for short prompts, what elasticity
+# takes where it is not free
 POOLS: Mapping[str, Mapping[str, Any]] = {
     "loongserve": dict(tp=2, reserved=0.0),
     "loongserve-reserved": dict(tp=2, reserved=0.25),
+    "loongserve-costs": dict(tp=2, reserved=0.0, elasticity=PUBLISHED),
+    "loongserve-costs-reserved": dict(tp=2, reserved=0.25, elasticity=PUBLISHED),
 }
 BASELINES = (*SCHEDULERS, *POOLS)
 FORMER = {"fcfs": "fcfs-unshared", "edf": "edf-unshared", "lrs": "slack-unshared"}
@@ -73,6 +82,20 @@ def compare(
             slo,
             until,
         )
+    made = pool(system.with_cache(cache), **POOLS[name])
+    return serve_elastic(made, system, scheduler, cache, arrivals, slo, until)
+
+
+def serve_elastic(
+    made: LoongPool,
+    system: System,
+    scheduler: SchedulerConfig,
+    cache: CacheConfig,
+    arrivals: Iterable[Arrival],
+    slo: Slo = Slo(),  # noqa: B008
+    until: float = float("inf"),
+) -> Outcome:
+    """Runs the arrivals on LoongServe's instances; promises are those of the system."""
     times = system.replica(scheduler, cache).scheduler.times
 
     def ttft(prompt: int) -> float:
@@ -81,7 +104,7 @@ def compare(
         return max(slo.ttft or scheduler.ttft_by_length(alone), alone)
 
     server = LoongServe(
-        pool(system.with_cache(cache), **POOLS[name]),
+        made,
         ttft,
         scheduler.max_seqs,
         noise=system.noise,
@@ -92,19 +115,24 @@ def compare(
     return server.recorder.outcome()
 
 
-def pool(system: System, tp: int, reserved: float) -> LoongPool:
-    """LoongServe's instances on the system's devices. They are joined as ranks are inside a node:
-    in its favour, for a ring may have to leave it."""
+def pool(system: System, tp: int, reserved: float, elasticity: Elasticity = FREE) -> LoongPool:
+    """LoongServe's instances on the system's devices. Where elasticity is free they are joined as
+    ranks are inside a node: in its favour, for a ring may have to leave it. Else what leaves a node
+    takes the link between nodes."""
     count, spare = divmod(system.mesh.devices, tp)
     if spare or not count:
         raise ConfigError("mesh", f"{system.mesh.devices} devices do not make instances of {tp}")
     part = dataclasses.replace(system, mesh=MeshConfig(tp=tp))
-    links = devices()[system.device].ranks
-    return LoongPool(
+    device = devices()[system.device]
+    made = LoongPool(
         count,
         part.costs,
         part.kv_tokens(),
         part.heads.kv_bytes,
-        links[min(links)],
+        device.ranks[min(device.ranks)],
         round(reserved * count),
     )
+    if elasticity == FREE:
+        return made
+    node = min(count, max(1, system.node_devices // tp))
+    return dataclasses.replace(made, node=node, between=device.node, elasticity=elasticity)

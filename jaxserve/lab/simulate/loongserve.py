@@ -5,10 +5,11 @@ A prompt is computed at once, by as many instances as a dynamic program over the
 gives it, each holding a part of the sequence; attention goes round in a ring. Its KV then moves to
 the decode pool, as few instances as hold the KV of all that decode.
 
-What is modelled in its favour: moving KV, scaling down and borrowing instances cost nothing,
-instances that do not decode are all free for prefill, and decodes that need another instance get it
-at once, even while that finishes a prefill. What is not: it cannot interrupt a prefill that has
-begun (Medha, sections 2 and 5).
+By default, what is not known is modelled in its favour: moving KV, scaling and borrowing instances
+cost nothing, instances that do not decode are all free for prefill, and decodes that need another
+instance get it at once, even while that finishes a prefill. What is not: it cannot interrupt a
+prefill that has begun (Medha, sections 2 and 5). `Elasticity` is what these take; `PUBLISHED` is
+what LoongServe's paper and its public code say of that, part by part.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -27,13 +28,62 @@ from jaxserve.lab.simulate.recorder import Recorder, RequestRecord
 from jaxserve.lanes.rates import Link
 
 MAX_CONSIDERED = 16  # waiting prompts that the dynamic program looks at, which takes their cube
+# seconds of a step for the manager's calls to its instances: the guide to LoongServe's public code
+# (docs/artifact-eval) shows 12.4 ms for a decode step of LWM-7B on 4 instances of 2 A800, where our
+# costs of that model on A100 say 6.7
+STEP = 5.7e-3
+# seconds of a prefill for each instance of its group after the first: the same run shows 32.8 ms
+# for a prompt of a few tokens on 4 instances, where our costs and STEP say 12.2. Table 1 of Tetris
+# has more: 24 ms an instance, over what our costs say of 8 and 16 A100
+HOP = 6.9e-3
+SCALE_DOWN = 0.02  # of a prefill's time on several instances (LoongServe, 7.4: less than 2 %)
+SCALE_UP = 0.10  # of a decode step's time on several instances (LoongServe, 7.4: less than 10 %)
+
+
+@dataclass(frozen=True)
+class Elasticity:
+    """What elasticity takes, in seconds, and in shares of what a step takes without it.
+
+    step: of each step. hop: of a prefill, for each instance of its group after the first.
+    scale_down: share of a prefill on several instances, whose KV fewer of them keep. scale_up:
+    share of a decode step on several. moves: times that KV must move over the link before
+    prefills begin, so that decodes hold as few instances as they need; 0: it is there at once.
+    own: decodes get no instance before its prefill ends. together: prefills begin together; while
+    they run, only those that end before them begin.
+    """
+
+    step: float = 0.0
+    hop: float = 0.0
+    scale_down: float = 0.0
+    scale_up: float = 0.0
+    moves: float = 0.0
+    own: bool = False
+    together: bool = False
+
+    def times(self, factor: float) -> Elasticity:
+        """Returns the same with all times and shares multiplied."""
+        return replace(
+            self,
+            step=self.step * factor,
+            hop=self.hop * factor,
+            scale_down=self.scale_down * factor,
+            scale_up=self.scale_up * factor,
+            moves=self.moves * factor,
+        )
+
+
+FREE = Elasticity()
+# KV moves and prefills begin together as in LoongServe's public code: `_migrate_batch` and
+# `_dispatch_independ_batch_list` of longserve_server/router/manager.py
+PUBLISHED = Elasticity(STEP, HOP, SCALE_DOWN, SCALE_UP, moves=1.0, own=True, together=True)
 
 
 @dataclass(frozen=True)
 class LoongPool:
     """Instances: how many, what one costs, the tokens of KV it holds, bytes of KV per token and
     layer of one rank, and the link between two instances. `reserved` of them take only prompts
-    below `short` tokens (Medha 5.3)."""
+    below `short` tokens (Medha 5.3). most: instances of a prefill; 0: any number. node: instances
+    of a node, and `between` nodes another link; 0: all are joined by the same one."""
 
     count: int
     costs: Costs
@@ -42,6 +92,26 @@ class LoongPool:
     link: Link
     reserved: int = 0
     short: int = 8192
+    most: int = 0
+    node: int = 0
+    between: Link | None = None
+    elasticity: Elasticity = FREE
+
+    def joined(self, degree: int) -> Link:
+        """The slowest link in a group of `degree` instances."""
+        if self.between is None or degree <= self.node:
+            return self.link
+        return self.between
+
+    def move(self, tokens: int) -> float:
+        """Seconds to move the KV of `tokens` tokens to another instance, each as likely."""
+        if not self.elasticity.moves or not tokens:
+            return 0.0
+        sent = self.kv_bytes * self.costs.layers * tokens
+        near = (self.node or self.count) - 1
+        far = self.count - 1 - near
+        seconds = near * self.link(sent) + far * self.joined(self.count)(sent)
+        return self.elasticity.moves * seconds / max(1, near + far)
 
     def prefill(self, prompts: Sequence[int], degree: int) -> float:
         """Seconds to prefill these prompts together on `degree` instances: linear parts and
@@ -57,9 +127,13 @@ class LoongPool:
         )
         ring = 0.0
         if degree > 1:
-            ring = (degree - 1) * self.link(self.kv_bytes * tokens / degree)
+            ring = (degree - 1) * self.joined(degree)(self.kv_bytes * tokens / degree)
         layer = costs.linear(-(-tokens // degree)) + max(attention, ring)
-        return costs.launch + costs.layers * layer + costs.head + costs.head_token * len(prompts)
+        whole = costs.launch + costs.layers * layer + costs.head + costs.head_token * len(prompts)
+        elastic = self.elasticity
+        if degree > 1:
+            whole = whole * (1 + elastic.scale_down) + elastic.hop * (degree - 1)
+        return whole + elastic.step
 
     def decode(self, count: int, context: int, degree: int) -> float:
         """Seconds of a decode step over `degree` instances, each of which is master for its part of
@@ -69,21 +143,28 @@ class LoongPool:
         layer = costs.linear(own) + costs.attend_decodes(own, context / degree)
         exchange = 0.0
         if degree > 1:
-            exchange = 2 * self.link(costs.kvp_token * self.link.bytes_per_s * own)
-        return (
+            sent = costs.kvp_token * self.link.bytes_per_s * own
+            exchange = 2 * self.joined(degree)(sent)
+        whole = (
             costs.launch + costs.layers * (layer + exchange) + costs.head + costs.head_token * own
         )
+        elastic = self.elasticity
+        if degree > 1:
+            whole *= 1 + elastic.scale_up
+        return whole + elastic.step
 
 
 @dataclass(slots=True)
 class DecodingRequest:
-    """A request that decodes: when its first and its last token came, and how many there are."""
+    """A request that decodes: when its first and its last token came, and how many there are.
+    apart: its KV is where it was computed, not with that of the others."""
 
     number: int
     arrival: Arrival
     first: float
     last: float
     done: int = 1
+    apart: bool = True
 
     @property
     def context(self) -> int:
@@ -114,6 +195,8 @@ class LoongServe:
         self._joining: list[DecodingRequest] = []
         self._serial = 0
         self.in_use = {True: 0, False: 0}  # instances that prefill: reserved ones and others
+        # clock seconds at which the prefills that began together end, as predicted
+        self._border = {True: 0.0, False: 0.0}
 
     def run(self, arrivals: Iterable[Arrival], until: float = float("inf")) -> None:
         """Runs arrivals to the end, or to clock second `until`."""
@@ -167,22 +250,44 @@ class LoongServe:
         )
         if free <= 0 or not wanted or seats <= 0:
             return
+        late = self.pool.elasticity.together and self.in_use[reserved] > 0
         batch = self._fitting(wanted[: min(MAX_CONSIDERED, seats)])
+        if late:
+            alone = lambda entry: self.pool.prefill([entry[1].prompt], free)
+            batch = [entry for entry in batch if now + alone(entry) <= self._border[reserved]]
+        began = now if late or not batch else now + self._gather()
+        border = now
         for group, degree in group_prompts(
             [arrival.prompt for _, arrival in batch], free, self.pool
         ):
             chosen = [batch[index] for index in group]
+            predicted = self.pool.prefill([arrival.prompt for _, arrival in chosen], degree)
+            if late and now + predicted > self._border[reserved]:
+                continue
             for entry in chosen:
                 self._queue.remove(entry)
-            predicted = self.pool.prefill([arrival.prompt for _, arrival in chosen], degree)
             seconds = predicted * self._factor()
+            border = max(border, began + predicted)
             self._serial += 1
             self.in_use[reserved] += degree
             self.recorder.busy += seconds * degree / self.pool.count
             heapq.heappush(
                 self._prefills,
-                (now + seconds, self._serial, degree if not reserved else -degree, chosen),
+                (began + seconds, self._serial, degree if not reserved else -degree, chosen),
             )
+        if not late:
+            self._border[reserved] = border
+
+    def _gather(self) -> float:
+        """Seconds in which the KV of all that decode is moved to as few instances as it needs."""
+        if not self.pool.elasticity.moves:
+            return 0.0
+        apart = [running for running in (*self._running, *self._joining) if running.apart]
+        if len(apart) == len(self._running) + len(self._joining):
+            apart = apart[1:]  # the others come to the first
+        for running in (*self._running, *self._joining):
+            running.apart = False
+        return self.pool.move(sum(running.context for running in apart))
 
     def _fitting(self, wanted: list[tuple[int, Arrival]]) -> list[tuple[int, Arrival]]:
         """The first of these, in order, whose KV fits beside what is held and what is on its
@@ -225,6 +330,8 @@ class LoongServe:
         self._joining = []
         if self._running:
             degree = min(self._decoders(), self.pool.count)
+            if self.pool.elasticity.own and degree + sum(self.in_use.values()) > self.pool.count:
+                return
             context = sum(running.context for running in self._running)
             predicted = self.pool.decode(len(self._running), context, degree)
             seconds = predicted * self._factor()
@@ -296,19 +403,21 @@ def group_prompts(
     Returns (indices of the prompts, instances)."""
     order = sorted(range(len(prompts)), key=lambda index: -prompts[index])
     degrees = range(1, instances + 1)
+    most = pool.most or instances
     # [prompts][instances at most]: sum, groups
     best: list[list[tuple[float, tuple]]] = [[(0.0, ())] * (instances + 1)]
     for end in range(1, len(order) + 1):
         groups = [[prompts[index] for index in order[begin:end]] for begin in range(end)]
         sums = [
-            [pool.prefill(group, degree) * len(group) for degree in degrees] for group in groups
+            [pool.prefill(group, degree) * len(group) for degree in degrees[:most]]
+            for group in groups
         ]
         row: list[tuple[float, tuple]] = [(float("inf"), ())]
         for used in degrees:
             total, begin, degree = min(
                 (best[begin][used - degree][0] + sums[begin][degree - 1], begin, degree)
                 for begin in range(end)
-                for degree in range(1, used + 1)
+                for degree in range(1, min(used, most) + 1)
             )
             row.append((total, (*best[begin][used - degree][1], (begin, end, degree))))
         best.append(row)
