@@ -38,6 +38,11 @@ STEP = 5.7e-3
 HOP = 6.9e-3
 SCALE_DOWN = 0.02  # of a prefill's time on several instances (LoongServe, 7.4: less than 2 %)
 SCALE_UP = 0.10  # of a decode step's time on several instances (LoongServe, 7.4: less than 10 %)
+# seconds of prefills that begin together, unless it is one; and how many times in a row others may
+# pass a prompt that is longer (LoongServe, 5.1; --max_prefill_time in test/longserve of the public
+# code and the default of its --max_num_ooe)
+LONGEST = 5.0
+PASSED = 10
 
 
 @dataclass(frozen=True)
@@ -48,8 +53,9 @@ class Elasticity:
     scale_down: share of a prefill on several instances, whose KV fewer of them keep. scale_up:
     share of a decode step on several. moves: times that KV must move over the link before
     prefills begin, so that decodes hold as few instances as they need; 0: it is there at once.
-    own: decodes get no instance before its prefill ends. together: prefills begin together; while
-    they run, only those that end before them begin.
+    own: decodes get no instance before its prefill ends. together: prefills begin together, so many
+    as end within that many seconds, or one; while they run, only those that end before them begin.
+    0: whenever an instance is free.
     """
 
     step: float = 0.0
@@ -58,7 +64,7 @@ class Elasticity:
     scale_up: float = 0.0
     moves: float = 0.0
     own: bool = False
-    together: bool = False
+    together: float = 0.0
 
     def times(self, factor: float) -> Elasticity:
         """Returns the same with all times and shares multiplied."""
@@ -75,7 +81,7 @@ class Elasticity:
 FREE = Elasticity()
 # KV moves and prefills begin together as in LoongServe's public code: `_migrate_batch` and
 # `_dispatch_independ_batch_list` of longserve_server/router/manager.py
-PUBLISHED = Elasticity(STEP, HOP, SCALE_DOWN, SCALE_UP, moves=1.0, own=True, together=True)
+PUBLISHED = Elasticity(STEP, HOP, SCALE_DOWN, SCALE_UP, moves=1.0, own=True, together=LONGEST)
 
 
 @dataclass(frozen=True)
@@ -197,6 +203,7 @@ class LoongServe:
         self.in_use = {True: 0, False: 0}  # instances that prefill: reserved ones and others
         # clock seconds at which the prefills that began together end, as predicted
         self._border = {True: 0.0, False: 0.0}
+        self._passed = 0  # times in a row that prompts began before one that had come earlier
 
     def run(self, arrivals: Iterable[Arrival], until: float = float("inf")) -> None:
         """Runs arrivals to the end, or to clock second `until`."""
@@ -250,11 +257,12 @@ class LoongServe:
         )
         if free <= 0 or not wanted or seats <= 0:
             return
-        late = self.pool.elasticity.together and self.in_use[reserved] > 0
+        together = self.pool.elasticity.together
+        late = together > 0 and self.in_use[reserved] > 0
+        if together:
+            ends = self._border[reserved] - now if late else together
+            wanted = self._ending(wanted[: min(MAX_CONSIDERED, seats)], free, ends, late)
         batch = self._fitting(wanted[: min(MAX_CONSIDERED, seats)])
-        if late:
-            alone = lambda entry: self.pool.prefill([entry[1].prompt], free)
-            batch = [entry for entry in batch if now + alone(entry) <= self._border[reserved]]
         began = now if late or not batch else now + self._gather()
         border = now
         for group, degree in group_prompts(
@@ -277,6 +285,28 @@ class LoongServe:
             )
         if not late:
             self._border[reserved] = border
+
+    def _ending(
+        self, wanted: list[tuple[int, Arrival]], free: int, seconds: float, late: bool
+    ) -> list[tuple[int, Arrival]]:
+        """Those of these, in order, that end within so many seconds if all instances that are free
+        prefill them; the first always, and alone then, unless others run and it is late."""
+        out: list[tuple[int, Arrival]] = []
+        passed = False
+        for entry in wanted:
+            prompts = [arrival.prompt for _, arrival in (*out, entry)]
+            fits = self.pool.prefill(prompts, free) <= seconds
+            if not out and not late and not fits and not passed:
+                return [entry]
+            if fits:
+                out.append(entry)
+            elif late or self._passed < PASSED:
+                passed = True
+            else:
+                break
+        if not late:
+            self._passed = self._passed + 1 if passed else 0
+        return out
 
     def _gather(self) -> float:
         """Seconds in which the KV of all that decode is moved to as few instances as it needs."""
