@@ -71,6 +71,19 @@ def load_of_time(points: Sequence[tuple[float, float]], limit: float) -> float:
     return Bound(points[-1][0], ">")
 
 
+def load_within(points: Sequence[tuple[float, float]], limit: float) -> float:
+    """Returns the greatest of the loads up to which a time is at most `limit`: one that was tried.
+    A bound where that is the last one, or where there is none; NaN where a time is not known."""
+    if any(math.isnan(seconds) for _, seconds in points):
+        return math.nan
+    within = None
+    for load, seconds in points:
+        if seconds > limit:
+            return Bound(load, "<") if within is None else within
+        within = load
+    return Bound(points[-1][0], ">")
+
+
 def load_of_share(points: Sequence[tuple[float, float]], least_share: float) -> float:
     """Returns the load up to which a share, known at some loads, is at least `least_share`: a
     straight line between loads. A bound where it never falls below, or is below at the first; NaN

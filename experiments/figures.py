@@ -40,9 +40,9 @@ class Claim:
     """A number of the paper, where it stands, and how ours is read off the rows.
 
     better: 'higher' or 'lower' where one is better, 'equal' where neither is. limit: the paper says
-    at most (or at least) so much. remark: why ours differs, or what the paper says twice. given:
-    ours is computed from the paper's own number. counted_in: the figure that has the same number of
-    ours and the paper's, and counts it.
+    at most (or at least) so much. remark: why ours differs, or what the paper says twice. cause:
+    what the rows of all seeds say of why. given: ours is computed from the paper's own number.
+    counted_in: the figure that has the same number of ours and the paper's, and counts it.
     """
 
     what: str
@@ -55,6 +55,12 @@ class Claim:
     remark: str = ""
     given: bool = False
     counted_in: str = ""
+    cause: Callable[[Rows], str] | None = None
+
+    def remarked(self, rows: Rows) -> str:
+        """The remark, and the cause as these rows have it."""
+        cause = self.cause(rows) if self.cause else ""
+        return "; ".join(part for part in (self.remark, cause) if part)
 
     @property
     def said(self) -> str:
@@ -173,6 +179,12 @@ def ratio(rows: Rows, column: str, above: Row, below: Row) -> float:
     return upper / lower if lower else math.nan
 
 
+def typical(rows: Rows, column: str, **where: Cell) -> float:
+    """Returns the number of a cell in the middle one of the seeds."""
+    found = sorted(cell(some, column, **where) for some in by_seed(rows))
+    return found[len(found) // 2]
+
+
 def fewest(column: str, **where: Cell) -> Callable[[Rows], float]:
     """Returns the count of a mechanism: the least of a column over the rows that are so, 0 without
     such rows."""
@@ -230,13 +242,15 @@ def number(value: float, unit: str) -> str:
 @dataclass(frozen=True)
 class Judgement:
     """A number of the paper and ours. ours: of the seed in the middle; seeds: of all, ascending.
-    verdict: one word or a few, which are counted; why: what is to be said with it."""
+    verdict: one word or a few, which are counted; why: what is to be said with it. remark: on how
+    it came to be so."""
 
     claim: Claim
     ours: float
     seeds: tuple[float, ...]
     verdict: str
     why: str = ""
+    remark: str = ""
 
     @property
     def shown(self) -> str:
@@ -277,7 +291,8 @@ def _judgement(claim: Claim, seeds: Sequence[Rows], fault: tuple[str, str]) -> J
         why = claim.counted_in
     elif fault[0]:
         verdict, why = fault
-    return Judgement(claim, ours, tuple(known), verdict, why)
+    remark = claim.remarked([row for rows in seeds for row in rows])
+    return Judgement(claim, ours, tuple(known), verdict, why, remark)
 
 
 def compared(figure: Figure, rows: Rows) -> str:
@@ -397,5 +412,5 @@ def _summed(figure: Figure, rows: Rows) -> Iterator[Sequence[str]]:
             one.shown,
             f"{one.times:.2f}" if math.isfinite(one.times) else "",
             one.said,
-            one.claim.remark,
+            one.remark,
         )

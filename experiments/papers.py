@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from experiments import runner
-from experiments.figures import Figure, Rows, made_in, make, read_csv, summary
+from experiments.figures import Figure, Rows, canvas, made_in, make, read_csv, summary
 from experiments.runner import Task
 from experiments.script import command_line
 from jaxserve.lab.simulate.noise import SERVED, Noise
@@ -106,8 +106,11 @@ class Paper:
     """A paper. folder: of its figures, under experiments. numbers: of the figures that are made,
     each a module `figN` or `tableN` there. head: of summary.md. given: options of its sweeps, of
     whose values settings_of makes what a sweep is given. runs: what of jaxserve is run, by a
-    figure's kind. together: figures that simulate the same and are made in one process. others: the
-    figures and tables that are not made, and why."""
+    figure's kind. together: figures that simulate the same and are made in one process. ahead:
+    given numbers of figures, settings and processes, makes what they share in that many, before
+    the figures are made in this one. jobs: processes, where nothing else is said. headlines: what
+    a reader asks first, as (figure, what of its claims). others: the figures and tables that are
+    not made, and why."""
 
     folder: str
     title: str
@@ -117,6 +120,9 @@ class Paper:
     given: Sequence[Option] = ()
     settings_of: Callable[[Mapping[str, Any]], Any] = lambda values: None
     together: Sequence[Sequence[str]] = ()
+    ahead: Callable[[Sequence[str], Any, int], None] | None = None
+    jobs: int = 1
+    headlines: Sequence[tuple[str, str]] = ()
     others: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -183,14 +189,20 @@ class Paper:
 
         def run(values: dict[str, Any]) -> int:
             out = Path(values["out"])
-            self.settings_of(values)  # mistakes are reported before anything is made
-            tasks = [self.task(number, values, out) for number in self.chosen(values["figures"])]
-            done = runner.run(tasks, values["jobs"])
+            settings = self.settings_of(values)  # mistakes are reported before anything is made
+            numbers = self.chosen(values["figures"])
+            tasks = [self.task(number, values, out) for number in numbers]
+            jobs = values["jobs"]
+            if self.ahead and tasks:
+                canvas()
+                self.ahead(numbers, settings, jobs)
+                jobs = 1  # what was made ahead is in this process
+            done = runner.run(tasks, jobs)
             self.summarise(out)
             return int(any(one.state == "failed" for one in done))
 
         command = Command(
-            {"what is made": [*self.options, choice, JOBS]},
+            {"what is made": [*self.options, choice, replace(JOBS, default=self.jobs)]},
             run,
             f"python -m experiments.{self.folder} --out=DIR",
         )

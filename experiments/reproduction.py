@@ -36,9 +36,8 @@ from jaxserve.settings.options import Option
 PAGE = Path(__file__).parents[1] / "docs" / "reproduction.md"
 NOT_MADE = "not made"
 FITTED = "fitted to this table"
+TITLE = "# The papers' figures at a glance"
 HEAD = """\
-# The papers' figures at a glance
-
 Made by `python -m experiments.reproduction` of the results that are kept beside each paper's \
 figures; `python -m experiments.all` makes
 them all again. No number of ours was measured on a GPU: *simulated* is a virtual clock whose \
@@ -58,6 +57,8 @@ in a command is what the kept
 results have: fewer than the paper's. Remarks, why a number differs among them, are in each \
 paper's summary.
 """
+HEADLINES = "What a paper is known for first, read off its figures below:"
+HEADLINE_COLUMNS = ("paper", "figure", "what", "paper's", "ours", "verdict", "remark")
 COLUMNS = ("figure", "what", "paper", "ours", "verdict", "how", "what ran")
 COUNTED = (
     "close",
@@ -79,7 +80,10 @@ Row = Sequence[str]
 def page(folder_of: Callable[[Paper], Path]) -> str:
     """The page, of the results of each paper in a folder."""
     papers = [paper(folder) for folder in BUILT]
+    headlines = [row for one in papers for row in _headlines(one, folder_of(one))]
     parts = [
+        TITLE,
+        *([HEADLINES, table(HEADLINE_COLUMNS, headlines)] if headlines else []),
         HEAD,
         table(
             ("paper", "numbers", "fitted to", *COUNTED, "figures and tables not made"),
@@ -89,6 +93,18 @@ def page(folder_of: Callable[[Paper], Path]) -> str:
     for one in papers:
         parts += [f"## {one.title}", _source(one), table(COLUMNS, _rows(one, folder_of(one)))]
     return "\n\n".join(part.rstrip() for part in parts) + "\n"
+
+
+def _headlines(one: Paper, folder: Path) -> Iterator[Row]:
+    """The claims that a paper is known by, of the figures that are made."""
+    made = {figure.name: (figure, rows) for figure, rows in one.made_in(folder)}
+    for number, what in one.headlines:
+        if module(number) not in made:
+            continue
+        for found in judged(*made[module(number)]):
+            if found.claim.what == what:
+                _, *cells = _claimed(found)
+                yield one.title, _called(number), *cells, plain(found.remark)
 
 
 def _source(one: Paper) -> str:

@@ -30,12 +30,12 @@ from jaxserve.lanes.rates import Link
 MAX_CONSIDERED = 16  # waiting prompts that the dynamic program looks at, which takes their cube
 # seconds of a step for the manager's calls to its instances: the guide to LoongServe's public code
 # (docs/artifact-eval) shows 12.4 ms for a decode step of LWM-7B on 4 instances of 2 A800, where our
-# costs of that model on A100 say 6.7
-STEP = 5.7e-3
+# costs of that model on A100 and SCALE_UP say 7.4
+STEP = 5.0e-3
 # seconds of a prefill for each instance of its group after the first: the same run shows 32.8 ms
-# for a prompt of a few tokens on 4 instances, where our costs and STEP say 12.2. Table 1 of Tetris
+# for a prompt of a few tokens on 4 instances, where our costs and STEP say 11.6. Table 1 of Tetris
 # has more: 24 ms an instance, over what our costs say of 8 and 16 A100
-HOP = 6.9e-3
+HOP = 7.1e-3
 SCALE_DOWN = 0.02  # of a prefill's time on several instances (LoongServe, 7.4: less than 2 %)
 SCALE_UP = 0.10  # of a decode step's time on several instances (LoongServe, 7.4: less than 10 %)
 # seconds of prefills that begin together, unless it is one; and how many times in a row others may
