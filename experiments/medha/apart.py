@@ -41,9 +41,9 @@ def execute(
     until: float,
 ) -> Outcome:
     """Runs the arrivals on as many streams as the system has stages. name: a row of SCHEDULERS.
-    First tokens are due as on the system itself."""
-    deadline = system.replica(scheduler, cache).scheduler.times.deadline
+    First tokens are due as with our pipeline."""
     config = dataclasses.replace(scheduler, **SCHEDULERS[name])
+    deadline = system.replica(config, cache).scheduler.times.deadline
     streams = [_stream(number, system, config, cache) for number in range(system.mesh.spp)]
     info = streams[0].replica.info
     for request, kind in requests(arrivals, info.max_model_len, Slo()):

@@ -16,7 +16,14 @@ from jaxserve.costs.coefficients import Costs
 from jaxserve.costs.profiles import costs
 from jaxserve.lab.simulate.arrival import Arrival
 from jaxserve.lab.simulate.baselines import BASELINES, compare, pool
-from jaxserve.lab.simulate.loongserve import LoongPool, LoongServe, group_prompts
+from jaxserve.lab.simulate.loongserve import (
+    LONGEST,
+    PUBLISHED,
+    Elasticity,
+    LoongPool,
+    LoongServe,
+    group_prompts,
+)
 from jaxserve.lab.simulate.recorder import RequestRecord
 from jaxserve.lab.simulate.run import System, execute
 from jaxserve.lab.simulate.workload import parse
@@ -341,3 +348,93 @@ def test_instances_that_decodes_borrow_from_a_prefill_are_busy_once():
     server.run([Arrival(0.0, 3990, 1001), Arrival(20.0, 1000, 1)])
     assert max(record.end for record in server.recorder.records) == pytest.approx(30, rel=0.01)
     assert server.recorder.busy == pytest.approx(30, rel=0.01)
+
+
+# --- what elasticity takes
+
+
+def elastic(made: LoongPool, **costs) -> LoongPool:
+    return dataclasses.replace(made, elasticity=Elasticity(**costs))
+
+
+def test_steps_on_several_instances_take_what_elasticity_costs():
+    """400 tokens take 1 s on 4 instances and 4 s on one; a decode step of 2 takes 10 ms on two."""
+    made = elastic(simple(4), step=0.5, hop=0.25, scale_down=0.1, scale_up=0.2)
+    assert made.prefill([400], 4) == pytest.approx(1.1 + 3 * 0.25 + 0.5)
+    assert made.prefill([400], 1) == pytest.approx(4.5)
+    assert made.decode(2, 10, 2) == pytest.approx(0.012 + 0.5)
+    assert made.decode(1, 10, 1) == pytest.approx(0.01 + 0.5)
+
+
+def test_groups_are_smaller_where_each_instance_costs_time():
+    """20 tokens: 50 ms on four instances if they are free, and 200 ms on one."""
+    assert group_prompts([20], 4, simple(4)) == [([0], 4)]
+    assert group_prompts([20], 4, elastic(simple(4), hop=1.0)) == [([0], 1)]
+
+
+def test_a_prefill_has_no_more_instances_than_it_may():
+    limited = dataclasses.replace(simple(4), most=2)
+    assert group_prompts([4000], 4, limited) == [([0], 2)]
+    assert sorted(degree for _, degree in group_prompts([4000, 4000], 4, limited)) == [2, 2]
+
+
+def test_a_ring_that_leaves_a_node_takes_the_link_between_nodes():
+    between = dataclasses.replace(REAL, node=2, between=Link(1.0, 1e9))
+    assert between.prefill([4000], 2) == REAL.prefill([4000], 2)
+    assert between.prefill([4000], 4) > REAL.prefill([4000], 4) + 30, "a second in each layer"
+
+
+def test_kv_moves_over_both_links_to_an_instance_anywhere():
+    """2 bytes a token and layer: 400 bytes for 100 tokens; one other instance is in the node, at
+    100 bytes a second, and two are not, at 10."""
+    made = dataclasses.replace(
+        simple(4), kv_bytes=2.0, costs=Costs(layers=2), link=Link(0.0, 100.0)
+    )
+    made = dataclasses.replace(made, node=2, between=Link(0.0, 10.0))
+    assert elastic(made, moves=1.0).move(100) == pytest.approx((4 + 2 * 40) / 3)
+    assert made.move(100) == 0.0
+
+
+def test_decodes_wait_for_an_instance_where_they_cannot_borrow_one():
+    """A request decodes on two instances, and soon needs a third for its KV, while the other two
+    prefill for 4 s."""
+    longest = []
+    for own in (False, True):
+        server = LoongServe(elastic(simple(4, capacity=2000), own=own), lambda prompt: 1.0)
+        server.run([Arrival(0.0, 3990, 60), Arrival(9.98, 800, 1)])
+        assert len(server.recorder.records) == 2
+        longest.append(max(float(gaps.max(initial=0.0)) for gaps in server.recorder.gaps))
+    assert longest == [pytest.approx(0.01), pytest.approx(3.9, abs=0.1)]
+
+
+def test_prefills_that_begin_together_are_waited_for():
+    """A long prompt takes all four instances for 25 s; the short ones behind it begin at its end,
+    all at once. One that comes while they run begins only if it ends before them."""
+    made = elastic(simple(4), together=LONGEST)
+    long, *short = play(made, (0.0, 10_000, 1), (1.0, 400, 1), (2.0, 400, 1))
+    assert long.first == pytest.approx(25.0)
+    assert [record.first for record in short] == [pytest.approx(27.0)] * 2
+
+
+def test_a_long_prompt_is_passed_a_few_times_and_then_goes_alone():
+    """Short prompts that come all the time do not keep a long one waiting for ever."""
+    made = elastic(simple(1), together=LONGEST)
+    wishes = [(0.0, 100, 1), (0.5, 100, 1), (0.6, 1000, 1)]
+    wishes += [(0.7 + 0.9 * n, 100, 1) for n in range(40)]
+    records = play(made, *wishes)
+    assert records[2].reason == "length"
+    assert records[2].first < max(record.first for record in records[3:])
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(ARRIVALS, st.integers(1, 4), st.sampled_from([1500, 4000]), st.booleans())
+def test_every_arrival_ends_with_what_elasticity_takes(arrivals, count, capacity, reserved):
+    """None waits for ever for an instance, for others to end, or for its KV to move."""
+    made = simple(count, capacity, int(reserved and count > 2))
+    made = dataclasses.replace(made, elasticity=PUBLISHED, node=2, between=Link(1e-3, 1e6))
+    server = run(arrivals, made)
+    assert sorted(int(record.id) for record in server.recorder.records) == list(
+        range(len(arrivals))
+    )
+    assert {record.reason for record in server.recorder.records} <= {"length", "refused"}
+    assert server.in_use == {True: 0, False: 0}
