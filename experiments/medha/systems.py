@@ -165,7 +165,7 @@ UNPACED = (*POOLS, *ELASTIC, "sarathi-512", "sarathi-2048", "sarathi-512, PP")
 def run(name: str, case: LoadCase, settings: MedhaSettings, system: System = SMALL) -> CaseRun:
     """`name`: a row of OURS, PIPED or ELASTIC, or one of the paper's schedulers, or a row of
     jaxserve's BASELINES."""
-    found = _made(_key((name, case, system), settings))
+    found = made(_key((name, case, system), settings))
     return found if case.tpot is None else replace(found, tpot_objective=case.tpot)
 
 
@@ -181,9 +181,10 @@ def _key(one: Run, settings: MedhaSettings) -> Key:
     return name, case, settings, replace(system, noise=settings.step_noise)
 
 
-def _made(key: Key) -> CaseRun:
+def made(key: Key) -> CaseRun:
+    """Returns what was simulated under the key, or simulates it."""
     if key not in _MADE:
-        _MADE[key] = _simulate(*key)
+        _MADE[key] = simulated(*key)
     return _MADE[key]
 
 
@@ -207,7 +208,7 @@ def make_ahead(runs: Iterable[Run], settings: MedhaSettings, jobs: int) -> None:
     keys = [key for key in distinct(runs, settings) if key not in _MADE]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(jobs, max(1, len(keys))), mp_context=context) as processes:
-        futures = {processes.submit(_made, key): key for key in keys}
+        futures = {processes.submit(made, key): key for key in keys}
         try:
             for number, future in enumerate(as_completed(futures), 1):
                 key = futures[future]
@@ -226,7 +227,7 @@ def _tell(place: str, key: Key, found: CaseRun) -> None:
     print(f"{time.strftime('%H:%M:%S')} {told}", file=sys.stderr, flush=True)
 
 
-def _simulate(name: str, case: LoadCase, settings: MedhaSettings, system: System) -> CaseRun:
+def simulated(name: str, case: LoadCase, settings: MedhaSettings, system: System) -> CaseRun:
     began = time.process_time()
     values = {option.name: option.default for option in scheduling_options()}
     if case.tpot is not None:
@@ -265,9 +266,9 @@ def _outcome(
 ) -> Outcome:
     """Runs the arrivals on the system of this name. counts: of the steps of a row of OURS."""
     if name in OURS:
-        made = system.replica(scheduler, cache)
-        made.listeners.append(counts)
-        return execute(made, arrivals, until=until)
+        replica = system.replica(scheduler, cache)
+        replica.listeners.append(counts)
+        return execute(replica, arrivals, until=until)
     if name in PIPED:
         return apart.execute(PIPED[name], system, scheduler, cache, arrivals, until)
     if name in ELASTIC:

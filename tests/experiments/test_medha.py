@@ -89,7 +89,7 @@ def test_what_does_not_look_at_an_objective_is_the_same_with_another():
     case = systems.LoadCase(2.0, seconds=20.0)
     settings = MedhaSettings()
     plain = systems.run("sarathi-512, PP", case, settings)
-    tight = systems._simulate("sarathi-512, PP", replace(case, tpot=0.02), settings, systems.SMALL)
+    tight = systems.simulated("sarathi-512, PP", replace(case, tpot=0.02), settings, systems.SMALL)
     assert [record.first for record in plain.records] == [record.first for record in tight.records]
 
 
@@ -98,7 +98,7 @@ def test_runs_made_ahead_in_other_processes_are_those_that_figures_read(monkeypa
     case = systems.LoadCase(1.0, seconds=20.0)
     systems.make_ahead([("loongserve-costs", case, systems.SMALL)], settings, 2)
     assert "1 of 1: loongserve-costs" in capfd.readouterr().err
-    monkeypatch.setattr(systems, "_simulate", lambda *_: pytest.fail("simulated again"))
+    monkeypatch.setattr(systems, "simulated", lambda *_: pytest.fail("simulated again"))
     assert len(systems.run("loongserve-costs", case, settings).records) == 4
 
 
@@ -106,8 +106,8 @@ def test_every_figure_under_load_makes_its_runs_ahead(monkeypatch, tmp_path):
     """What a sweep reads is among `runs`, so that no figure simulates by itself."""
     settings = MedhaSettings(requests=3)
     read = []
-    monkeypatch.setattr(systems, "_made", lambda key: read.append(key) or made(key))
-    made = functools.cache(lambda key: systems._simulate(*key))
+    monkeypatch.setattr(systems, "made", lambda key: read.append(key) or made(key))
+    made = functools.cache(lambda key: systems.simulated(*key))
     for name in ("21", "23"):
         read.clear()
         list(every.UNDER_LOAD[name].sweep(settings))

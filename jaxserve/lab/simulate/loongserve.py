@@ -47,14 +47,14 @@ PASSED = 10
 
 @dataclass(frozen=True)
 class Elasticity:
-    """What elasticity takes, in seconds, and in shares of what a step takes without it.
+    """Costs of elasticity, in seconds, and in shares of what a step takes without it.
 
     step: of each step. hop: of a prefill, for each instance of its group after the first.
     scale_down: share of a prefill on several instances, whose KV fewer of them keep. scale_up:
     share of a decode step on several. moves: times that KV must move over the link before
     prefills begin, so that decodes hold as few instances as they need; 0: it is there at once.
-    own: decodes get no instance before its prefill ends. together: prefills begin together, so many
-    as end within that many seconds, or one; while they run, only those that end before them begin.
+    own: decodes get no instance before its prefill ends. together: prefills begin together, as
+    many as end within that many seconds, or one; while they run, only those that end before them begin.
     0: whenever an instance is free.
     """
 
@@ -289,8 +289,8 @@ class LoongServe:
     def _ending(
         self, wanted: list[tuple[int, Arrival]], free: int, seconds: float, late: bool
     ) -> list[tuple[int, Arrival]]:
-        """Those of these, in order, that end within so many seconds if all instances that are free
-        prefill them; the first always, and alone then, unless others run and it is late."""
+        """Those of these, in order, that end within `seconds` if all instances that are free prefill
+        them; the first always, and alone then, unless others run and it is late."""
         out: list[tuple[int, Arrival]] = []
         passed = False
         for entry in wanted:
