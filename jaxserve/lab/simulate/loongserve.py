@@ -53,9 +53,9 @@ class Elasticity:
     scale_down: share of a prefill on several instances, whose KV fewer of them keep. scale_up:
     share of a decode step on several. moves: times that KV must move over the link before
     prefills begin, so that decodes hold as few instances as they need; 0: it is there at once.
-    own: decodes get no instance before its prefill ends. together: prefills begin together, as
-    many as end within that many seconds, or one; while they run, only those that end before them begin.
-    0: whenever an instance is free.
+    own: decodes get no instance before its prefill ends. together: seconds within which
+    prefills that begin together end, unless it is one; while they run, only those that end before
+    them begin. 0: prefills begin whenever an instance is free.
     """
 
     step: float = 0.0
@@ -289,8 +289,8 @@ class LoongServe:
     def _ending(
         self, wanted: list[tuple[int, Arrival]], free: int, seconds: float, late: bool
     ) -> list[tuple[int, Arrival]]:
-        """Those of these, in order, that end within `seconds` if all instances that are free prefill
-        them; the first always, and alone then, unless others run and it is late."""
+        """Returns those that end within `seconds` if all instances that are free prefill them, in
+        their order; the first always, and alone then, unless others run and it is late."""
         out: list[tuple[int, Arrival]] = []
         passed = False
         for entry in wanted:
