@@ -33,6 +33,7 @@ GIVEN = "computed from the paper's number"
 ELSEWHERE = "counted elsewhere"
 NOT_REACHED = "limit not reached"
 NOTHING = "nothing to compare"
+CONTENT = ("close", "better", "holds", ELSEWHERE, GIVEN)  # verdicts that need no cause
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,9 @@ class Claim:
 
     better: 'higher' or 'lower' where one is better, 'equal' where neither is. limit: the paper says
     at most (or at least) so much. remark: why ours differs, or what the paper says twice. cause:
-    what the rows of all seeds say of why. given: ours is computed from the paper's own number.
-    counted_in: the figure that has the same number of ours and the paper's, and counts it.
+    what the rows of all seeds say of why, which is remarked where ours falls short. given: ours is
+    computed from the paper's own number. counted_in: the figure that has the same number of ours
+    and the paper's, and counts it.
     """
 
     what: str
@@ -291,7 +293,9 @@ def _judgement(claim: Claim, seeds: Sequence[Rows], fault: tuple[str, str]) -> J
         why = claim.counted_in
     elif fault[0]:
         verdict, why = fault
-    remark = claim.remarked([row for rows in seeds for row in rows])
+    remark = claim.remark
+    if verdict not in CONTENT:
+        remark = claim.remarked([row for rows in seeds for row in rows])
     return Judgement(claim, ours, tuple(known), verdict, why, remark)
 
 

@@ -157,6 +157,7 @@ def _capacities() -> Iterator[Claim]:
                     "5.2",
                     better="higher",
                     remark=f"over {', '.join(names)}",
+                    cause=cause,
                 )
 
 
@@ -207,6 +208,7 @@ FIGURE = Figure(
                 better="higher",
                 remark="the abstract prints 30 %, the body 30X: the body is meant. The queue of "
                 "LoongServe grows for most of the hour, so that shorter runs say less",
+                cause=_medians,
             )
             for column, of in (("short_ttft_s", " of short requests"), ("ttft_s", ""))
             for ms in OBJECTIVES_MS
@@ -222,6 +224,7 @@ FIGURE = Figure(
                 "5.2: 'quickly degrade'",
                 better="higher",
                 limit=True,
+                cause=_medians,
             )
             for ms in OBJECTIVES_MS
             for name, label in (
@@ -255,6 +258,7 @@ FIGURE = Figure(
                 "5.2",
                 better="higher",
                 limit=True,
+                cause=_short_met,
             )
             for ms in OBJECTIVES_MS
             for rivals, names in RIVALS.items()

@@ -43,6 +43,12 @@ def _steps(qps: float, long_percent: int) -> Callable[[Rows], str]:
     return told
 
 
+def _gaps(rows: Rows) -> str:
+    chunks = typical(rows, "gap_s", **at("sarathi-2048", 0.75, 99))
+    ours = (typical(rows, "gap_s", **at("medha", 0.75, 99, ms=ms)) for ms in OBJECTIVES_MS)
+    return "P99 in s: Sarathi {:.3g}, Medha {:.3g} and {:.3g}".format(chunks, *ours)
+
+
 FIGURE = Figure(
     "fig16",
     "Decode latency under load, Llama-3 8B, 16 A100",
@@ -104,6 +110,7 @@ FIGURE = Figure(
                 "5.2: Medha 'consistent'",
                 better="higher",
                 limit=True,
+                cause=_gaps,
             )
             for ms in OBJECTIVES_MS
         ),

@@ -152,6 +152,7 @@ def _claims(ms: int) -> tuple[Claim, ...]:
             "5.4: 'performs poorly'",
             better="higher",
             limit=True,
+            cause=_of(1.75),
         ),
     )
 
