@@ -46,11 +46,16 @@ def sweep(settings: MedhaSettings) -> Iterator[Row]:
     yield from sweep_of(runs(), settings)
 
 
+def _named(name: str) -> str:
+    """A variant by what it assumes."""
+    return name.removeprefix(COSTED).strip(", ") or "its costs"
+
+
 def _tails(rows: Rows) -> str:
     told = []
     for name in ("medha", *ASSUMED):
         seconds = typical(rows, "ttft_s", **at(name, QPS, 90))
-        told.append(f"{name.removeprefix(COSTED) or COSTED} {seconds:.3g}")
+        told.append(f"{_named(name)} {seconds:.3g}")
     return f"P90 of all requests in s: {'; '.join(told)}"
 
 
@@ -59,7 +64,7 @@ def _medians(rows: Rows) -> str:
     for name in ASSUMED:
         seconds = typical(rows, "short_ttft_s", **at(name, QPS))
         milliseconds = 1e3 * typical(rows, "tpot_s", **at(name, 1.75, long_percent=0))
-        told.append(f"{name.removeprefix(COSTED) or COSTED} {seconds:.3g} s, {milliseconds:.1f} ms")
+        told.append(f"{_named(name)} {seconds:.3g} s, {milliseconds:.1f} ms")
     return f"median TTFT of short requests, and TPOT at 1.75 q/s without long: {'; '.join(told)}"
 
 

@@ -24,8 +24,15 @@ from experiments.papers import main
 runs = fig15.runs
 
 
+COLUMNS = (
+    *("lengths", "run_s", "system", "objective_ms", "long_percent", "qps", "percent"),
+    *("tpot_s", "gap_s", "finished", "shared_steps"),
+)
+
+
 def sweep(settings: MedhaSettings) -> Iterator[Row]:
-    yield from sweep_of(runs(), settings)
+    for row in sweep_of(runs(), settings):
+        yield {column: row[column] for column in COLUMNS}
 
 
 def _steps(qps: float, long_percent: int) -> Callable[[Rows], str]:

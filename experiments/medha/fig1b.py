@@ -162,7 +162,7 @@ FIGURE = Figure(
                 better="higher",
                 remark="as figure 15 reads it: the greatest of the four loads with a median of at "
                 "most 2 s",
-                cause=_in_both,
+                cause=fig15.medians,
             )
             for ms in OBJECTIVES_MS
             for name, label in LOONGSERVE.items()
