@@ -38,7 +38,7 @@ class MedhaSettings(SweepSettings):
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
-        return replace(super().of(values), seconds=values["seconds"])
+        return replace(super().of(values), seconds=values.get("seconds", RUN))
 
     def check(self, data: Path) -> None:
         for percent in LENGTHS:

@@ -206,8 +206,10 @@ def _work(key: Key) -> tuple[float, str]:
 def make_ahead(runs: Iterable[Run], settings: MedhaSettings, jobs: int) -> None:
     """Simulates in several processes what is not simulated yet."""
     keys = [key for key in distinct(runs, settings) if key not in _MADE]
+    if not keys:
+        return
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(jobs, max(1, len(keys))), mp_context=context) as processes:
+    with ProcessPoolExecutor(min(jobs, len(keys)), mp_context=context) as processes:
         futures = {processes.submit(made, key): key for key in keys}
         try:
             for number, future in enumerate(as_completed(futures), 1):

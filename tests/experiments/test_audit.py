@@ -69,7 +69,8 @@ def test_a_capacity_that_a_sweep_does_not_reach_is_a_bound(loads):
     """The ratio was 2.64, 3.77 or 5.28 by where the sweep ended."""
     found = bounds.load_of_time(MEDHA[:loads], 2.0) / bounds.load_of_time(LOONGSERVE, 2.0)
     assert bounds.sign_of(found) == ">"
-    claim = next(one for one in fig15.FIGURE.claims if one.what.startswith("capacity, 90 %"))
+    claims = (one for one in fig15.FIGURE.claims if one.what.startswith("capacity, 90 %"))
+    claim = next(one for one in claims if "Medha / " in one.what)
     assert claim.verdict(found) == "limit not reached"
 
 

@@ -31,7 +31,7 @@ MADE = {
 }
 # the first figure, and a file of the data
 KNOWN = {
-    "medha": ("1, 2", "medha_mixed/merged_df"),
+    "medha": ("1, 1b", "medha_mixed/merged_df"),
     "mooncake": ("table1", "mooncake/conversation"),
     "tetris": ("table1", "mooncake/synthetic"),
 }
@@ -164,6 +164,19 @@ def test_a_picture_is_drawn_and_the_summary_is_made_of_the_csv(tmp_path):
         "| tiny | computed | gain | 4x | 1.2 | 9x | 2.25 | better | why |" in text
         and "| 1 |" not in text
     )
+
+
+def test_a_cause_is_read_off_the_rows_where_ours_falls_short(tmp_path):
+    """Of all seeds: the middle one of three."""
+    told = lambda rows: f"y was {figures.typical(rows, 'y', x=2.0):g}"
+    made = replace(TINY, claims=(replace(CLAIM, cause=told),))
+    rows = lambda *values: [
+        {"x": x, "y": y, "seed": seed}
+        for seed, value in enumerate(values)
+        for x, y in ((1.0, 1.0), (2.0, value))
+    ]
+    assert [one.remark for one in figures.judged(made, rows(2.0, 1.5, 3.0))] == ["why; y was 2"]
+    assert [one.remark for one in figures.judged(made, rows(4.0, 9.0, 9.0))] == ["why"]
 
 
 # --- what no verdict may rest on
