@@ -293,8 +293,8 @@ FIGURE = Figure(
                 "5.2: 'increases dramatically', say 2x",
                 better="higher",
                 limit=True,
-                remark="short prompts alone never fill its instances, whatever elasticity takes: "
-                "the paper's LoongServe must have had other costs, of which nothing is public",
+                remark="short prompts alone never fill its instances, nor do they with twice the "
+                "costs (figure 15b)",
                 cause=_fragments,
             )
             for name, label in LOONGSERVE.items()
