@@ -155,7 +155,9 @@ ELASTIC: Mapping[str, Callable[[LoongPool], LoongPool]] = {
     f"{COSTED}, ring as in Tetris": lambda made: replace(
         made, elasticity=replace(PUBLISHED, hop=0.024)
     ),
-    f"{COSTED}, any time": lambda made: replace(made, elasticity=replace(PUBLISHED, together=0.0)),
+    f"{COSTED}, any time": lambda made: replace(
+        made, elasticity=replace(PUBLISHED, together=0.0, wait=0)
+    ),
     f"{COSTED}, CP-4": lambda made: replace(made, most=4),
 }
 # what does not look at the objective per token, and is simulated with ours alone

@@ -43,6 +43,7 @@ SCALE_UP = 0.10  # of a decode step's time on several instances (LoongServe, 7.4
 # code and the default of its --max_num_ooe)
 LONGEST = 5.0
 PASSED = 10
+WAIT = 10  # decode steps between prefills (--max_wait_tokens of the public code)
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,8 @@ class Elasticity:
     prefills begin, so that decodes hold as few instances as they need; 0: it is there at once.
     own: decodes get no instance before its prefill ends. together: seconds within which
     prefills that begin together end, unless it is one; while they run, only those that end before
-    them begin. 0: prefills begin whenever an instance is free.
+    them begin. 0: prefills begin whenever an instance is free. wait: decode steps, where something
+    decodes, before the next prefills begin together.
     """
 
     step: float = 0.0
@@ -65,6 +67,7 @@ class Elasticity:
     moves: float = 0.0
     own: bool = False
     together: float = 0.0
+    wait: int = 0
 
     def times(self, factor: float) -> Elasticity:
         """Returns the same with all times and shares multiplied."""
@@ -81,7 +84,9 @@ class Elasticity:
 FREE = Elasticity()
 # KV moves and prefills begin together as in LoongServe's public code: `_migrate_batch` and
 # `_dispatch_independ_batch_list` of longserve_server/router/manager.py
-PUBLISHED = Elasticity(STEP, HOP, SCALE_DOWN, SCALE_UP, moves=1.0, own=True, together=LONGEST)
+PUBLISHED = Elasticity(
+    STEP, HOP, SCALE_DOWN, SCALE_UP, moves=1.0, own=True, together=LONGEST, wait=WAIT
+)
 
 
 @dataclass(frozen=True)
@@ -203,6 +208,7 @@ class LoongServe:
         self.in_use = {True: 0, False: 0}  # instances that prefill: reserved ones and others
         # clock seconds at which the prefills that began together end, as predicted
         self._border = {True: 0.0, False: 0.0}
+        self._waited = 0  # decode steps since prefills began
         self._passed = 0  # times in a row that prompts began before one that had come earlier
 
     def run(self, arrivals: Iterable[Arrival], until: float = float("inf")) -> None:
@@ -259,6 +265,9 @@ class LoongServe:
             return
         together = self.pool.elasticity.together
         late = together > 0 and self.in_use[reserved] > 0
+        decoding = self._running or self._joining
+        if decoding and not late and self._waited < self.pool.elasticity.wait:
+            return
         if together:
             ends = self._border[reserved] - now if late else together
             wanted = self._ending(wanted[: min(MAX_CONSIDERED, seats)], free, ends, late)
@@ -274,6 +283,7 @@ class LoongServe:
                 continue
             for entry in chosen:
                 self._queue.remove(entry)
+            self._waited = 0
             seconds = predicted * self._factor()
             border = max(border, began + predicted)
             self._serial += 1
@@ -372,6 +382,7 @@ class LoongServe:
 
     def _decoded(self, now: float) -> None:
         self._step = None
+        self._waited += 1
         self.recorder.gaps.append(np.array([now - running.last for running in self._running]))
         for running in self._running:
             running.done = running.done + 1

@@ -416,6 +416,15 @@ def test_prefills_that_begin_together_are_waited_for():
     assert [record.first for record in short] == [pytest.approx(27.0)] * 2
 
 
+def test_prefills_wait_for_decode_steps():
+    """The first begins at once; the second, which comes at the first token, after five steps of 10
+    ms."""
+    made = elastic(simple(4), together=LONGEST, wait=5)
+    first, second = play(made, (0.0, 400, 50), (1.0, 40, 1))
+    assert first.first == pytest.approx(1.0)
+    assert second.first == pytest.approx(1.05 + 40 * 0.01 / 3, abs=0.011)
+
+
 def test_a_long_prompt_is_passed_a_few_times_and_then_goes_alone():
     """Short prompts that come all the time do not keep a long one waiting for ever."""
     made = elastic(simple(1), together=LONGEST)
