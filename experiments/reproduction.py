@@ -145,6 +145,9 @@ def _titled(one: Paper, name: str, figure: Figure, rows: Rows) -> str:
     flags = f" --requests={requests}" if requests else ""
     if SEED in rows[0]:
         flags += f" --seeds={len(by_seed(rows))}"
+    lasted = {option.name: option.default for option in one.given}.get("seconds")
+    if lasted and rows[0].get("run_s", lasted) != lasted:
+        flags += f" --seconds={rows[0]['run_s']:g}"
     command = f"`python -m experiments.{one.folder}.{figure.name}{flags}`"
     return f"**{plain(figure.title)}**, {command}"
 
