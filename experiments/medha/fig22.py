@@ -81,14 +81,14 @@ def _row(system: str, qps: float, percent: int = 50, ms: int = OURS_MS) -> Row:
     return dict(system=system, qps=qps, percent=percent, objective_ms=ms)
 
 
-def _of(qps: float) -> Callable[[Rows], str]:
+def _of(qps: float, ms: int) -> Callable[[Rows], str]:
     """Says what the policies make of a load."""
 
     def told(rows: Rows) -> str:
         found = []
         for name in SYSTEMS[qps]:
             median, share, late = (
-                typical(rows, column, **_row(name, qps))
+                typical(rows, column, **_row(name, qps, ms=ms))
                 for column in ("ttft_s", "in_time", "long_ttft_s")
             )
             found.append(f"{name} {median:.3g} s, {share:.2f}, {late:.3g} s")
@@ -111,7 +111,7 @@ def _claims(ms: int) -> tuple[Claim, ...]:
             "5.4: up to 1.8x",
             better="higher",
             remark=WAITS,
-            cause=_of(1.75),
+            cause=_of(1.75, ms),
         ),
         Claim(
             f"median normalized TTFT, LRS / Medha, 0.75 q/s{under(ms)}",
@@ -120,7 +120,7 @@ def _claims(ms: int) -> tuple[Claim, ...]:
             "figure 22: 1.6 to 1.8x",
             better="higher",
             remark=WAITS,
-            cause=_of(0.75),
+            cause=_of(0.75, ms),
         ),
         Claim(
             f"median TTFT, EDF / FCFS, 1.75 q/s{under(ms)}",
@@ -128,14 +128,14 @@ def _claims(ms: int) -> tuple[Claim, ...]:
             over("ttft_s", "edf", "fcfs", 1.75),
             "5.4: EDF 'resembling FCFS'",
             remark="EDF defers long prompts until they are late, and is FCFS from then on",
-            cause=_of(1.75),
+            cause=_of(1.75, ms),
         ),
         Claim(
             f"median TTFT, EDF / Medha, 0.25 q/s{under(ms)}",
             1,
             over("ttft_s", "edf", "medha", 0.25),
             "5.4: 'similar median'",
-            cause=_of(0.25),
+            cause=_of(0.25, ms),
         ),
         Claim(
             f"completed long requests, Medha / Medha by Eq. 7, 1.75 q/s{under(ms)}",
@@ -143,7 +143,7 @@ def _claims(ms: int) -> tuple[Claim, ...]:
             over("long_done", "medha", "medha, Eq. 7", 1.75),
             "Eq. 7; not in the paper",
             remark="our default puts late prompts behind those in time, which Eq. 7 does not",
-            cause=_of(1.75),
+            cause=_of(1.75, ms),
         ),
         Claim(
             f"median TTFT, FCFS / Medha, 1.75 q/s{under(ms)}",
@@ -152,7 +152,7 @@ def _claims(ms: int) -> tuple[Claim, ...]:
             "5.4: 'performs poorly'",
             better="higher",
             limit=True,
-            cause=_of(1.75),
+            cause=_of(1.75, ms),
         ),
     )
 
