@@ -66,7 +66,7 @@ def _stream(number: int, system: System, config: SchedulerConfig, cache: CacheCo
         mesh=dataclasses.replace(system.mesh, spp=1),
         noise=system.noise.of(number),
     )
-    replica = alone.replica(config, cache)
+    replica = alone.replica(config, cache, observed=False)
     recorder = Recorder()
     replica.listeners.append(recorder)
     replica.start()

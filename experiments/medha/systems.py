@@ -270,7 +270,7 @@ def _outcome(
 ) -> Outcome:
     """Runs the arrivals on the system of this name. counts: of the steps of a row of OURS."""
     if name in OURS:
-        replica = system.replica(scheduler, cache)
+        replica = system.replica(scheduler, cache, observed=False)
         replica.listeners.append(counts)
         return execute(replica, arrivals, until=until)
     if name in PIPED:

@@ -362,8 +362,7 @@ def test_who_comes_before_a_step_is_decided_late_hears_as_soon_as_without_a_step
     beside, long, part, prompt, costs, policy, chunking
 ):
     """Who comes after that, one step later at most. By slack also others, since the order depends
-    on when it is asked for; beside paced decodes in stages too, since so does what a step may
-    take."""
+    on when it is asked for; beside paced decodes too, since so does what a step may take."""
     costs, mesh = costs[0], MeshConfig(spp=costs[1])
     arrival = part * 20 * (1 if costs.linear_token else 10)
     at_once, late = compared(
@@ -381,7 +380,7 @@ def test_who_comes_before_a_step_is_decided_late_hears_as_soon_as_without_a_step
     early = Predictor(costs, mesh).early
     free = [(step.start + step.pace, early(step.pace)) for step in late.steps]
     decided = any(-1e-9 <= end - arrival <= ahead + 1e-9 for end, ahead in free)
-    depends = "slack" in policy or (chunking == "adaptive" and mesh.spp > 1)
+    depends = "slack" in policy or chunking == "adaptive"
     assert decided or depends or then == pytest.approx(first)
 
 
@@ -629,8 +628,8 @@ QUADRATIC = Costs(layers=2, launch=0.002, linear_token=2e-5, pair=2e-9, decode_s
 @pytest.mark.parametrize("stages", [1, 2])
 def test_adaptive_chunks_keep_every_gap_within_the_objective(tpot, stages):
     """A decode whose gaps are limited has each token within that, whatever is prefilled beside it;
-    the later a chunk, the more it attends to. With stages one token is late, by half of the time at most: the
-    one that was on its way when the prompt came."""
+    the later a chunk, the more it attends to. With stages one token is late, by half of the time at
+    most: the one that was on its way when the prompt came."""
     replica = made(
         QUADRATIC,
         MeshConfig(spp=stages),
