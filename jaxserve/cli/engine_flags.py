@@ -57,7 +57,7 @@ CONFIG = {
     ]
 }
 # settings by which a server promises latencies to requests that state none
-PROMISES = frozenset({"ttft", "ttft_stretch", "tpot", "classes"})
+PROMISES = frozenset({"ttft", "ttft_stretch", "tpot", "tbt", "classes"})
 SERVER = {"server": list(options_of(ServerConfig).values())}
 
 

@@ -22,6 +22,7 @@ contains it. Nothing here knows text, devices or threads.
     fetches          Fetches: blocks brought from lower tiers instead of computed
     prefetch         QueuePrefetch: what waiting prompts will hit comes up from slower tiers
     page_admission   PageAdmission: whether there are pages for a waiting prompt
+    pacing           Pacer: what a step may take, by when the tokens of decodes are due
     budget           StepBudget: tokens and seconds of a step, and how long a chunk may be
     pool             the control plane of a pool of KV over lanes (TokenLake)
 """
