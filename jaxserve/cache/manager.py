@@ -351,7 +351,7 @@ class CacheManager:
         layout = self.layouts[slot]
         per_lane = self.pages.per_lane
         if self.pages.lanes == 1 and not self.windows:
-            self._extend_alone(layout, blocks)
+            self._changed(layout, taken=_extend_alone(self, layout, blocks))
             return
         available: list[int] = []
         if self.pages.lanes > 1:
@@ -375,17 +375,6 @@ class CacheManager:
             on_lane = [each - lane * per_lane for each in (page, *further)]
             self.table_updates.add(lane, slot, index, on_lane[0], block, *on_lane[1:])
             new += [page, *(each for each, sees in zip(further, seen) if sees)]
-        self._changed(layout, taken=new)
-
-    def _extend_alone(self, layout: SequenceLayout, blocks: int) -> None:
-        """Does what `extend` does where one lane has all pages, of one page group."""
-        first = len(layout.pages)
-        allocate = self.pages.allocate
-        new = [allocate(0) for _ in range(blocks)]  # to no page a block moves: there is one lane
-        self.stores.renewed_all(new)
-        layout.extend(new)
-        for block, page in enumerate(new, first):
-            self.table_updates.add(0, layout.slot, block, page, block)
         self._changed(layout, taken=new)
 
     def regroup(self, slot: int, group: tuple[int, ...]) -> None:
@@ -541,3 +530,16 @@ def _take(cache: CacheManager, lane: int) -> int:
     cache.moves.cancel(page)
     cache.stores.renewed(page)
     return page
+
+
+def _extend_alone(cache: CacheManager, layout: SequenceLayout, blocks: int) -> list[int]:
+    """Does what `extend` does where one lane has all pages, of one page group; returns the new
+    pages."""
+    first = len(layout.pages)
+    allocate = cache.pages.allocate
+    new = [allocate(0) for _ in range(blocks)]  # no block moves to one: there is one lane
+    cache.stores.renewed_all(new)
+    layout.extend(new)
+    for block, page in enumerate(new, first):
+        cache.table_updates.add(0, layout.slot, block, page, block)
+    return new

@@ -39,9 +39,10 @@ class ReplicaCore:
 
     It takes no lock: a replica with a thread overrides what other threads call. cache: settings of
     the scheduler's cache. workers: readings of the processes that have devices, see `Metrics`.
-    observed: whether steps and requests are kept for `view` and counted in the metrics; simulations
-    that nobody asks for these save the time.
+    `observed`: whether steps and requests are kept for `view` and counted in the metrics.
     """
+
+    observed = True
 
     def __init__(
         self,
@@ -50,7 +51,6 @@ class ReplicaCore:
         cache: CacheConfig,
         clock: Clock,
         workers: Callable[[], Sequence[Mapping[str, Any]]] = lambda: (),
-        observed: bool = True,
     ):
         self.scheduler = scheduler
         self.info = info
@@ -71,7 +71,7 @@ class ReplicaCore:
             enable_prefix_caching=cache.prefix_caching,
             placement=cache.placement,
         )
-        if observed:
+        if self.observed:
             self.journal.listen(self.bus)
             self.metrics.listen(self.bus, cache.prefix_caching)
         self.metrics_registry.register(TenantMetrics(self._tenants))

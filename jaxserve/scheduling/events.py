@@ -153,7 +153,7 @@ class EventBus:
         """Ends a subscription. Errors: ValueError without one."""
         self._handlers[kind].remove(handler)
 
-    def hears(self, kind: type) -> bool:
+    def has_subscribers(self, kind: type) -> bool:
         """Returns whether events of this kind have a subscriber: else none need be made."""
         return bool(self._handlers.get(kind))
 

@@ -389,7 +389,7 @@ class Scheduler:
     def _publish_packed(self, batch: Batch, backlog: float, now: float) -> None:
         self._charge(batch, now)
         self.line.done += max(0.0, backlog - self.slots.backlog)
-        if self.bus.hears(BatchPacked):
+        if self.bus.has_subscribers(BatchPacked):
             self.bus.publish(BatchPacked(batch, backlog))
         self._batches += 1
         for row in batch.admitted:

@@ -158,7 +158,7 @@ class VirtualReplica(ReplicaCore):
     Tiers below the scheduler's cache must be `VirtualTiers`, by whose clock the replica goes then.
     name, shape, platform: for `info`, the model and the kind of device that `scheduler` has the
     costs of. noise: spread of the times of steps around their prediction, which `scheduler` does
-    not know; the online correction learns from what steps took. observed: see `ReplicaCore`.
+    not know; the online correction learns from what steps took.
     """
 
     clock: VirtualClock
@@ -174,13 +174,12 @@ class VirtualReplica(ReplicaCore):
         shape: ModelConfig = NO_SHAPE,
         platform: str = "virtual",
         noise: Noise = NO_NOISE,
-        observed: bool = True,
     ):
         info = _info(scheduler, cache, mesh, lookahead, name, shape, platform)
         tiers = scheduler.cache.lower
         assert tiers is None or isinstance(tiers, VirtualTiers)
         clock = VirtualClock() if tiers is None else tiers.clock
-        super().__init__(scheduler, info, cache, clock, observed=observed)
+        super().__init__(scheduler, info, cache, clock)
         self._serve_adapters(NoFiles(), AdapterConfig(lora_root="/", max_cpu_loras=MAX_HELD))
         self.listeners: list[StepListener] = []
         self._depth = mesh.spp + lookahead  # batches in flight
@@ -306,7 +305,7 @@ class VirtualReplica(ReplicaCore):
     def _issued(self, batch: Batch, passage: StagePassage) -> None:
         """Takes in a batch of which all is issued."""
         self._flights.append((passage, batch))
-        if self.bus.hears(StepIssued):
+        if self.bus.has_subscribers(StepIssued):
             self.bus.publish(StepIssued(batch, None, self.clock.now()))
         for listener in self.listeners:
             listener.step_issued(batch, passage)
@@ -316,7 +315,7 @@ class VirtualReplica(ReplicaCore):
         for listener in self.listeners:
             listener.step_read(batch, now)
         self.scheduler.predictor.seen(batch.seconds, passage.seconds)
-        if self.bus.hears(StepRead):
+        if self.bus.has_subscribers(StepRead):
             self.bus.publish(StepRead(batch, now, passage.seconds, comparable=True))
         results = StepResults(self._sampler.tokens(batch))
         self._notify(self.scheduler.finish(batch, results, now))
@@ -332,8 +331,8 @@ class VirtualReplica(ReplicaCore):
         self.submit_prefilled(request, sink, 0)
 
     def submit_quiet(self, request: Request, sink: Sink) -> None:
-        """Takes a request as `submit` does, whose sink hears only that it was accepted and how it
-        ends: nothing is made of its progress and its tokens."""
+        """Takes a request as `submit` does, whose sink gets only that it was accepted and how it
+        ends: no events are made of its progress and its tokens."""
         self._submit(request, sink, 0, quiet=True)
 
     def submit_prefilled(self, request: Request, sink: Sink, received: int) -> None:
@@ -376,6 +375,12 @@ class VirtualReplica(ReplicaCore):
         self.fail(RequestError("", "the replica was closed", "UNAVAILABLE"))
         while self._flights:
             self._read(self.clock.now())
+
+
+class UnwatchedReplica(VirtualReplica):
+    """Virtual replica whose views and metrics show no steps: it saves the time."""
+
+    observed = False
 
 
 def _info(

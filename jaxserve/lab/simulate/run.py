@@ -32,7 +32,7 @@ from jaxserve.lab.simulate.arrival import Arrival, kind_of, to_request
 from jaxserve.lab.simulate.guesses import Guesses
 from jaxserve.lab.simulate.noise import NO_NOISE, Noise
 from jaxserve.lab.simulate.recorder import Outcome, Recorder, RequestRecord, span_of
-from jaxserve.lab.simulate.replica import SOME_RIGHT, VirtualReplica
+from jaxserve.lab.simulate.replica import SOME_RIGHT, UnwatchedReplica, VirtualReplica
 from jaxserve.lab.simulate.tiers import TierSizes, VirtualTiers
 from jaxserve.lanes.groups import group_sizes
 from jaxserve.lanes.rates import LaneLinks, Link
@@ -263,7 +263,7 @@ class System:
         observed: bool = True,
     ) -> VirtualReplica:
         """A virtual replica of this system; without `cache.pages`, as many as fit in memory.
-        observed: see `ReplicaCore`.
+        observed: whether views and metrics show what it does.
         Errors: ConfigError where the model cannot run on the mesh, or the settings
         cannot be."""
         system = self.with_cache(cache)
@@ -274,7 +274,8 @@ class System:
         windows = page_windows(self.split)
         pages = cache.pages or system.kv_tokens(scheduler.max_seqs, windows) // cache.block_size
         cache = dataclasses.replace(cache, pages=pages)
-        replica = VirtualReplica(
+        kind = VirtualReplica if observed else UnwatchedReplica
+        replica = kind(
             assemble(
                 system.sizes(scheduler, cache, windows=windows),
                 system.profile,
@@ -291,7 +292,6 @@ class System:
             shape=self.shape,
             platform=self.device,
             noise=self.noise,
-            observed=observed,
         )
         replica.propose(self.guesses)
         return replica
