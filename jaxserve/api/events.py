@@ -72,8 +72,8 @@ class Progress:
     ttft: float = 0.0  # predicted seconds from arrival to the first token, at the pace so far
 
 
-@dataclass(frozen=True, slots=True)
-class Token:
+@dataclass(slots=True)
+class Token:  # not frozen: a step may make hundreds, each in a quarter of the time
     index: int
     id: int
     logprobs: Logprobs | None = None
