@@ -112,7 +112,7 @@ def settings_of(baseline: str) -> SchedulerConfig:
 def simulated(baseline: str, arrivals: Sequence[Arrival]) -> list[RequestRecord]:
     """Simulates the requests in jaxserve, in the order of their arrival."""
     _, cache = configs({option.name: option.default for option in scheduling_options()})
-    replica = SYSTEM.replica(settings_of(baseline), cache, LOOKAHEAD)
+    replica = SYSTEM.replica(settings_of(baseline), cache, LOOKAHEAD, observed=False)
     records = execute(replica, arrivals).records
     return sorted(records, key=lambda record: int(record.id))
 
