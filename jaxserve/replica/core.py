@@ -121,8 +121,8 @@ class ReplicaCore:
     def _enter(
         self, request: Request, sink: Sink, seed: int, received: int = 0, quiet: bool = False
     ) -> None:
-        """Adds a request, with the KV of its first `received` tokens. quiet: its sink hears neither
-        of progress nor of tokens. Errors: RequestError."""
+        """Adds a request, with the KV of its first `received` tokens. quiet: its sink gets neither
+        progress nor tokens. Errors: RequestError."""
         request = self.adapters.current(request)
         events = self.scheduler.add(request, self.now(), received, quiet)
         self.registry.add(request, sink, seed)

@@ -61,7 +61,7 @@ class PrefillPacker:
         self.scheduler = scheduler
 
     def begins(self, config: SchedulerConfig, now: float) -> bool:
-        """Begins a step. Returns whether there is a prompt of which it may compute something."""
+        """Begins a step. Returns whether it may compute something of a prompt."""
         slots = self.slots
         self.chunks.prefetch.look(POLICIES[config.policy], now)
         return bool(slots.prefilling or (slots.queue and slots.free))
