@@ -33,7 +33,7 @@ MOST_AHEAD = 4.0  # tokens' time that a decode may have in hand
 MOST_BEHIND = 8.0  # tokens' time that a decode may owe; what it is later than that is forgiven
 MIN_MARGIN = 0.02  # share of a token's time by which decodes are kept ahead at least
 # a decode comes to be ahead by the margin in this share of the tokens of a completion, at most
-BUILD_SHARE = 1 / 24
+BUILD_SHARE = 1 / 40
 BUILD_TOKENS = 16.0
 MAX_RATIO = 4.0  # times its prediction that a step is taken for at most, in learning
 MISSES = 0.005  # share of steps that may take longer than the margin says
