@@ -25,7 +25,7 @@ from jaxserve.api.request import Slo
 from jaxserve.cache import CacheManager
 from jaxserve.costs.predictor import Predictor
 from jaxserve.policies import LAST, POLICIES, PromptView
-from jaxserve.scheduling.budget import SHARER_WORK_RATIO
+from jaxserve.scheduling.budget import SHARER_WORK_RATIO, size_class
 from jaxserve.scheduling.completion_lengths import CompletionLengths
 from jaxserve.scheduling.events import BatchPacked, EventBus, FirstToken, Tokens
 from jaxserve.scheduling.forecast import LoadForecast, LoadModel
@@ -220,11 +220,10 @@ class AdmissionController:
         key = POLICIES[config.policy].forecast(prompts)
         order = np.argsort(key, kind="stable")
         if config.chunking == "adaptive" and config.sharing > 0:
-            steps = np.maximum(prompts.work * (1 / forecast.prefill_per_step), 1.0)
-            size_class = (np.log(steps) * (1 / math.log(1 / SHARER_WORK_RATIO))).astype(np.int16)
+            size = size_class(prompts.work, forecast.prefill_per_step)
             # late ones have a key some seconds from LAST
-            size_class[key >= LAST / 2] += LAST_CLASS
-            order = order[np.argsort(size_class[order], kind="stable")]
+            size[key >= LAST / 2] += LAST_CLASS
+            order = order[np.argsort(size[order], kind="stable")]
         if prompts.turn.size:
             order = order[np.argsort(prompts.turn[order], kind="stable")]
         return order

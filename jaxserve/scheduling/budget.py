@@ -3,7 +3,10 @@ time allows (medha.md M2, M10)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+
+import numpy as np
 
 from jaxserve.costs.predictor import Predictor
 from jaxserve.lanes.groups import ChunkPlace
@@ -15,6 +18,14 @@ SHARER_WORK_RATIO = 1 / 8
 # share of a chunk's time that one of twice its tokens has to save for each token, so that decodes
 # go without prefill until they can afford that
 WORTH_SAVING = 0.1
+
+
+def size_class(work: np.ndarray, step: float) -> np.ndarray:
+    """Returns classes [n] of prompts of `work` seconds of prefill [n], by how many steps of `step`
+    seconds they need: much longer prompts have higher ones."""
+    steps = np.maximum(work * (1 / step), 1.0)
+    return (np.log(steps) * (1 / math.log(1 / SHARER_WORK_RATIO))).astype(np.int16)
+
 
 Chunk = tuple[ChunkPlace, int, int]  # cached tokens, new tokens
 

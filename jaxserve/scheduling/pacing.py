@@ -35,9 +35,12 @@ MIN_MARGIN = 0.02  # share of a token's time by which decodes are kept ahead at 
 # a decode comes to be ahead by the margin in this share of the tokens of a completion, at most
 BUILD_SHARE = 1 / 40
 BUILD_TOKENS = 16.0
+FIRST_SHARE = 0.5  # of the margin, by which its second token is to be ahead already
 MAX_RATIO = 4.0  # times its prediction that a step is taken for at most, in learning
 MISSES = 0.005  # share of steps that may take longer than the margin says
-MARGIN_STEP = 0.05  # by which one that does raises the margin
+# by what one that does raises the margin; others let it shrink, so that `MISSES` keep it
+MARGIN_GROWTH = 1.2
+MARGIN_STEP = 0.01
 SMOOTHING = 0.02  # weight of the last step in the mean
 RING = 64  # predicted ends of batches that are kept: more than fly at once
 SIZE_CLASSES = 24  # times per token of 2^k to 2^(k + 1) ms
@@ -49,13 +52,14 @@ class StepSpread:
 
     def __init__(self) -> None:
         self._mean = [1.0] * SIZE_CLASSES
-        self._high = [1.0 + MIN_MARGIN] * SIZE_CLASSES
+        self._margin = [MIN_MARGIN] * SIZE_CLASSES
 
     def mean(self, seconds: float) -> float:
         return self._mean[_size_class(seconds)]
 
     def high(self, seconds: float) -> float:
-        return self._high[_size_class(seconds)]
+        size = _size_class(seconds)
+        return self._mean[size] + self._margin[size]
 
     def learn(self, predicted: float, seconds: float) -> None:
         """Learns from a token that was predicted to take `predicted` seconds."""
@@ -63,9 +67,13 @@ class StepSpread:
             return
         ratio = min(max(seconds / predicted, 1 / MAX_RATIO), MAX_RATIO)
         size = _size_class(predicted)
+        margin = self._margin[size]
+        if ratio > self.high(predicted):
+            margin = MARGIN_GROWTH * margin + MARGIN_STEP
+        else:
+            margin *= MARGIN_GROWTH**-MISSES
+        self._margin[size] = max(margin, MIN_MARGIN)
         self._mean[size] += SMOOTHING * (ratio - self._mean[size])
-        high = self._high[size] + MARGIN_STEP * (float(ratio > self._high[size]) - MISSES)
-        self._high[size] = max(high, self._mean[size] + MIN_MARGIN)
 
 
 class _Flight(NamedTuple):
@@ -165,10 +173,10 @@ class Pacer:
 
     def issued(self, batch: Batch, decode_seconds: float, now: float) -> None:
         """Notes a batch that was packed at clock second `now`. decode_seconds: as of `target`."""
-        decodes = batch.slot[batch.is_decode]
+        decodes = batch.slot[batch.is_decode].astype(np.intp)
         self._least = self._least_of(decode_seconds)
         self._due[decodes] += np.maximum(self._slots.tpot[decodes], self._least)
-        built = self._built[decodes] + 1 / self._build_tokens()
+        built = self._built[decodes] + (1 - FIRST_SHARE) / self._build_tokens()
         self._built[decodes] = np.minimum(built, 1.0)
         end = self._passage(batch, now - self._late)
         prefills = len(decodes) + len(batch.drafts) < len(batch.slot)
@@ -201,7 +209,7 @@ class Pacer:
 
     def _admitted(self, event: Admitted) -> None:
         self._due[event.slot] = np.nan
-        self._built[event.slot] = 1 / self._build_tokens()
+        self._built[event.slot] = FIRST_SHARE
 
     def _tokens(self, event: Tokens) -> None:
         slots = self._slots

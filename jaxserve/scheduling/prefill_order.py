@@ -3,12 +3,12 @@ the policy."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import numpy as np
 
 from jaxserve.policies import Policy
+from jaxserve.scheduling.budget import SHARER_WORK_RATIO, size_class
 from jaxserve.scheduling.page_admission import PageAdmission
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.slots import SlotTable
@@ -49,23 +49,34 @@ class PrefillOrder:
                 break
         return chosen
 
-    def ranked(
-        self, most_work: float = math.inf, beside: Sequence | None = None
-    ) -> Iterator[Sequence]:
-        """Sequences that have not come yet, of at most `most_work` seconds of prefill, and the
-        first large prompt that waits: it may claim pages. beside: only those whose tenants' turns
-        are not after this one's."""
+    def sharers(self, long: Sequence, step: float) -> Iterator[Sequence]:
+        """Sequences that have not come yet and may share the steps of a `long` prompt, which take
+        `step` seconds: much shorter ones, and of these the much shorter first, as each leaves most
+        of its steps to those; the first large prompt that waits, since it may claim pages; none of
+        tenants whose turns are after its own."""
+        most = SHARER_WORK_RATIO * long.prefill_seconds_left
+        chosen = self._left & (self._work <= most) | self._first_large()
+        if self._turn.size:
+            chosen &= self._turn <= self.turn(long)
+        key = self._key
+        if most > step:
+            size = size_class(self._work, step)
+            key = np.empty(size.size)
+            key[np.lexsort((self._key, size))] = np.arange(size.size)
+        return self._in_order(chosen, key)
+
+    def ranked(self) -> Iterator[Sequence]:
+        """Sequences that have not come yet."""
+        return self._in_order(self._left, self._key)
+
+    def _in_order(self, chosen: np.ndarray, key: np.ndarray) -> Iterator[Sequence]:
+        """Yields chosen sequences [n] by their key [n]."""
         count = len(self._running)
         if not (self.admission.open or np.count_nonzero(self._left[:count])):
             return
-        chosen = self._left
-        if most_work < math.inf:
-            chosen = self._left & (self._work <= most_work) | self._first_large()
-        if beside is not None and self._turn.size:
-            chosen = chosen & (self._turn <= self.turn(beside))
         indices = chosen.nonzero()[0]
         running_left = np.count_nonzero(chosen[:count])
-        for place in smallest_first(self._key[indices]):
+        for place in smallest_first(key[indices]):
             index = int(indices[place])
             if index < count:
                 running_left -= 1

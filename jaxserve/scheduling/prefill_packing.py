@@ -230,8 +230,7 @@ class PrefillPacker:
         lanes = len(step.budget.lanes)
         if lanes > 1 and len(candidate.place.group) < lanes:
             self._add_sharers(step, candidate, order.ranked(), order)
-        work = SHARER_WORK_RATIO * long.prefill_seconds_left
-        self._add_sharers(step, candidate, order.ranked(work, beside=long), order)
+        self._add_sharers(step, candidate, order.sharers(long, step.budget.target), order)
         length = self._length(step, candidate, step.budget.long_target)
         if not self._saves(step, candidate, length):
             self._add_something(step, candidate, length)
