@@ -85,6 +85,21 @@ def test_where_steps_take_what_is_predicted_every_completion_keeps_its_pace(
     assert not late(records, tpot * mesh.spp)
 
 
+@settings(max_examples=examples(15), deadline=None)
+@given(
+    seed=st.integers(0, 2**16), gap=st.sampled_from([0.1, 0.2, 0.4]), spp=st.sampled_from([1, 2])
+)
+def test_what_is_accepted_keeps_both_objectives(seed, gap, spp):
+    """Under up to four times what the replica can do; some are refused, none is late, and each
+    ends."""
+    virtual = replica(MeshConfig(spp=spp), tpot=0.1 * spp, admission="predict", ttft=2.0)
+    records = execute(virtual, traffic(seed, 150, gap, (20, 60))).records
+    accepted = [each for each in records if each.reason != "refused"]
+    assert len(accepted) > 20 and all(each.reason == "length" for each in accepted)
+    missed = [each for each in accepted if not each.in_time]
+    assert len(missed) <= 0.03 * len(accepted), missed
+
+
 def beside_a_long_prompt(mesh: MeshConfig, noise: Noise) -> list[RequestRecord]:
     """What ends in 150 s of short prompts beside one that is prefilled all the time."""
     virtual = replica(mesh, noise, tpot=0.1 * mesh.spp, pages=70_000, max_seqs=64)

@@ -21,7 +21,7 @@ FURTHER = 3  # rounds for points whose times do not agree
 AGREEING = 2  # times of a step that are to agree
 AGREE = 1.25  # factor between two times of a step that agree
 DOUBTFUL = 0.1  # share of the points whose times may not agree
-PATIENCE = 20.0  # most seconds to wait for quiet before a further round
+PATIENCE = 5.0  # most seconds to wait for quiet before a further round
 
 
 class Timer(Protocol):
