@@ -15,9 +15,9 @@ from jaxserve.scheduling.pacing import MIN_PREFILL_SHARE, StepTarget
 
 # share of a long prompt's remaining work: prompts with at most so much may share its step
 SHARER_WORK_RATIO = 1 / 8
-# share of a chunk's time that one of twice its tokens has to save for each token, so that decodes
-# go without prefill until they can afford that
-WORTH_SAVING = 0.1
+# share of the time for each token that a chunk of twice the tokens has to save, so that steps go
+# without prefill until the decodes can afford that one
+WORTH_WAITING = 0.1
 
 
 def size_class(work: np.ndarray, step: float) -> np.ndarray:
@@ -36,10 +36,11 @@ class StepBudget:
     `lanes`: what each lane does so far, at first its decodes. `decode_seconds` and `lane_seconds`
     [lanes]: predicted seconds of each lane with the decodes alone, and with all so far.
     `tokens_left` [lanes]: prefill tokens that a lane can still take. `objective`: of a token, in
-    seconds. `target` and `long_target`: predicted seconds that a step may take, the latter
-    where it has a part of a prompt that needs several steps: what arrives meanwhile waits for the
-    step's end. `paced`: what its decodes allow; None where none set its time. `saving`: seconds of
-    a step for which they had better save.
+    seconds. `target` and `long_target`: predicted seconds that a step may take, the latter where it
+    has a part of a prompt that needs several steps: what arrives meanwhile waits for the step's
+    end. `most`: the same where a part so long takes less time for each of its tokens. `paced`: what
+    its decodes allow; None where none set its time. `saving`: seconds of a step for which they had
+    better save.
     """
 
     def __init__(
@@ -51,9 +52,10 @@ class StepBudget:
         target: float,
         long_target: float,
         paced: StepTarget | None = None,
+        most: float = 0.0,
     ):
         """tokens: most prefill tokens per lane; tile: prefill tokens are computed in multiples of
-        it."""
+        it; most: see `most`, unless decodes allow less."""
         self.predictor = predictor
         self.lanes = lanes
         self.tile = tile
@@ -65,6 +67,7 @@ class StepBudget:
         self._tried: tuple[Chunk | None, list[tuple[int, LaneLoad, float]]] = (None, [])
         self.paced = paced
         self.saving = 0.0
+        self.most = most if paced is None else min(most, paced.most)
         self.objective = target if paced is None else paced.objective
         # tokens that `adaptive` has found since a chunk was added, by what it was asked
         self.found: dict[tuple[int, int, int, float], int] = {}
@@ -111,22 +114,24 @@ class StepBudget:
         return max(seconds for lane, _, seconds in with_chunk if lane in group)
 
     def affords(self, seconds: float) -> bool:
-        """Returns whether the decodes have the time for a step of `seconds`, for the least chunk of
-        a prompt."""
+        """Returns whether the decodes have the time for a step of `seconds`."""
         return self.paced is None or seconds <= self.paced.spare
 
-    def worth_saving(self, place: ChunkPlace, cached: int, new: int, most: int) -> float:
-        """Returns the seconds of a step for which decodes had better save, instead of one with a
-        chunk of `new` tokens after `cached` ones: a chunk of twice as many, in half as many steps,
-        takes less time for each token. 0 where this one is better, and where decodes may not save
-        so much, or none are in the step. most: tokens of a chunk."""
-        if self.paced is None or not max(self.decode_seconds) or 2 * new > most:
-            return 0.0
+    def worthwhile(self, place: ChunkPlace, cached: int, new: int, most: int) -> int:
+        """Returns the tokens of a chunk for which it is worth to wait, instead of one of `new`
+        tokens after `cached` ones: twice as many, and so on, as long as these take a good part less
+        time for each token, within what decodes may save for and others may wait for. most: tokens
+        of a chunk."""
         before = self.seconds(place)
-        seconds = self.seconds_with(place, cached, 2 * new)
-        once = self.seconds_with(place, cached, new)
-        saves = (seconds - before) / 2 < (1 - WORTH_SAVING) * (once - before)
-        return seconds if saves and seconds <= self.paced.most else 0.0
+        each = (self.seconds_with(place, cached, new) - before) / new
+        while 2 * new <= most:
+            seconds = self.seconds_with(place, cached, 2 * new)
+            twice = (seconds - before) / (2 * new)
+            if seconds > self.most or twice > (1 - WORTH_WAITING) * each:
+                break
+            new *= 2
+            each = twice
+        return new
 
     def _with(self, chunk: Chunk) -> list[tuple[int, LaneLoad, float]]:
         if self._tried[0] != chunk:

@@ -124,7 +124,8 @@ class LoadModel:
         tpot = slots.tightest(tpot, stays)
         decodes = int(np.count_nonzero(running))
         decode_step = self._decode_steps(slots.issued[running], context)
-        step, prefill_share = self._mixed_steps(decode_step, tpot / stages)
+        pace = min(tpot, slots.tightest_gap(stays))
+        step, prefill_share = self._mixed_steps(decode_step, pace / stages)
         rate = np.maximum(prefill_share * self.prefill_yield, MIN_PREFILL_RATE)
         period = min(float(step[decodes]), MAX_STEP_RATIO * self._mixed_step) * stages
         remaining = self._lengths.remaining

@@ -28,7 +28,8 @@ from jaxserve.scheduling.slots import SlotTable
 
 # share of the decodes' time that chunks get where decodes alone take all there is
 MIN_PREFILL_SHARE = 0.25
-LONGEST_STEP = 2.0  # times the objective per token: no step is longer, but for a least chunk
+LONGEST_STEP = 2.0  # times the objective per token that a step takes at most of what is in hand
+SAVED_STEP = 5.0  # the same of a step for which decodes saved
 MOST_AHEAD = 4.0  # tokens' time that a decode may have in hand
 MOST_BEHIND = 8.0  # tokens' time that a decode may owe; what it is later than that is forgiven
 MIN_MARGIN = 0.02  # share of a token's time by which decodes are kept ahead at least
@@ -149,8 +150,9 @@ class Pacer:
         ahead += (1 - (high - mean) * self._built[running]) * objective
         scale = mean * self._stages
         allowed = float(ahead.min()) / scale
-        most = min(LONGEST_STEP * tightest / scale, gap / (high * self._stages))
-        return StepTarget(own, seconds, min(allowed, most), most, allowed)
+        limit = gap / (high * self._stages)
+        target = min(allowed, LONGEST_STEP * tightest / scale, limit)
+        return StepTarget(own, seconds, target, min(SAVED_STEP * tightest / scale, limit), allowed)
 
     def due(self, slot: int, now: float) -> float:
         """Returns the clock second at which the newest issued token of a decode is due. now: at

@@ -40,6 +40,9 @@ from jaxserve.scheduling.shares import DEBTORS_STEP
 from jaxserve.scheduling.slots import DECODE, LEAVING, PREFILL, SlotTable
 from jaxserve.settings.schema import SchedulerConfig
 
+# share of the objective for the first token that a step of a long prompt may take where that is
+# less time for each of its tokens: who comes meanwhile waits for it
+TTFT_SHARE = 1 / 4
 NOTHING = np.empty(0, np.int32)
 NO_STATES = StateCopies()
 
@@ -209,7 +212,14 @@ class BatchPacker:
             longest *= DEBTORS_STEP
             target = min(target, DEBTORS_STEP * (paced.each if paced else target))
         return StepBudget(
-            self.predictor, lanes, config.chunk_tokens, config.tile, target, longest, paced
+            self.predictor,
+            lanes,
+            config.chunk_tokens,
+            config.tile,
+            target,
+            longest,
+            paced,
+            max(config.step_time, TTFT_SHARE * config.ttft) / self.mesh.spp,
         )
 
     # --- decodes

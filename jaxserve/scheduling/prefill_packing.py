@@ -232,17 +232,27 @@ class PrefillPacker:
             self._add_sharers(step, candidate, order.ranked(), order)
         self._add_sharers(step, candidate, order.sharers(long, step.budget.target), order)
         length = self._length(step, candidate, step.budget.long_target)
-        if not self._saves(step, candidate, length):
+        if step.config.chunking == "adaptive":
+            self._add_worthwhile(step, candidate, length)
+        else:
             self._add_something(step, candidate, length)
 
-    def _saves(self, step: PrefillStep, candidate: ChunkCandidate, length: int) -> bool:
-        """Returns whether the step goes without a chunk of `length` tokens, so that a longer one
-        can go in a later step."""
+    def _add_worthwhile(self, step: PrefillStep, candidate: ChunkCandidate, length: int) -> None:
+        """Adds a chunk of `length` tokens or, where that takes less time for each token, of more,
+        once the decodes can afford it; until then steps go without."""
+        budget = step.budget
         most = self._capacity(step, candidate)
+        if not length and not step.chunks:
+            length = min(step.config.tile, most)
+        if not length:
+            return
         place = candidate.place
-        seconds = step.budget.worth_saving(place, candidate.start, length, most) if length else 0.0
-        step.budget.saving = seconds
-        return seconds > 0
+        length = budget.worthwhile(place, candidate.start, length, most)
+        seconds = budget.seconds_with(place, candidate.start, length)
+        if seconds <= budget.long_target or budget.affords(seconds):
+            self.chunks.add(step, candidate, length)
+        else:
+            budget.saving = seconds
 
     def _add_sharers(
         self,

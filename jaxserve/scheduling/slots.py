@@ -108,6 +108,12 @@ class SlotTable:
             running &= which
         return float(self.tpot[running].min(initial=tpot))
 
+    def tightest_gap(self, which: np.ndarray) -> float:
+        """The tightest limit on gaps, in seconds, of the running sequences in `which` slots
+        [slots]; infinite without any."""
+        running = ((self.phase == PREFILL) | (self.phase == DECODE)) & which
+        return float(self.tbt[running].min(initial=math.inf))
+
     def wait(self, sequence: Sequence) -> None:
         """Queues a sequence: what it has put out so far is part of what it prefills."""
         sequence.prefill_len = len(sequence.history)

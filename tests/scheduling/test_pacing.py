@@ -165,18 +165,29 @@ def test_debts_end_and_prompts_get_on():
     assert all(each.reason == "length" for each in records)
 
 
-@pytest.mark.parametrize("read, saves", [(0.0, False), (0.02, True)])
-def test_decodes_save_for_chunks_that_take_less_time_per_token(read, saves):
-    """Where each chunk takes 20 ms whatever its size, one of 128 tokens in half as many steps is
-    quicker than one of 64; where none does, it only makes gaps uneven."""
+@pytest.mark.parametrize("read, worth", [(0.0, 64), (0.02, 128), (0.08, 256)])
+def test_it_is_worth_waiting_for_chunks_that_take_less_time_per_token(read, worth):
+    """Where each chunk takes some time whatever its size, one of twice the tokens in half as many
+    steps is quicker; where none does, it only makes gaps uneven."""
     costs = Costs(layers=1, launch=0.01, linear_token=0.001, chunk=read)
     lanes = [LaneLoad(1, 100, 100, samples=1)]
-    paced = StepTarget(0.1, 0.1, 0.1, 0.2, 0.1)
-    budget = StepBudget(Predictor(costs, MeshConfig()), lanes, 512, 8, 0.1, 0.1, paced)
-    found = budget.worth_saving(ChunkPlace(0), 1000, 64, 512)
-    assert found == pytest.approx(0.139 + read if saves else 0.0)
-    assert budget.worth_saving(ChunkPlace(0), 1000, 64, 100) == 0  # there is no more of it
-    assert budget.worth_saving(ChunkPlace(0), 1000, 160, 512) == 0  # decodes may not save so much
+    paced = StepTarget(0.1, 0.1, 0.1, 0.4, 0.1)
+    budget = StepBudget(Predictor(costs, MeshConfig()), lanes, 512, 8, 0.1, 0.1, paced, 0.5)
+    assert budget.worthwhile(ChunkPlace(0), 1000, 64, 512) == worth
+    assert budget.worthwhile(ChunkPlace(0), 1000, 64, 100) == 64  # there is no more of it
+    assert budget.worthwhile(ChunkPlace(0), 1000, 300, 600) == 300  # decodes may not wait so long
+
+
+def test_a_prompt_that_is_alone_takes_hardly_longer_than_in_the_largest_chunks():
+    """Each chunk takes 50 ms before its first token: in steps of `step_time`, 0.1 s, that would be
+    half of the time."""
+    costs = Costs(layers=1, launch=0.001, linear_token=0.001, chunk=0.05)
+    seconds = {}
+    for chunking in ("adaptive", "static"):
+        virtual = replica(costs=costs, chunking=chunking, step_time=0.1)
+        (record,) = execute(virtual, [Arrival(0.0, 8000, 2)]).records
+        seconds[chunking] = record.ttft
+    assert seconds["adaptive"] < 1.15 * seconds["static"]
 
 
 @settings(max_examples=examples(30), deadline=None)
