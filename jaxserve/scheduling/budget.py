@@ -18,6 +18,7 @@ SHARER_WORK_RATIO = 1 / 8
 # share of the time for each token that a chunk of twice the tokens has to save, so that steps go
 # without prefill until the decodes can afford that one
 WORTH_WAITING = 0.1
+WORTH_ALONE = 0.02  # the same where no decodes wait for it
 
 
 def size_class(work: np.ndarray, step: float) -> np.ndarray:
@@ -122,12 +123,13 @@ class StepBudget:
         tokens after `cached` ones: twice as many, and so on, as long as these take a good part less
         time for each token, within what decodes may save for and others may wait for. most: tokens
         of a chunk."""
+        worth = WORTH_ALONE if self.paced is None else WORTH_WAITING
         before = self.seconds(place)
         each = (self.seconds_with(place, cached, new) - before) / new
         while 2 * new <= most:
             seconds = self.seconds_with(place, cached, 2 * new)
             twice = (seconds - before) / (2 * new)
-            if seconds > self.most or twice > (1 - WORTH_WAITING) * each:
+            if seconds > self.most or twice > (1 - worth) * each:
                 break
             new *= 2
             each = twice

@@ -42,7 +42,7 @@ from jaxserve.settings.schema import SchedulerConfig
 
 # share of the objective for the first token that a step of a long prompt may take where that is
 # less time for each of its tokens: who comes meanwhile waits for it
-TTFT_SHARE = 1 / 4
+TTFT_SHARE = 1 / 2
 NOTHING = np.empty(0, np.int32)
 NO_STATES = StateCopies()
 
