@@ -115,8 +115,8 @@ class SchedulerConfig(Objectives):
     )
     step_time: float = option(
         0.25,
-        "upper bound on step time (s) when no decode sets one, and for steps of a long prompt "
-        "(adaptive chunks)",
+        "upper bound on step time (s) when no decode sets one, and for steps of a long prompt, "
+        "unless longer chunks take less time for each token (adaptive chunks)",
         low=0.0001,
     )
     decode_reserve: float = option(
