@@ -260,8 +260,11 @@ class PrefillPacker:
         long: ChunkCandidate,
         others: Iterable[Sequence],
         order: PrefillOrder,
+        beside: bool = True,
     ) -> None:
-        """Adds chunks of other prompts to the step of a long one."""
+        """Adds chunks of other prompts to the step of a long one. beside: those on other lanes may
+        use all of the step's time, but those that are long themselves leave most of it to much
+        shorter ones too."""
         misses = 0
         most_work = SHARER_WORK_RATIO * long.sequence.prefill_seconds_left
         for tried, other in enumerate(self._computable(step, others), 1):
@@ -274,9 +277,14 @@ class PrefillPacker:
                 other.sequence.prefill_seconds_left <= most_work
                 and order.turn(other.sequence) <= order.turn(long.sequence)
             ):
-                share = 1.0 if apart else self._share(step, other.sequence)
+                share = 1.0 if apart and beside else self._share(step, other.sequence)
                 limit = step.budget.limit(other.place.home, share)
                 length = self._length(step, other, limit)
+                if share == 1.0 and length < other.sequence.prefill_len - other.start:
+                    inner = order.sharers(other.sequence, step.budget.target)
+                    self._add_sharers(step, other, inner, order, beside=False)
+                    other = self.chunks.find(step, other.sequence) or other
+                    length = self._length(step, other, limit)
                 misses = 0 if self.chunks.add(step, other, length) else misses + 1
             if misses == MAX_MISSES or tried == MAX_SHARERS_TRIED or step.out_of_pages:
                 return
