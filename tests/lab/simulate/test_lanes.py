@@ -234,14 +234,18 @@ class LiveSilent(Live, Silent):
 
 @pytest.mark.parametrize("exchange", ["gather", "pass_q", "pass_kv", "auto"])
 def test_what_was_measured_of_an_exchange_changes_what_the_scheduler_does(exchange):
-    """Chunks of the long prompt are smaller, where their exchange takes longer."""
+    """Where its exchange takes long in each step, a long prompt has fewer and longer chunks, and its
+    first token comes later."""
     arrivals = [Arrival(0.0, 6_000, 2), Arrival(0.01, 500, 10)]
     settings = dict(chunk_tokens=512, min_chunk=64)
     silent, slow = (
         run(replica(exchange, system=kind, **settings), arrivals) for kind in (LiveSilent, Live)
     )
     assert chunks_of(silent[1]) != chunks_of(slow[1])
-    assert len(silent[1]) < len(slow[1])
+    longest = [max(map(max, chunks_of(batches))) for _, batches in (silent, slow)]
+    assert longest[0] <= longest[1]
+    first = [min(r.first for r in each.records if r.prompt == 6_000) for each, _ in (silent, slow)]
+    assert first[0] < first[1]
 
 
 @pytest.mark.parametrize("exchange", ["gather", "auto"])
