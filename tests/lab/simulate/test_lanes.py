@@ -234,8 +234,8 @@ class LiveSilent(Live, Silent):
 
 @pytest.mark.parametrize("exchange", ["gather", "pass_q", "pass_kv", "auto"])
 def test_what_was_measured_of_an_exchange_changes_what_the_scheduler_does(exchange):
-    """Where its exchange takes long in each step, a long prompt has fewer and longer chunks, and its
-    first token comes later."""
+    """Where its exchange takes long in each step, a long prompt has fewer and longer chunks, and
+    its first token comes later."""
     arrivals = [Arrival(0.0, 6_000, 2), Arrival(0.01, 500, 10)]
     settings = dict(chunk_tokens=512, min_chunk=64)
     silent, slow = (
