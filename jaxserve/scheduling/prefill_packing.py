@@ -240,19 +240,28 @@ class PrefillPacker:
     def _add_worthwhile(self, step: PrefillStep, candidate: ChunkCandidate, length: int) -> None:
         """Adds a chunk of `length` tokens or, where that takes less time for each token, of more,
         once the decodes can afford it; until then steps go without."""
-        budget = step.budget
-        most = self._capacity(step, candidate)
-        if not length and not step.chunks:
-            length = min(step.config.tile, most)
+        length = self._first_tile(step, candidate, length)
         if not length:
             return
-        place = candidate.place
-        length = budget.worthwhile(place, candidate.start, length, most)
-        seconds = budget.seconds_with(place, candidate.start, length)
-        if seconds <= budget.long_target or budget.affords(seconds):
+        most = self._capacity(step, candidate)
+        length = step.budget.worthwhile(candidate.place, candidate.start, length, most)
+        if self._affords(step, candidate, length):
             self.chunks.add(step, candidate, length)
-        else:
-            budget.saving = seconds
+
+    def _first_tile(self, step: PrefillStep, candidate: ChunkCandidate, length: int) -> int:
+        """Returns the length of a chunk; a tile in place of nothing, where it is the first."""
+        if length or step.chunks:
+            return length
+        return min(step.config.tile, self._capacity(step, candidate))
+
+    def _affords(self, step: PrefillStep, candidate: ChunkCandidate, length: int) -> bool:
+        """Returns whether the decodes can afford a chunk of `length` tokens; they save for it where
+        they cannot."""
+        seconds = step.budget.seconds_with(candidate.place, candidate.start, length)
+        if step.budget.affords(seconds):
+            return True
+        step.budget.saving = seconds
+        return False
 
     def _add_sharers(
         self,
@@ -325,10 +334,6 @@ class PrefillPacker:
     def _add_something(self, step: PrefillStep, candidate: ChunkCandidate, length: int) -> None:
         """Adds a chunk of `length` tokens; if it is the first of the step, of a tile at least, once
         the decodes can afford that."""
-        if not length and not step.chunks:
-            length = min(step.config.tile, self._capacity(step, candidate))
-            seconds = step.budget.seconds_with(candidate.place, candidate.start, length)
-            if length and not step.budget.affords(seconds):
-                step.budget.saving = seconds
-                return
-        self.chunks.add(step, candidate, length)
+        least = self._first_tile(step, candidate, length)
+        if least == length or self._affords(step, candidate, least):
+            self.chunks.add(step, candidate, least)
